@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mldserver import __version__
-from mldserver.admin.gather import Readiness
+from mldserver.admin.gather import Readiness, document
 from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
+from mldserver.base.threads import aside
 from mldserver.errors import (
     EXIT_CLEAN,
     EXIT_FAULT,
@@ -53,6 +54,8 @@ from mldserver.observe.logging import reopen
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
+    from mldserver.admin.process import AdminEndpoint
+    from mldserver.admin.status import Status
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
     from mldserver.coordinator.coordinator import Coordinator
@@ -86,11 +89,12 @@ class Server:
         clock: Clock | None = None,
         seed: int | None = None,
         drain: bool = False,
+        endpoint: AdminEndpoint | None = None,
     ) -> None:
         """``engine`` takes the place of Spark, what ``kinesis`` makes of AWS's client, what ``source`` makes of the listener.
 
         ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run;
-        a name in the settings is that of one of these.
+        a name in the settings is that of one of these. ``endpoint`` shows the server, and lets it be steered.
         """
         self.settings = replace(settings, server_id=None) if drain else settings
         self._engine = engine
@@ -107,6 +111,8 @@ class Server:
         """What the start waits for."""
         self._readiness = Readiness()
         self._drain = drain
+        self._endpoint = endpoint
+        self._started_ms = self._clock.now_ms()
         self._to_compute = asyncio.Event()
         """Set when the engine is needed: a drain may find nothing left to compute."""
         if not drain:
@@ -133,19 +139,19 @@ class Server:
         return code
 
     async def _live(self) -> int:
-        """Start, work until stopped, close what there is; return the exit code."""
+        """Start, work until stopped, close what there is, and show all of it; return the exit code."""
         code = EXIT_FAULT
         try:
-            try:
+            async with contextlib.AsyncExitStack() as ends:
+                if self._endpoint is not None:
+                    await ends.enter_async_context(self._endpoint.serving(self.document, self.carry_out))
+                ends.push_async_callback(self._close)
                 async with self._until(self._stop, self._start(), lambda: {"start": self._step}) as starting:
                     if not starting.done():
                         log.info("server.stopping", reason=self._reason or "forced", connections=0)
                 # What had begun was given up where a stop came first.
                 begun = self._parts if self._built.is_set() else None
                 code = EXIT_CLEAN if begun is None else await self._work(begun)
-            finally:
-                if self._parts is not None:
-                    await self._close(self._parts)
         except* (OperatorError, HandlerError, LedgerError) as group:
             errors = list(leaves(group))
             code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
@@ -179,6 +185,8 @@ class Server:
                 advice="Check its path, its rights and the room on its disk, or name another with --out.",
                 path=str(error.filename or self.settings.out),
             ) from error
+        if self._endpoint is not None:
+            await aside(self._endpoint.make_token, name="mldserver-token")
         if self._drain:
             await parts.ledger.drain()
         self._built.set()
@@ -227,8 +235,11 @@ class Server:
         if not self._stop.is_set():
             self.stop(_DRAIN)
 
-    async def _close(self, parts: Parts) -> None:
+    async def _close(self) -> None:
         """End what there is, in the order of the stop, each part whatever became of those before it."""
+        parts = self._parts
+        if parts is None:
+            return
         async with contextlib.AsyncExitStack() as closing:  # the last that is pushed goes first
             closing.push_async_callback(self._end, "ledger", parts.ledger.close)
             if parts.letters is not None:
@@ -407,6 +418,20 @@ class Server:
         if self._parts is None or not self._built.is_set():
             raise RuntimeError("the server has not started yet")
         return self._parts.coordinator.status()
+
+    def document(self) -> Status:
+        """Return what the server tells of itself, whatever it is at."""
+        return document(
+            self.settings,
+            self._parts if self._built.is_set() else None,
+            doing=f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})",
+            now_ms=self._clock.now_ms(),
+            started_ms=self._started_ms,
+        )
+
+    async def carry_out(self, act: str, _argument: str) -> tuple[bool, str]:
+        """Do what somebody asked for; return whether it is done, and a sentence for them."""
+        return False, f"There is no act {act}."
 
     @property
     def is_ready(self) -> bool:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # The tests start hundreds of interpreters: without bytecode each would compile all of mldserver.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# The default port is one, and tests run side by side: who wants an admin endpoint says where.
+os.environ["MLDSERVER_ADMIN"] = "none"
 
 # How fast a machine is, and what else runs on it, says nothing about what is tested.
 for lane, examples in EXAMPLES.items():

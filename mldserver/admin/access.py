@@ -30,8 +30,8 @@ class Credential(enum.Enum):
     NONE = "nothing"
     OWNER = "the server's user, or root"
     STRANGER = "another user of this host"
-    TOKEN = "the token"
-    WRONG_TOKEN = "a wrong token"  # noqa: S105  # words for people
+    TOKEN = "the token"  # noqa: S105  # words for people
+    WRONG_TOKEN = "a wrong token"  # noqa: S105  # as above
     CERTIFICATE = "a client certificate"
     WRONG_NAME = "a client certificate of another name"
 
@@ -84,7 +84,9 @@ def refusal(
     return None if act <= most else _LACKS[listener]
 
 
-def browser_refusal(listener: Listener, path: str, *, method: str, host: str, origin: str, site: str) -> str | None:
+def browser_refusal(
+    listener: Listener, path: str, *, method: str, host: str, origin: str, site: str
+) -> str | None:
     """Return why a request may be another site's, in a sentence; None when it is none.
 
     The rest are headers: ``Host``, ``Origin``, ``Sec-Fetch-Site``; empty where they did not come. Only browsers send

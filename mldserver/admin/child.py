@@ -60,12 +60,13 @@ class Child:
         async with asyncio.TaskGroup() as group:
             group.create_task(endpoint.serve(listener))
             while True:
-                await endpoint.take(await self._documents.get())
+                endpoint.take(await self._documents.get())
                 self._channel.send(wire.Taken())
 
     async def _ask(self, act: str, argument: str, who: str) -> wire.Answered:
         number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.Answered] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
         self._channel.send(wire.Ask(number, act, argument, who))
         try:
             return await answer

@@ -35,6 +35,7 @@ from mldserver.admin.access import (
     refusal,
     same_token,
 )
+from mldserver.base.clock import Flag
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -89,6 +90,16 @@ class _Brief(msgspec.Struct):
 
     ready: bool
     reasons: tuple[str, ...] = ()
+
+
+class _Refused(Exception):
+    """A request that is not answered as it wants."""
+
+    def __init__(self, status: int, error: str, **headers: str) -> None:
+        """``error``: why, in a sentence for the client."""
+        super().__init__(error)
+        self.response = _json(status, error=error)
+        self.response.headers.update({name.replace("_", "-"): value for name, value in headers.items()})
 
 
 class Connection:
@@ -213,18 +224,19 @@ class Endpoint:
         self._brief = _Brief(ready=False, reasons=("the server starts",))
         self._made: dict[str, bytes] = {}
         """What was made of the document, once for all who ask."""
-        self._news = asyncio.Condition()
+        self._news = Flag()
+        """Set when there is a newer document."""
         self._streams = self._acts = 0
 
-    async def take(self, document: bytes) -> None:
+    def take(self, document: bytes) -> None:
         """Take a document: nothing is older than this from now on. Empty: the server lives, and has none newer."""
         self._taken = self._loop.time()
         if document:
             self._document = document
             self._brief = msgspec.json.decode(document, type=_Brief)
             self._made = {}
-            async with self._news:
-                self._news.notify_all()
+            news, self._news = self._news, Flag()
+            news.set()
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept clients until cancelled. The oldest gives way to what is too many."""
@@ -266,6 +278,8 @@ class Endpoint:
         connection.extend(_IDLE_SECONDS)
         try:
             response = await self._answer(request, connection)
+        except _Refused as error:
+            response = error.response
         except Exception:  # noqa: BLE001  # a bug in here costs one answer
             traceback.print_exc()
             response = _json(500, error="The endpoint has failed; the server's log says how.")
@@ -273,72 +287,71 @@ class Endpoint:
         return response
 
     async def _answer(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
-        method, path = request.method, request.path
-        wanted = _READS.get(path, Act.STEER if path.startswith("/act/") else None)
-        headers = request.headers
+        """Raises _Refused."""
+        path, headers = request.path, request.headers
         if sum(len(name) + len(value) for name, value in request.raw_headers) > _HEADER_BYTES:
-            return _json(431, error="The request's headers are too long.")
+            raise _Refused(431, "The request's headers are too long.")
         foreign = browser_refusal(
             self.listener,
             path,
-            method=method,
+            method=request.method,
             host=headers.get(hdrs.HOST, ""),
             origin=headers.get(hdrs.ORIGIN, ""),
             site=headers.get("Sec-Fetch-Site", ""),
         )
         if foreign is not None:
-            return _json(403, error=foreign)
+            raise _Refused(403, foreign)
+        wanted = _READS.get(path, Act.STEER if path.startswith("/act/") else None)
         credential, who = connection.shown(request)
         why = self._may(self.listener, credential, wanted or Act.READ)
+        if why is not None and "token" in why:
+            raise _Refused(401, why, WWW_Authenticate="Bearer")
         if why is not None:
-            response = _json(401 if "token" in why else 403, error=why)
-            if response.status == 401:  # noqa: PLR2004  # as above
-                response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
-            return response
+            raise _Refused(403, why)
         if wanted is None:
-            return _json(404, error=f"There is no {path} here.", paths=[*_READS, "/act/NAME"])
+            raise _Refused(404, f"There is no {path} here, but {', '.join(_READS)} and /act/NAME.")
         allowed = ("POST",) if wanted is Act.STEER else ("GET", "HEAD")
-        if method not in allowed:
-            response = _json(405, error=f"{path} takes {' and '.join(allowed)}.")
-            response.headers[hdrs.ALLOW] = ", ".join(allowed)
-            return response
+        if request.method not in allowed:
+            raise _Refused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
         if wanted is Act.STEER:
             return await self._steer(request, connection, who)
         if path == "/events":
             return await self._stream(request, connection)
-        may_read = self._may(self.listener, credential, Act.READ) is None
-        return self._read(path, may_read=may_read)
+        return self._read(path, may_read=self._may(self.listener, credential, Act.READ) is None)
 
     def _read(self, path: str, *, may_read: bool) -> web.Response:
         silent = self.silent_seconds
         turns = silent < _SILENT_SECONDS
         still = f"the server's event loop has not turned for {silent:.0f} s"
         if path == "/livez":
-            return _json(200 if turns else 503, live=turns, **({} if turns or not may_read else {"reason": still}))
+            return _json(
+                200 if turns else 503, live=turns, **({} if turns or not may_read else {"reason": still})
+            )
         if path == "/readyz":
             ready = turns and self._brief.ready
             reasons = self._brief.reasons if turns else (still,)
             return _json(200 if ready else 503, ready=ready, **({"reasons": reasons} if may_read else {}))
         if not self._document:
-            return _json(503, error="The server has only just started: there is no status yet.")
+            raise _Refused(503, "The server has only just started: there is no status yet.")
         return _body(self._document, "application/json")
 
     async def _stream(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
         """Send each document as it comes; who reads too slowly misses some, and is cut in the end."""
         if self._streams >= _MOST_STREAMS:
-            return _json(503, error=f"There are {_MOST_STREAMS} readers of events already.")
+            raise _Refused(503, f"There are {_MOST_STREAMS} readers of events already.")
         response = web.StreamResponse(headers=_HEADERS | {hdrs.CONTENT_TYPE: "text/event-stream"})
         self._streams += 1
         try:
-            sent = None
             await response.prepare(request)
             while True:
-                connection.extend(None)
-                async with self._news:
-                    await self._news.wait_for(lambda: self._document and self._document is not sent)
-                sent = self._document
+                news = self._news
                 connection.extend(_STREAM_SECONDS)
-                await response.write(self._once("events", lambda: b"event: status\ndata: %b\n\n" % self._document))
+                if self._document:
+                    await response.write(
+                        self._once("events", lambda: b"event: status\ndata: %b\n\n" % self._document)
+                    )
+                connection.extend(None)
+                await news.wait()
         finally:
             self._streams -= 1
 
@@ -348,13 +361,13 @@ class Endpoint:
             async for part in request.content.iter_any():
                 body += part
                 if len(body) > _BODY_BYTES:
-                    return _json(413, error=f"A body has {_BODY_BYTES} bytes at most.")
+                    raise _Refused(413, f"A body has {_BODY_BYTES} bytes at most.")
         try:
             argument = msgspec.json.decode(bytes(body), type=_Body).argument if body else ""
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _json(400, error=f'The body must be JSON, as {{"argument": "…"}}: {error}.')
+            raise _Refused(400, f'The body must be JSON, as {{"argument": "…"}}: {error}.') from error
         if self._acts >= _MOST_ACTS:
-            return _json(503, error=f"{_MOST_ACTS} acts are not done yet: try again later.")
+            raise _Refused(503, f"{_MOST_ACTS} acts are not done yet: try again later.")
         self._acts += 1
         connection.extend(None)  # a reload takes its time
         try:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from typing import TYPE_CHECKING
+
+from mldserver import __version__
+from mldserver.admin.status import Status
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
+    from mldserver.config.settings import Settings
 
 
 class Readiness:
@@ -61,3 +67,22 @@ def unready(parts: Parts) -> list[tuple[str, bool]]:
         reason = "Spark is not running" if why is None else f"Spark computes no window. {why}"
         found.append((f"{reason}: windows wait for it, rows go on being stored", why is not None))
     return found
+
+
+def document(settings: Settings, parts: Parts | None, *, doing: str, now_ms: int, started_ms: int) -> Status:
+    """Return the status document. ``parts``: None until they work; ``doing``: what a server does that is not at work."""
+    stopping = doing.startswith("stops")
+    reasons = [f"the server {doing}"] if stopping or parts is None else [why for why, _ in unready(parts)]
+    return Status(
+        taken_ms=now_ms,
+        pipeline=settings.pipeline,
+        handler=settings.handler,
+        version=__version__,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        server_id=settings.server_id or "",
+        started_ms=started_ms,
+        ready=not reasons,
+        reasons=tuple(reasons),
+        stopping=stopping,
+    )

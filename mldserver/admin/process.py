@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,6 +22,7 @@ from mldserver.admin import wire
 from mldserver.admin.access import make_token, read_token
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
+from mldserver.base.listening import listen_tcp, listen_unix
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
 from mldserver.config.kinds import TcpAddress, UnixAddress
@@ -31,6 +31,7 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.logging import Printed
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from mldserver.admin.status import Status
@@ -48,7 +49,6 @@ _SECONDS: Final = 1.0
 """From document to document."""
 _HANGS_SECONDS: Final = 30.0
 """A process that has not taken a document for so long is replaced."""
-_BACKLOG: Final = 128
 _PASSED_ON: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """Of the environment: it may hold secrets, and the process listens to anybody."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
@@ -74,6 +74,8 @@ class AdminEndpoint:
         self.pid: int | None = None
         """Of its process, while there is one."""
         self._channel: Channel[wire.FromEndpoint] | None = None
+        self._acts: set[asyncio.Task[None]] = set()
+        """What is carried out: it goes on when the process that asked for it dies."""
         self._taken = asyncio.Event()
         """Whether the process has taken the latest document."""
 
@@ -90,13 +92,13 @@ class AdminEndpoint:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._keep(listener, carry_out), name="admin"),
+                    group.create_task(self._keep(group, listener, carry_out), name="admin"),
                     group.create_task(self._feed(status), name="status"),
                 ]
                 try:
                     yield
                 finally:
-                    for task in tasks:
+                    for task in (*tasks, *self._acts):
                         task.cancel()
         finally:
             listener.close()
@@ -114,29 +116,32 @@ class AdminEndpoint:
         """Return a listening socket; None where the default address is taken."""
         place = self._place
         try:
-            listener = await _listening(place)
+            listener = listen_unix(place.path) if isinstance(place, UnixAddress) else await listen_tcp(*place)
         except (OSError, UnicodeError) as error:
-            what = f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}."
+            what = (
+                f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}."
+            )
             advice = "Give another address with --admin, or `none`."
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             if taken and "admin" not in self._settings.origins:
                 log.warning("admin.unavailable", what=what, did="The server goes on without.", advice=advice)
                 return None
             raise (NotThereYet if taken else OperatorError)(what, advice=advice) from error
-        host, port, *_ = listener.getsockname() if isinstance(place, TcpAddress) else ("", 0)
-        self.address = str(TcpAddress(host, port) if isinstance(place, TcpAddress) else place)
+        if isinstance(place, TcpAddress):
+            place = TcpAddress(*listener.getsockname()[:2])
+        self.address = str(place)
         log.info("admin.listening", address=self.address, token_file=str(token_file(self._settings)))
         return listener
 
     # The process.
 
-    async def _keep(self, listener: socket.socket, carry_out: CarryOut) -> None:
+    async def _keep(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> None:
         """Have a process; when it ends, have another."""
         again = Backoff(1.0, 60.0, free=1)
         while True:
             began_ms = self._clock.steady_ms()
             try:
-                end = await self._live(listener, carry_out)
+                end = await self._live(group, listener, carry_out)
             except OSError as error:  # no process, or no descriptor, to be had
                 end = str(error)
             if self._clock.steady_ms() - began_ms > 60_000:  # noqa: PLR2004  # a minute: it was of use
@@ -145,7 +150,7 @@ class AdminEndpoint:
             log.warning("admin.lost", reason=end, delay_seconds=delay)
             await self._clock.sleep(delay)
 
-    async def _live(self, listener: socket.socket, carry_out: CarryOut) -> str:
+    async def _live(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> str:
         """Run one process to its end, and return how it ended."""
         settings, printed = self._settings, Printed()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -171,32 +176,27 @@ class AdminEndpoint:
             wrong = what or ""
             gone.set()
 
-        try:
-            async with asyncio.TaskGroup() as acts:
-                assert child.end is not None, "it was started with a socket"
-
-                def receive(message: wire.FromEndpoint, _files: Descriptors) -> None:
-                    if isinstance(message, wire.Taken):
-                        self._taken.set()
-                    else:
-                        acts.create_task(self._act(channel, message, carry_out))
-
-                channel = Channel[wire.FromEndpoint](
-                    child.end, wire.FromEndpoint, receive=receive, ended=ended
-                )
-                channel.send(
-                    wire.Start(
-                        title=f"mldserver: {settings.pipeline} admin",
-                        token_file=str(token_file(settings).absolute()),
-                        guarded=settings.admin_token_file is not None,
-                        insecure=settings.insecure,
-                    ),
-                    (os.dup(listener.fileno()),),
-                )
-                self.pid, self._channel = child.pid, channel
+        def receive(message: wire.FromEndpoint, _files: Descriptors) -> None:
+            if isinstance(message, wire.Taken):
                 self._taken.set()
-                await first_of(child.wait(), gone.wait())
-                # An act that runs goes on without it.
+                return
+            act = group.create_task(self._act(channel, message, carry_out))
+            self._acts.add(act)
+            act.add_done_callback(self._acts.discard)
+
+        assert child.end is not None, "it was started with a socket"
+        channel = Channel[wire.FromEndpoint](child.end, wire.FromEndpoint, receive=receive, ended=ended)
+        try:
+            start = wire.Start(
+                title=f"mldserver: {settings.pipeline} admin",
+                token_file=str(token_file(settings).absolute()),
+                guarded=settings.admin_token_file is not None,
+                insecure=settings.insecure,
+            )
+            channel.send(start, (os.dup(listener.fileno()),))
+            self.pid, self._channel = child.pid, channel
+            self._taken.set()
+            await first_of(child.wait(), gone.wait())
         finally:
             self.pid = self._channel = None
             await child.close()
@@ -237,20 +237,3 @@ class AdminEndpoint:
             elif self.pid is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
                 os.kill(self.pid, 9)
             await self._clock.sleep(_SECONDS)
-
-
-async def _listening(place: Address) -> socket.socket:
-    """Return a listening socket. Raises OSError, UnicodeError."""
-    if isinstance(place, UnixAddress):
-        return listen_unix(place.path)
-    found = await asyncio.get_running_loop().getaddrinfo(*place, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener

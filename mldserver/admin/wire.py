@@ -1,8 +1,8 @@
 """What the server and the endpoint's process say to each other (``children/channel.py`` carries it).
 
-    server → endpoint    Start with the listening socket beside it; then Document once a second, Answered once for each
-                         Ask, and Renew when certificates are to be read again; the end of the socket ends the process
-    endpoint → server    Taken once for each Document, and Ask at any time
+server → endpoint    Start with the listening socket beside it; then Document once a second, Answered once for each
+                     Ask, and Renew when certificates are to be read again; the end of the socket ends the process
+endpoint → server    Taken once for each Document, and Ask at any time
 """
 
 from __future__ import annotations

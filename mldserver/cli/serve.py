@@ -136,13 +136,18 @@ def live(settings: Settings, *, drain: bool = False) -> int:
     """
     import uvloop  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
 
+    from mldserver.admin.process import AdminEndpoint  # noqa: PLC0415  # see above
+    from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
     with contextlib.ExitStack() as logs:
         logs.enter_context(logging_to(settings))
         gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
-        code = uvloop.run(_life(Server(settings, drain=drain), partial(_leave, settings, logs)))
+        shown = not drain and settings.admin is not None
+        endpoint = AdminEndpoint(settings, SystemClock()) if shown else None
+        server = Server(settings, drain=drain, endpoint=endpoint)
+        code = uvloop.run(_life(server, partial(_leave, settings, logs)))
     _tell(settings, code)
     return code
 

@@ -49,6 +49,16 @@ tls.read  info  certificate
     On SIGHUP certificates were read again; connections that are there keep theirs.
 tls.refused  error
     A certificate that was to be read again cannot be used: the one before it stays.
+admin.listening  info  address token_file
+    The server is seen and steered there; ``token_file`` holds the token for steering.
+admin.unavailable  warning
+    Another process has the default address: the server goes on without an admin endpoint.
+admin.lost  warning  reason delay_seconds
+    The admin endpoint's process ended; a fresh one starts after the delay. Nothing else is concerned.
+admin.failed  error  traceback
+    The server's status could not be told: what the admin endpoint shows stands still.
+admin.act  info|warning  act argument who done text
+    Somebody steered the server: ``who`` asked for what, and what became of it.
 connection.opened  debug  peer
     A peer connected.
 connection.refused  warning  peer limit

@@ -11,12 +11,11 @@ import asyncio
 import itertools
 import random as _random
 import socket
-import stat
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mldserver.base.listening import listen_tcp, listen_unix, shown_address
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
@@ -29,22 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.base.clock import Clock
+    from mldserver.base.listening import Address
     from mldserver.protocol.connection import ConnectionLimits
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake
 
 log = structlog.get_logger("mldserver")
 
-Address = tuple[str, int] | tuple[Path]
-"""Host and port (port 0: any free one), or a Unix socket's path."""
-
 DEFAULT_READ_BYTES: Final = 512 * 1024 * 1024
 """Unread lines of all connections together."""
 
 _RECEIVE_BYTES: Final = 256 * 1024
 """Of the one buffer that all connections receive into: larger gains nothing, smaller costs system calls."""
-_BACKLOG: Final = 128
-_SOCKET_MODE: Final = 0o600
 _ACCEPT_PAUSE_SECONDS: Final = 0.5
 """After a failed accept, e.g. when the process is out of file descriptors."""
 _NOTICE_SILENCE: Final = tuple(
@@ -127,7 +122,7 @@ class MLDListener:
         """
         await self._started.wait()
         if self._listening_on is None:
-            raise OperatorError(f"Nothing listens on {_shown(self._address)}.")
+            raise OperatorError(f"Nothing listens on {shown_address(self._address)}.")
         return self._listening_on
 
     async def run(self) -> None:
@@ -180,17 +175,17 @@ class MLDListener:
     async def _listen(self) -> socket.socket:
         try:
             if len(self._address) == 1:
-                listener = _listen_unix(self._address[0])
-                shown = _shown(self._address)
+                listener = listen_unix(self._address[0])
+                shown = shown_address(self._address)
             else:
-                listener = await _listen_tcp(*self._address)
+                listener = await listen_tcp(*self._address)
                 host, port = listener.getsockname()[:2]
-                shown = _shown((host, port))
+                shown = shown_address((host, port))
         except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
             # A port that is taken, an address or a folder that is not there: all that may change.
             lasting = isinstance(error, UnicodeError | PermissionError) or error.errno is None
             raise (OperatorError if lasting else NotThereYet)(
-                f"Cannot listen on {_shown(self._address)}: {getattr(error, 'strerror', None) or error}.",
+                f"Cannot listen on {shown_address(self._address)}: {getattr(error, 'strerror', None) or error}.",
                 advice="Give another address with --listen, or stop what uses this one.",
             ) from error
         self._listening_on = shown
@@ -245,7 +240,7 @@ class MLDListener:
             return
         name = f"c{next(self._numbers)}"
         # The peer of a Unix socket has no name.
-        shown = _shown((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
+        shown = shown_address((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
         link = Link(
             name, shown, limits=self._limits, random=self._random, budget=self._budget, buffer=self._buffer
         )
@@ -282,59 +277,3 @@ class MLDListener:
             for option, value in _NOTICE_SILENCE:
                 peer_socket.setsockopt(socket.IPPROTO_TCP, option, value)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: link, peer_socket)
-
-
-async def _listen_tcp(host: str, port: int) -> socket.socket:
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setblocking(False)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _listen_unix(path: Path) -> socket.socket:
-    _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.bind(str(path))
-        # Nobody can connect before listen: the mode holds from the first moment on.
-        path.chmod(_SOCKET_MODE)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that is gone. What is no socket, or answers, stays: bind then fails."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            return  # it is there, and busy
-
-
-def _shown(address: Address) -> str:
-    if len(address) == 1:
-        return f"unix:{address[0]}"
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,3 +18,4 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLDSERVER_WORKERS", "inline")
+    monkeypatch.setenv("MLDSERVER_ADMIN", "none")

@@ -1,0 +1,74 @@
+"""Sockets that listen: for daemons, and for whoever looks after a server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+Address = tuple[str, int] | tuple[Path]
+"""Host and port (port 0: any free one), or a Unix socket's path."""
+
+_BACKLOG: Final = 128
+_SOCKET_MODE: Final = 0o600
+
+
+async def listen_tcp(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 takes any free one. Raises OSError, and UnicodeError for what is no name."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Return a Unix socket that listens, for this user alone. Raises OSError."""
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        # Nobody can connect before listen: the mode holds from the first moment on.
+        path.chmod(_SOCKET_MODE)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a server that is gone. What is no socket, or answers, stays: bind then fails."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return  # it is there, and busy
+
+
+def shown_address(address: Address) -> str:
+    """Return an address as settings write it."""
+    if len(address) == 1:
+        return f"unix:{address[0]}"
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
