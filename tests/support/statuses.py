@@ -1,0 +1,302 @@
+"""Made-up status documents of a server that is healthy, lags, or fails, and the hour before each."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from mldserver.admin.history import History
+from mldserver.admin.status import (
+    SECONDS,
+    Budget,
+    DeadLetter,
+    DeadLetters,
+    Histogram,
+    Peer,
+    Shard,
+    Spark,
+    Status,
+    Totals,
+    Watermark,
+    Window,
+    Windows,
+    Worker,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOW: Final = 1_795_399_403_000
+"""23 November 2026, 02:03:23 UTC."""
+MINUTE: Final = 60_000
+HOUR: Final = 60 * MINUTE
+
+
+def healthy(at_ms: int = NOW) -> Status:
+    """Eight shards at the tip, two workers, a window each minute."""
+    return Status(
+        taken_ms=at_ms,
+        pipeline="departures",
+        handler="handlers.departures",
+        handler_version="9f2c41d8",
+        version="1.0.0",
+        host="ingest-3",
+        pid=4711,
+        server_id="ingest-3-4711",
+        started_ms=NOW - 76 * HOUR,
+        listening="127.0.0.1:7070",
+        ready=True,
+        loop_lag_seconds=0.0012,
+        totals=_totals(at_ms, 1_240),
+        batch_seconds=_batches(at_ms, 0),
+        connections={"processing": 8},
+        shards=tuple(_shard(n, at_ms, lag_ms=(180, 420, 0, 95, 1_300, 60, 240, 0)[n]) for n in range(8)),
+        watermark=Watermark(at_ms=at_ms - 14_000 - at_ms % 5_000, held_by="shardId-000000000004"),
+        windows=Windows(
+            open=2,
+            waiting=1,
+            published=4_560,
+            rows_out=118_000,
+            latest=(
+                *(_window(at_ms, ago, revision=2 if ago == 31 else 1) for ago in range(62, 2, -1)),
+                _window(at_ms, 2, state="computing", cut_ms=at_ms - 1_400),
+            ),
+        ),
+        workers=(_worker(1), _worker(2)),
+        spark=Spark(
+            ready=True, master="local[2]", version="4.0.1", ui="http://127.0.0.1:4040", start_seconds=6.4
+        ),
+        dead_letters=DeadLetters(waiting=0),
+        servers=(Peer(id="ingest-3-4711", this=True),),
+        budgets=_budgets(0.21, 0.02, 0.34),
+        resident_bytes=212 << 20,
+    )
+
+
+def lagging(at_ms: int = NOW) -> Status:
+    """Two shards fall behind, and one of them holds the watermark of two servers."""
+    behind = {3: 4 * MINUTE + 11_000, 5: 12 * MINUTE + 40_000}
+    shards = tuple(
+        _shard(n, at_ms, lag_ms=behind.get(n, 300 + 70 * n), state="held" if n == 5 else "connected")
+        for n in range(8)
+    )
+    return msgspec.structs.replace(
+        healthy(at_ms),
+        shards=shards,
+        batch_seconds=_batches(at_ms, 3),
+        watermark=Watermark(
+            at_ms=NOW - 13 * MINUTE,
+            held_by="shardId-000000000005",
+            reason="its rows are 13 minutes old",
+            stuck=True,
+        ),
+        servers=(
+            Peer(id="ingest-3-4711", this=True, watermark_ms=NOW - 13 * MINUTE),
+            Peer(id="ingest-4-1208", this=False, beat_age_seconds=1.4, watermark_ms=NOW - 20_000),
+        ),
+        budgets=_budgets(0.94, 0.4, 0.55),
+    )
+
+
+def failing(at_ms: int = NOW) -> Status:
+    """Spark is gone, windows fail, a shard is missing, and records have failed for good."""
+    base = lagging(at_ms)
+    failed = tuple(
+        _window(
+            at_ms,
+            ago,
+            state="failed" if ago > 2 else "halted",
+            error="ConnectionError: the database answers nothing",
+        )
+        for ago in (4, 3, 2)
+    )
+    traceback = (
+        "Traceback (most recent call last):\n"
+        '  File "/srv/handlers/departures.py", line 41, in on_record\n'
+        '    return {"delay": int(row["dep_delay"]), "carrier": row["carrier"]}\n'
+        "                     ^^^^^^^^^^^^^^^^^^^^^^\n"
+        "ValueError: invalid literal for int() with base 10: '<b>late</b>'\n"
+    )
+    letters = tuple(
+        DeadLetter(
+            at_ms=NOW - ago * MINUTE,
+            shard=f"shardId-00000000000{ago % 8}",
+            sequence=f"4965{ago:04}87123409871234098712340987123409871234098712",
+            error="ValueError: invalid literal for int() with base 10: '<b>late</b>'"
+            if ago % 2
+            else "KeyError: 'carrier'",
+            traceback=traceback,
+            attempts=3,
+        )
+        for ago in (44, 31, 17, 9, 2)
+    )
+    return msgspec.structs.replace(
+        base,
+        ready=False,
+        reasons=(
+            "Spark's session is gone, and cannot be started: the driver ended with exit code 137 (out of memory?)",
+            "the window 2026-11-23T02-01-00Z keeps failing: ConnectionError: the database answers nothing",
+        ),
+        shards=(
+            *base.shards[:6],
+            msgspec.structs.replace(base.shards[6], state="missing", lag_ms=None, worker=None),
+            base.shards[7],
+        ),
+        windows=Windows(
+            open=9,
+            waiting=3,
+            published=4_557,
+            halted=("2026-11-23T02-01-00Z",),
+            rows_out=117_000,
+            latest=(*base.windows.latest[:-4], *failed),
+        ),
+        spark=Spark(
+            ready=False,
+            trouble="the driver ended with exit code 137; it is started again in 32 s",
+            master="local[2]",
+            start_seconds=6.4,
+        ),
+        totals=msgspec.structs.replace(
+            base.totals, dead_letters=37, workers_lost=3, spark_lost=4, spark_starts=4
+        ),
+        workers=(
+            _worker(1),
+            msgspec.structs.replace(_worker(2), restarts=3, running_seconds=48.2, resident_bytes=0),
+        ),
+        failures={"ValueError": 29, "KeyError": 8},
+        dead_letters=DeadLetters(waiting=37, latest=letters),
+        servers=(
+            base.servers[0],
+            msgspec.structs.replace(base.servers[1], beat_age_seconds=184.0, reason="leaves"),
+        ),
+    )
+
+
+def hour_before(make: Callable[[int], Status]) -> History:
+    """The history of a server that was healthy until half an hour ago, and then became what ``make`` makes."""
+    history = History()
+    for at_ms in range(NOW - HOUR - 10_000, NOW + 1, 10_000):
+        status = make(at_ms)
+        if make is not healthy:
+            # It began a while ago, and got worse step by step.
+            worse = max(0.0, (at_ms - NOW + 24 * MINUTE) / (24 * MINUTE))
+            shards = tuple(
+                msgspec.structs.replace(each, lag_ms=round(worse * each.lag_ms + 300 + 150 * _wave(at_ms, 7)))
+                if each.lag_ms is not None
+                else each
+                for each in status.shards
+            )
+            watermark_ms = min(NOW - 13 * MINUTE, at_ms - 14_000 - at_ms % 5_000)
+            status = msgspec.structs.replace(
+                status,
+                ready=status.ready or worse < 0.7,
+                shards=shards,
+                watermark=Watermark(at_ms=watermark_ms),
+            )
+        history.add(status)
+    return history
+
+
+def _totals(at_ms: int, rate: int) -> Totals:
+    seconds = (at_ms - (NOW - 2 * HOUR)) / 1000
+    # A day's swing, and small waves on it.
+    records = round(
+        rate * seconds
+        + 60_000 * math.sin(seconds / 900)
+        + 900 * math.sin(seconds / 31)
+        + 500 * math.sin(seconds / 13)
+    )
+    return Totals(
+        batches=records // 120,
+        records=records,
+        rows=round(records * 0.97),
+        bytes=records * 410,
+        rows_durable=round(records * 0.96),
+        handler_seconds=seconds * 0.4,
+        checkpoints=round(seconds / 6),
+        spark_starts=1,
+    )
+
+
+def _batches(at_ms: int, slower: int) -> Histogram:
+    """How long the batches took until an instant; of late ``slower`` buckets longer."""
+    seconds = (at_ms - (NOW - 2 * HOUR)) / 1000
+    shares = (0, 310, 380, 220, 70, 40, 4, 2, 0, 0, 0, 0, 0, 0, 0, 0)
+    late = max(0.0, seconds - 6_000) if slower else 0.0
+    early = seconds - late
+    counts = [
+        int(share * (early + 60 * math.sin(early / (200 + 70 * place))) / 20 + 4 * share)
+        for place, share in enumerate(shares)
+    ]
+    for place, share in enumerate(shares):
+        counts[min(place + slower, len(SECONDS))] += int(share * late / 20)
+    return Histogram(counts=tuple(counts), sum_seconds=seconds)
+
+
+def _wave(at_ms: int, period: float) -> float:
+    return math.sin(at_ms / 1000 / period) + 0.6 * math.sin(at_ms / 1000 / period / 2.7)
+
+
+def _shard(n: int, at_ms: int, *, lag_ms: int, state: str = "connected") -> Shard:
+    return Shard(
+        id=f"shardId-{n:012}",
+        state=state,
+        peer=f"127.0.0.1:{40_000 + n}",
+        lag_ms=max(0, round(lag_ms + 0.3 * min(lag_ms, 400) * _wave(at_ms, 11 + n))),
+        position="49650000871234098712340987123409871234",
+        checkpoint="49650000871234098712340987123409871230",
+        durable_age_seconds=2.1 + n / 3 if lag_ms < MINUTE else 21.0,
+        checkpoint_age_seconds=4.0 + n,
+        watermark_ms=at_ms - 14_000,
+        records=round((at_ms - NOW + 2 * HOUR) * (0.1 + 0.015 * n)),
+        rows=1_000,
+        bytes=1 << 20,
+        worker=1 + n % 2,
+    )
+
+
+def _window(
+    at_ms: int,
+    ago: int,
+    *,
+    state: str = "done",
+    revision: int = 1,
+    error: str | None = None,
+    cut_ms: int | None = None,
+) -> Window:
+    begin = at_ms - at_ms % MINUTE - ago * MINUTE
+    cut = cut_ms or begin + MINUTE + 15_000
+    seconds = 3.2 + 0.9 * math.sin(ago * 1.7) + (4 if ago % 17 == 0 else 0)
+    id_ = datetime.fromtimestamp(begin / 1000, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    return Window(
+        id=id_,
+        state=state,
+        revision=revision,
+        start_ms=begin,
+        end_ms=begin + MINUTE,
+        cut_ms=cut,
+        done_ms=cut + round(seconds * 1000) if state == "done" else None,
+        rows_in=71_000 + 130 * ago,
+        rows_out=26 if state == "done" else None,
+        seconds=seconds if state == "done" else None,
+        spark_seconds=seconds * 0.6 if state == "done" else None,
+        late_rows=14 if revision > 1 else 0,
+        error=error,
+    )
+
+
+def _worker(number: int) -> Worker:
+    return Worker(
+        number=number, pid=4711 + number, generation=1, shards=4, resident_bytes=(140 + 9 * number) << 20
+    )
+
+
+def _budgets(buffer: float, lines: float, segments: float) -> dict[str, Budget]:
+    shares = {"buffer": (buffer, 1 << 30), "lines": (lines, 256 << 20), "segments": (segments, 10 << 30)}
+    return {
+        name: Budget(used_bytes=round(share * limit), limit_bytes=limit)
+        for name, (share, limit) in shares.items()
+    }
