@@ -43,6 +43,7 @@ mldserver check handlers.departures
 mldserver sim handlers.departures --input events.jsonl
 mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver kcl --stream NAME --app NAME --region eu-central-1
+mldserver status
 mldserver logs -f mldserver.log --level warning
 mldserver windows list --out out/departures
 mldserver drain handlers.departures --out out/departures
@@ -60,6 +61,7 @@ _COMMANDS: Final = {
     "check": "Import a handler and report everything that is wrong with it.",
     "sim": "Run a whole pipeline without AWS or Java, faults on request.",
     "demo": "Play real departures, or a shop's orders, through the server and show the windows.",
+    "status": "Show what a running server does; its exit code tells ready from not.",
     "logs": "Show and follow a server's log.",
     "windows": "Show windows, and run those again that were set aside.",
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",

@@ -43,7 +43,7 @@ from mldserver.ledger.sqlite_file import copy_whole, pipeline_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState, ShardState
@@ -85,11 +85,9 @@ def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
 
     async def look(_ledger: Ledger, held: LedgerState) -> None:
         if as_json:
-            tell_json(_everything(held))
+            tell_json(everything(held))
         else:
-            tell(details(_facts(held)))
-            for grid in _tables(held):
-                tell("", grid)
+            tell(*overview(held))
 
     at_ledger(where, look)
 
@@ -185,7 +183,8 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _everything(held: LedgerState) -> dict[str, Any]:
+def everything(held: LedgerState) -> dict[str, Any]:
+    """Return what `ledger show --json` tells."""
     counts = Counter(entry.state for entry in held.windows.values())
     return {
         "clock": held.clock,
@@ -236,7 +235,8 @@ def _facts(held: LedgerState) -> list[tuple[str, str]]:
     return facts
 
 
-def _tables(held: LedgerState) -> tuple[Table, Table]:
+def overview(held: LedgerState) -> tuple[RenderableType, ...]:
+    """Return what `ledger show` tells."""
     servers = table(
         "servers",
         ("server", "last beat", "watermark", "held by", "reason"),
@@ -267,7 +267,7 @@ def _tables(held: LedgerState) -> tuple[Table, Table]:
             for shard in _by_id(held.shards)
         ),
     )
-    return servers, shards
+    return details(_facts(held)), "", servers, "", shards
 
 
 @app.command(name="backup")

@@ -1,0 +1,161 @@
+"""Asks a running server, and steers it: the admin endpoint's client for the command line. Blocking.
+
+Each request has a connection of its own. No proxy of the environment is used, and no redirect followed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from mldserver.admin.status import SCHEMA, Status
+from mldserver.config.kinds import UnixAddress
+from mldserver.errors import NotThereYet, OperatorError
+
+if TYPE_CHECKING:
+    from mldserver.config.kinds import Address
+
+_ANSWER_SECONDS: Final = 5.0
+_LARGEST: Final = 64 << 20
+"""Bytes of an answer: whatever listens at the address, the command's memory is bounded."""
+
+
+class NoAnswer(NotThereYet):
+    """Nobody answers at the address, or not in time, or not as a server does."""
+
+
+class Refused(OperatorError):
+    """The server does not let this caller in, or does not do what it asks."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became of an act."""
+
+    done: bool
+    text: str
+    """A sentence."""
+
+
+class Client:
+    """The admin endpoint of a server."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        seconds: float = _ANSWER_SECONDS,
+    ) -> None:
+        """Name the endpoint. ``token`` is for loopback; ``tls`` has the caller's certificate; ``seconds`` are a wait's bound."""
+        self.address = address
+        self._token = token
+        self._tls = tls
+        self._seconds = seconds
+
+    def status(self) -> bytes:
+        """Return the status document as it came. Raises NoAnswer and Refused."""
+        status, body = self._ask("GET", "/status", self._seconds)
+        if status != http.client.OK:
+            raise NoAnswer(f"The server at {self.address} has no status to show: {_sentence(status, body)}")
+        return body
+
+    def act(self, name: str, argument: str, *, seconds: float) -> Answer:
+        """Let the server act, and return what became of it. Raises NoAnswer, also after ``seconds``, and Refused."""
+        asked = json.dumps({"argument": argument}).encode()
+        status, body = self._ask("POST", f"/act/{quote(name, safe='')}", seconds, asked)
+        try:
+            return msgspec.json.decode(body, type=Answer)
+        except msgspec.MsgspecError as error:
+            raise Refused(f"The server at {self.address} did not do it: {_sentence(status, body)}") from error
+
+    def _ask(self, method: str, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
+        """Make one request; return the answer's status and body."""
+        connection = _Connection(self.address, self._tls, seconds)
+        headers = {"Accept": "application/json", "Connection": "close"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read(_LARGEST)
+        except ssl.SSLError as error:
+            raise Refused(
+                f"The server at {self.address} and this command do not trust each other: {error}.",
+                advice="--admin names the server as its certificate does, --ca who signed that; --certificate and --key are the "
+                "caller's own.",
+            ) from error
+        except OSError as error:
+            why = f"it did not within {seconds:g} s" if isinstance(error, TimeoutError) else _reason(error)
+            raise NoAnswer(f"No server answers at {self.address}: {why}.") from error
+        except http.client.HTTPException as error:
+            raise NoAnswer(
+                f"What answers at {self.address} is no admin endpoint of mldserver, or speaks TLS where none was asked for."
+            ) from error
+        finally:
+            connection.close()
+        if answer.status in {http.client.UNAUTHORIZED, http.client.FORBIDDEN}:
+            raise Refused(
+                f"The server at {self.address} refuses: {_sentence(answer.status, data)}",
+                advice="--admin-token-file names the token's file; --certificate and --key are a client certificate.",
+            )
+        return answer.status, data
+
+
+class _Connection(http.client.HTTPConnection):
+    """One to an address of either kind, by TLS or without."""
+
+    def __init__(self, address: Address, tls: ssl.SSLContext | None, seconds: float) -> None:
+        self._unix = address.path if isinstance(address, UnixAddress) else None
+        self._tls = tls
+        host, port = ("localhost", None) if isinstance(address, UnixAddress) else address
+        super().__init__(host, port, timeout=seconds)
+
+    def connect(self) -> None:
+        if self._unix is not None:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(self.timeout)
+            self.sock.connect(str(self._unix))
+            return
+        super().connect()
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+
+
+def read_status(document: bytes) -> Status:
+    """Return a status document's meaning. Raises NoAnswer for what is none, and OperatorError for a newer program's."""
+    try:
+        if (schema := msgspec.json.decode(document, type=_Schema).schema) > SCHEMA:
+            raise OperatorError(
+                f"The server's status has schema {schema}, and this program knows {SCHEMA}.",
+                advice="Use the server's own version of mldserver; `status --json` shows any.",
+            )
+        return msgspec.json.decode(document, type=Status)
+    except msgspec.MsgspecError as error:
+        raise NoAnswer(f"What answers is no status of mldserver: {error}.") from error
+
+
+class _Schema(msgspec.Struct):
+    schema: int
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error) or type(error).__name__).rstrip(".")
+
+
+def _sentence(status: int, body: bytes) -> str:
+    """Return the sentence in an answer that is none of those that were hoped for."""
+    try:
+        document: Any = json.loads(body)
+    except ValueError:
+        document = body.decode("utf-8", "replace").strip()
+    text = document.get("error") if isinstance(document, dict) else document
+    return str(text) if text else f"HTTP status {status}."

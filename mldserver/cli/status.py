@@ -1,0 +1,386 @@
+"""``mldserver status``: one look at a running server, or at the ledger when none answers.
+
+Here is also what ``top`` and the steering commands share: where the server is, and how its status is set as tables.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+from cyclopts import App, Group, Parameter
+
+from mldserver.admin.access import read_token
+from mldserver.admin.client import Client, NoAnswer, read_status
+from mldserver.base.tls import client_context
+from mldserver.cli.ledger_tool import (
+    AsJson,
+    Where,
+    at_ledger,
+    details,
+    moment,
+    settings_at,
+    table,
+    tell,
+    tell_json,
+)
+from mldserver.config.kinds import Address, TcpAddress, is_local
+from mldserver.config.settings import specs
+from mldserver.errors import EXIT_CLEAN, ConfigError, OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from mldserver.admin.status import Shard, Status
+    from mldserver.ledger.contract import LedgerState
+    from mldserver.ledger.operations import Ledger
+
+EXIT_NOT_READY: Final = 3
+
+_WINDOWS: Final = 5
+"""The latest windows that are shown; more only of those that are not done."""
+_LETTERS: Final = 3
+
+_HELP = """
+Show what a running server does: shards with lag and position, watermark, windows, workers, Spark, dead letters, other servers.
+
+```
+mldserver status
+mldserver status --out out/departures
+mldserver status --admin unix:/run/departures.admin --json | jq .reasons
+mldserver status --admin server.example:7071 --ca ca.pem --certificate me.pem --key me.key
+```
+
+It asks the server's admin endpoint (`admin`). When no server answers there, it shows what the ledger holds, and says so.
+
+Exit codes: 0 ready; 3 not ready, or no server answers; 2 it cannot be told: no server and no ledger, or the server refuses.
+"""
+
+app = App(name="status", help=_HELP, help_format="markdown")
+
+
+@Parameter(name="*", group=Group("Where the server is"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class At(Where):
+    """Names a server, and what shows it who asks. The server's own settings count too, from variables and settings file."""
+
+    admin: str | None = None
+    """The server's admin endpoint: `host:port` or `unix:PATH`. [default: as for `mldserver serve`]"""
+    admin_token_file: Path | None = None
+    """The file with its token. [default: as for `mldserver serve`; on loopback the one that the server has made]"""
+    ca: Path | None = None
+    """Who signed the certificate of a server outside loopback. [default: `tls_client_ca`, else whom the system trusts]"""
+    certificate: Path | None = None
+    """The caller's certificate. [default: `tls_certificate`]"""
+    key: Path | None = None
+    """Its private key. [default: it is in the certificate's file, or `tls_key`]"""
+    insecure: Annotated[bool, Parameter(negative=())] = False
+    """Ask a server outside loopback without TLS, if it was started so. [default: as for `mldserver serve`]"""
+
+    def client(self, *, steers: bool = False) -> Client:
+        """Return the endpoint's client. Raises ConfigError for what cannot be meant, OperatorError for files that cannot be read.
+
+        ``steers``: with the token that the server has made, if no other is named. Who only reads needs none on loopback.
+        """
+        settings = self.resolved()
+        address = _address(self.admin) if self.admin is not None else settings.admin
+        if address is None:
+            raise ConfigError(
+                f"admin = none ({settings.origin('admin')}): there is no endpoint to ask.",
+                advice="Name the server's with --admin.",
+            )
+        token_file = self.admin_token_file or settings.admin_token_file
+        if token_file is None and steers and isinstance(address, TcpAddress) and is_local(address):
+            from mldserver.admin.process import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
+
+            token_file = made(settings)
+        token = None if token_file is None else read_token(token_file)
+        plain = is_local(address) or self.insecure or settings.insecure
+        if plain and self.ca is None and self.certificate is None:
+            return Client(address, token=token)
+        certificate, key = settings.tls_certificate, settings.tls_key
+        if self.certificate is not None:
+            certificate, key = self.certificate, self.key
+        tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
+        return Client(address, token=token, tls=tls)
+
+    def names_pipeline(self) -> bool:
+        """Whether these words say which pipeline is meant, beside where its server answers."""
+        return self.admin is None and any((self.out, self.ledger, self.pipeline))
+
+
+HERE: Final = At()
+"""As for ``mldserver serve``."""
+
+
+def _address(text: str) -> Address:
+    kind = specs()["admin"].kind
+    try:
+        address: Address | None = kind.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--admin {text!r}: {error}.", advice=f"Allowed is {kind.allowed}.") from error
+    if address is None:
+        raise ConfigError("--admin none: there is no endpoint to ask.", advice="Name the server's.")
+    return address
+
+
+def ask(at: At, client: Client) -> tuple[bytes, Status]:
+    """Return a server's status, as it came and as it is meant.
+
+    Raises NoAnswer when none answers, or one of another pipeline than ``at`` names; Refused when it lets nobody in.
+    """
+    document = client.status()
+    status = read_status(document)
+    if at.names_pipeline() and (wanted := settings_at(at).pipeline) != status.pipeline:
+        raise NoAnswer(
+            f"The server at {client.address} is of the pipeline {status.pipeline}, not of {wanted}.",
+            advice="Name its endpoint with --admin.",
+        )
+    return document, status
+
+
+@app.default
+def show_status(*, at: At = HERE, as_json: AsJson = False) -> int:
+    """Show a server's status, or the ledger when none answers."""
+    try:
+        document, status = ask(at, at.client())
+    except NoAnswer as error:
+        return _show_ledger(at, error, as_json=as_json)
+    if as_json:
+        tell_json(json.loads(document))
+    else:
+        tell(*whole(status))
+    return EXIT_CLEAN if status.ready else EXIT_NOT_READY
+
+
+def _show_ledger(at: At, no_answer: NoAnswer, *, as_json: bool) -> int:
+    held = held_by_ledger(at, no_answer)
+    if as_json:
+        from mldserver.cli.ledger import everything  # noqa: PLC0415  # only when no server answers
+
+        tell_json({"ready": False, "reasons": [str(no_answer)], "ledger": everything(held)})
+    else:
+        tell(*instead(no_answer, held))
+    return EXIT_NOT_READY
+
+
+def held_by_ledger(at: At, no_answer: NoAnswer) -> LedgerState:
+    """Return what the ledger holds. Raises OperatorError when there is none either."""
+    found: list[LedgerState] = []
+
+    async def look(_ledger: Ledger, held: LedgerState) -> None:
+        found.append(held)
+
+    try:
+        at_ledger(at, look)
+    except OperatorError as error:
+        raise OperatorError(f"{no_answer} Nor can the ledger be read: {error}") from error
+    return found[0]
+
+
+def instead(no_answer: NoAnswer, held: LedgerState) -> list[RenderableType]:
+    """Return what is shown of a ledger when no server answers."""
+    from mldserver.cli.ledger import overview  # noqa: PLC0415  # only then
+
+    return [f"{no_answer} This is what the ledger holds:", "", *overview(held)]
+
+
+def whole(status: Status) -> list[RenderableType]:
+    """Return all that is shown of a status, tables and lines."""
+    parts: list[RenderableType] = [details(facts(status)), "", shards(status.shards)]
+    for grid in (windows(status), workers(status), servers(status), letters(status)):
+        if grid.row_count:
+            parts += ["", grid]
+    return parts
+
+
+def facts(status: Status) -> list[tuple[str, str]]:
+    """Return what is said once, by name; what there is nothing to say of is left out."""
+    totals, spans, spark = status.totals, status.windows, status.spark
+    state = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
+    state += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
+    up = span((status.taken_ms - status.started_ms) / 1000)
+    found = [
+        ("pipeline", f"{status.pipeline}, {status.handler}"),
+        ("server", f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}"),
+        ("state", ", ".join(state)),
+        *(("", reason) for reason in status.reasons),
+        ("listening", status.listening or "-"),
+        ("records", f"{totals.records:,} in {totals.batches:,} batches, {size(totals.bytes)}"),
+        ("rows", f"{totals.rows:,}, {totals.rows_durable:,} durable, {totals.rows_late:,} late"),
+    ]
+    failed = {"dead letters": totals.dead_letters, "skipped": totals.skipped, "retries": totals.retries}
+    if any(failed.values()):
+        by_class = ", ".join(f"{name} {count:,}" for name, count in status.failures.items())
+        found.append(("failures", _counts(failed) + (f" ({by_class})" if by_class else "")))
+    found.append(("watermark", _watermark(status)))
+    counts = {"open": spans.open, "waiting": spans.waiting, "published": spans.published}
+    counts |= {"set aside": spans.set_aside, "halted": len(spans.halted)}
+    found.append(("windows", _counts(counts) or "none"))
+    if spark is not None:
+        about = [f"Spark {spark.version or '-'}", spark.master, f"{spark.jobs:,} jobs", spark.ui or ""]
+        trouble = "" if spark.ready else spark.trouble or "it starts"
+        found.append(("Spark", ", ".join(filter(None, [*about, trouble]))))
+    if (waiting := status.dead_letters.waiting) is not None:
+        found.append(("dead letters", f"{waiting:,} waiting, {status.dead_letters.redriving:,} run again"))
+    limits = [f"{name} {size(b.used_bytes)} of {size(b.limit_bytes)}" for name, b in status.budgets.items()]
+    found.append(("budgets", ", ".join(limits) or "-"))
+    memory = size(status.resident_bytes)
+    found.append(
+        ("process", f"{memory} of memory; the event loop was late by {span(status.loop_lag_seconds)}")
+    )
+    return found
+
+
+def _watermark(status: Status) -> str:
+    mark = status.watermark
+    holder = " of ".join(filter(None, [mark.held_by, mark.server and f"server {mark.server}"]))
+    said = [moment(mark.at_ms), holder and f"held by {holder}", mark.reason, "STUCK" if mark.stuck else ""]
+    return ", ".join(filter(None, said))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+class Rates(NamedTuple):
+    """What a shard, or all, had in a second."""
+
+    records: float = 0.0
+    rows: float = 0.0
+    bytes: float = 0.0
+
+
+def shards(
+    entries: Iterable[Shard], title: str = "shards", *, rates: Mapping[str, Rates] | None = None
+) -> Table:
+    """Return shards as a table, in the order in which they come: with their rates, or else with their positions."""
+    counts = (">records", ">rows") if rates is None else (">records/s", ">rows/s", ">bytes/s")
+    places = ("position", "peer") if rates is None else ()
+    rows = []
+    for shard in entries:
+        if rates is None:
+            cells = [f"{shard.records:,}", f"{shard.rows:,}"]
+        elif (rate := rates.get(shard.id)) is not None:
+            cells = [f"{rate.records:,.0f}", f"{rate.rows:,.0f}", size(rate.bytes)]
+        else:
+            cells = ["-", "-", "-"]
+        rows.append(
+            (
+                shard.id,
+                shard.state,
+                "-" if shard.lag_ms is None else span(shard.lag_ms / 1000),
+                span(shard.durable_age_seconds),
+                span(shard.checkpoint_age_seconds),
+                *cells,
+                "-" if shard.worker is None else str(shard.worker),
+                *([shard.position or "-", shard.peer or "-"] if places else []),
+            )
+        )
+    columns = ("shard", "state", ">lag", ">not durable", ">no checkpoint", *counts, ">worker", *places)
+    return table(title, columns, rows)
+
+
+def windows(status: Status) -> Table:
+    """Return the windows that are not done, and the latest of the others, as a table."""
+    latest = status.windows.latest
+    chosen = [one for at, one in enumerate(latest, _WINDOWS - len(latest)) if at >= 0 or one.state != "done"]
+    return table(
+        "windows",
+        ("window", "state", ">revision", ">rows in", ">rows out", ">seconds", "cut", "error"),
+        (
+            (
+                one.id,
+                one.state.replace("_", " "),
+                str(one.revision),
+                "-" if one.rows_in is None else f"{one.rows_in:,}",
+                "-" if one.rows_out is None else f"{one.rows_out:,}",
+                "-" if one.seconds is None else f"{one.seconds:.1f}",
+                moment(one.cut_ms),
+                _first_line(one.error),
+            )
+            for one in chosen
+        ),
+    )
+
+
+def workers(status: Status) -> Table:
+    """Return the workers as a table."""
+    return table(
+        "workers",
+        (">worker", ">process", ">shards", ">memory", ">restarts", ">call runs"),
+        (
+            (
+                str(one.number),
+                "-" if one.pid is None else str(one.pid),
+                str(one.shards),
+                size(one.resident_bytes),
+                str(one.restarts),
+                span(one.running_seconds) if one.running_seconds else "-",
+            )
+            for one in status.workers
+        ),
+    )
+
+
+def servers(status: Status) -> Table:
+    """Return the other servers on the ledger as a table."""
+    return table(
+        "other servers",
+        ("server", ">last beat", "watermark", "reason"),
+        (
+            (
+                one.id,
+                span(one.beat_age_seconds),
+                "idle" if one.idle else moment(one.watermark_ms),
+                one.reason or "-",
+            )
+            for one in status.servers
+            if not one.this
+        ),
+    )
+
+
+def letters(status: Status) -> Table:
+    """Return the latest dead letters as a table; `mldserver dead-letters show` has them whole."""
+    return table(
+        "latest dead letters",
+        ("at", "shard", "sequence", "error"),
+        (
+            (moment(one.at_ms), one.shard, one.sequence, _first_line(one.error))
+            for one in status.dead_letters.latest[-_LETTERS:]
+        ),
+    )
+
+
+def _first_line(text: str | None) -> str:
+    return next(iter((text or "").splitlines()), "")
+
+
+_SPANS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+
+
+def span(seconds: float | None) -> str:
+    """Return a time as people say it, in one or two units; a dash for none."""
+    if seconds is None:
+        return "-"
+    whole_seconds = round(seconds)
+    for factor, unit, rest_factor, rest_unit in _SPANS:
+        if whole_seconds >= factor:
+            many, rest = divmod(whole_seconds, factor)
+            return f"{many} {unit}" + (f" {rest // rest_factor} {rest_unit}" if rest >= rest_factor else "")
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{round(seconds * 1000)} ms"
+
+
+def size(amount: float) -> str:
+    """Return bytes in the binary unit that makes a short number."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:  # noqa: PLR2004  # of each unit
+            return f"{amount:.0f} {unit}" if unit == "B" or amount >= 10 else f"{amount:.1f} {unit}"  # noqa: PLR2004  # three digits
+        amount /= 1024
+    return f"{amount:,.1f} TiB"
