@@ -163,7 +163,12 @@ async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, H
     limits = settings.part(Limits)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     runtime = WorkerRuntime(
-        settings.handler, workers=settings.workers, limits=limits, log_level=level, **common
+        settings.handler,
+        pipeline=settings.pipeline,
+        workers=settings.workers,
+        limits=limits,
+        log_level=level,
+        **common,
     )
     return runtime, await runtime.load()
 

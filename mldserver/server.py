@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mldserver import __version__
-from mldserver.admin.gather import Readiness, document
+from mldserver.admin.gather import Readiness, document, unready
 from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
+from mldserver.base.service import Report, Service
 from mldserver.base.threads import aside
 from mldserver.errors import (
     EXIT_CLEAN,
@@ -90,17 +91,20 @@ class Server:
         seed: int | None = None,
         drain: bool = False,
         endpoint: AdminEndpoint | None = None,
+        service: Service | None = None,
     ) -> None:
         """``engine`` takes the place of Spark, what ``kinesis`` makes of AWS's client, what ``source`` makes of the listener.
 
         ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run;
-        a name in the settings is that of one of these. ``endpoint`` shows the server, and lets it be steered.
+        a name in the settings is that of one of these. ``endpoint`` shows the server, and lets it be steered. ``service``:
+        this process as a unit of systemd.
         """
         self.settings = replace(settings, server_id=None) if drain else settings
         self._engine = engine
         self._kinesis = kinesis
         self._source = source
         self._clock = clock or SystemClock()
+        self._service = service or Service({}, clock=self._clock)
         self._random = random.Random(seed)  # noqa: S311  # jitter needs no cryptography
         self._parts: Parts | None = None
         self._built = asyncio.Event()
@@ -201,7 +205,7 @@ class Server:
             works = {
                 "coordinator": parts.coordinator.run(),
                 "runtime": parts.runtime.run(),
-                "readiness": self._watch(parts),
+                "readiness": self._readiness.watch(parts, self._clock, self._stop),
                 "dead letters": parts.redriver.run(),
                 "drain": self._watch_drain(parts.coordinator),
             }
@@ -367,11 +371,8 @@ class Server:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        handlers = {
-            signal.SIGTERM: lambda: self.stop("SIGTERM"),
-            signal.SIGINT: lambda: self.stop("SIGINT"),
-            signal.SIGHUP: reopen,
-        }
+        handlers: dict[signal.Signals, Callable[[], None]] = {signal.SIGHUP: self._hang_up}
+        handlers |= {number: partial(self.stop, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
         installed = []
         for number, handler in handlers.items():
             # Only the main thread may take signals: a server inside someone's thread leaves them alone.
@@ -384,17 +385,17 @@ class Server:
             for number in installed:
                 loop.remove_signal_handler(number)
 
+    def _hang_up(self) -> None:
+        with self._service.reloading():
+            reopen()
+
     # Watching.
 
-    async def _watch(self, parts: Parts) -> None:
-        began_ms = self._clock.steady_ms()
-        while True:
-            reason = self._readiness.look(parts)
-            if reason == "":
-                log.info("server.ready", seconds=self._since(began_ms))
-            elif reason is not None and not self._stop.is_set():
-                log.error("server.unready", reason=reason)
-            await self._clock.sleep(0.25)
+    def report(self) -> Report:
+        """Return how it is, in a line for systemd."""
+        stopping, parts = self._stop.is_set(), self._parts if self._built.is_set() else None
+        text = self._doing if stopping or parts is None else next((why for why, _ in unready(parts)), "ready")
+        return Report(text, self.is_ready, stopping)
 
     async def listening(self) -> str:
         """Return where shards come from, once they can; the listener's: ``host:port`` with the real port, or ``unix:/path``."""
@@ -424,10 +425,14 @@ class Server:
         return document(
             self.settings,
             self._parts if self._built.is_set() else None,
-            doing=f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})",
+            doing=self._doing,
             now_ms=self._clock.now_ms(),
             started_ms=self._started_ms,
         )
+
+    @property
+    def _doing(self) -> str:
+        return f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})"
 
     async def carry_out(self, act: str, _argument: str) -> tuple[bool, str]:
         """Do what somebody asked for; return whether it is done, and a sentence for them."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -120,6 +121,50 @@ async def test_a_signal_ends_a_start_that_hangs_in_the_handlers_import_in_order(
         await until(lambda: not lives(started))
     else:
         os.kill(started, signal.SIGKILL)
+
+
+async def test_ps_names_each_process_and_systemd_is_told_of_start_reload_and_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(str(tmp_path / "notify"))
+    systemd.setblocking(False)
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
+    words: list[str] = []
+
+    async def tells(word: str) -> None:
+        while word not in words:
+            words.extend((await asyncio.get_running_loop().sock_recv(systemd, 4096)).decode().splitlines())
+
+    handler = "def process_record(record): ..."
+    with systemd:
+        async with serving(tmp_path, handler, "--workers", "2", "--admin", "127.0.0.1:0") as (server, _):
+            await tells("READY=1")
+            assert "STATUS=ready" in words
+            await until(lambda: len(titles(server.pid)) == 5)
+            assert titles(server.pid) == [
+                f"mldserver: watched {role}"
+                for role in ("admin endpoint", "server", "worker 0", "worker 1", "worker in reserve")
+            ]
+            words.clear()
+            server.send_signal(signal.SIGHUP)
+            await tells("RELOADING=1")
+            await tells("READY=1")
+            await tells("WATCHDOG=1")
+            server.send_signal(signal.SIGTERM)
+            await tells("STOPPING=1")
+            assert "STATUS=stops (SIGTERM)" in words
+            assert await server.wait() == EXIT_CLEAN
+
+
+def titles(server: int) -> list[str]:
+    """Return what ``ps`` calls a server and its children, once none is called as it was started."""
+    children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    found = []
+    for pid in (server, *children):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_text().strip("\0"))
+    return sorted(title for title in found if title.startswith("mldserver: "))
 
 
 @pytest.mark.parametrize("grace", [None, "1s"], ids=["a second signal", "the end of the grace"])

@@ -20,6 +20,7 @@ import uvloop
 
 from mldserver.admin import wire
 from mldserver.admin.endpoint import Endpoint
+from mldserver.base.service import entitle
 from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 
@@ -50,6 +51,7 @@ class Child:
     async def run(self) -> None:
         """Serve until the server's end."""
         start, listener = await self._started
+        entitle(start.pipeline, "admin endpoint")
         endpoint = Endpoint(
             ask=self._ask,
             uid=os.getuid(),

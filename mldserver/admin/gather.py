@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import structlog
 
 from mldserver import __version__
 from mldserver.admin.status import Status
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
+    from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
+
+log = structlog.get_logger("mldserver")
+
+_LOOK_SECONDS: Final = 0.25
 
 
 class Readiness:
@@ -41,6 +48,17 @@ class Readiness:
             return None
         self._told_broken = broken
         return reason
+
+    async def watch(self, parts: Parts, clock: Clock, stopping: asyncio.Event) -> None:
+        """Look again and again, and log what is worth telling, until cancelled."""
+        began_ms = clock.steady_ms()
+        while True:
+            reason = self.look(parts)
+            if reason == "":
+                log.info("server.ready", seconds=(clock.steady_ms() - began_ms) / 1000)
+            elif reason is not None and not stopping.is_set():
+                log.error("server.unready", reason=reason)
+            await clock.sleep(_LOOK_SECONDS)
 
 
 def unready(parts: Parts) -> list[tuple[str, bool]]:

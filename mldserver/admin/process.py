@@ -188,7 +188,7 @@ class AdminEndpoint:
         channel = Channel[wire.FromEndpoint](child.end, wire.FromEndpoint, receive=receive, ended=ended)
         try:
             start = wire.Start(
-                title=f"mldserver: {settings.pipeline} admin",
+                pipeline=settings.pipeline,
                 token_file=str(token_file(settings).absolute()),
                 guarded=settings.admin_token_file is not None,
                 insecure=settings.insecure,

@@ -13,8 +13,7 @@ from mldserver.children.channel import Message
 class Start(Message, frozen=True):
     """How to serve the socket that comes along."""
 
-    title: str
-    """The process's."""
+    pipeline: str
     token_file: str
     """Read anew for each token that is shown; there may be none yet."""
     guarded: bool

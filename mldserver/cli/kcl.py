@@ -18,6 +18,7 @@ from cyclopts import App, Parameter
 from mldserver.base.aws import require_aws
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
+from mldserver.base.service import Service, entitle
 from mldserver.base.uris import redacted_option
 from mldserver.cli import working_directory
 from mldserver.config.kinds import TcpAddress
@@ -136,6 +137,7 @@ def kcl(
         cloudwatch_endpoint=cloudwatch_endpoint,
         extra=parse_pairs(property),
     )
+    entitle(app, "kcl")
     daemon_properties(wanted)  # what is wrong is told before anything is compiled
     with private_files() as files, logging_to(settings):
         wanted = replace(wanted, executable=bridge_command(settings.listen, files))
@@ -197,5 +199,15 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)
-    loop.add_signal_handler(signal.SIGHUP, reopen)
-    return await supervisor.run()
+    service = Service(os.environ, clock=SystemClock())
+
+    def hang_up() -> None:
+        with service.reloading():
+            reopen()
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    async with asyncio.TaskGroup() as group:
+        telling = group.create_task(service.run(supervisor.report), name="systemd")
+        code = await supervisor.run()
+        telling.cancel()
+    return code

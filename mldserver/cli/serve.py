@@ -21,6 +21,7 @@ from mldserver.errors import EXIT_FORCED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mldserver.base.service import Service
     from mldserver.config.settings import Settings
     from mldserver.server import Server
 
@@ -134,25 +135,34 @@ def live(settings: Settings, *, drain: bool = False) -> int:
 
     ``drain``: it does nothing but drain the pipeline. Raises OperatorError when the log file cannot be opened.
     """
-    import uvloop  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
+    import faulthandler  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
+
+    import uvloop  # noqa: PLC0415  # see above
 
     from mldserver.admin.process import AdminEndpoint  # noqa: PLC0415  # see above
     from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
+    from mldserver.base.service import Service, entitle  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
+    entitle(settings.pipeline, "drain" if drain else "server")
+    faulthandler.enable(
+        file=2
+    )  # systemd's watchdog ends a loop that stands still by SIGABRT: this says where it stood
     with contextlib.ExitStack() as logs:
         logs.enter_context(logging_to(settings))
         gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
+        clock = SystemClock()
         shown = not drain and settings.admin is not None
-        endpoint = AdminEndpoint(settings, SystemClock()) if shown else None
-        server = Server(settings, drain=drain, endpoint=endpoint)
-        code = uvloop.run(_life(server, partial(_leave, settings, logs)))
+        endpoint = AdminEndpoint(settings, clock) if shown else None
+        service = Service(os.environ, clock=clock)
+        server = Server(settings, drain=drain, endpoint=endpoint, service=service)
+        code = uvloop.run(_life(server, service, partial(_leave, settings, logs)))
     _tell(settings, code)
     return code
 
 
-async def _life(server: Server, leave: Callable[[], None]) -> int:
+async def _life(server: Server, service: Service, leave: Callable[[], None]) -> int:
     """Run the server and return its exit code; when it was forced, end the process with ``leave`` instead.
 
     A call that hangs in a thread would hold up the end of the loop and of the interpreter, whether its caller was
@@ -178,8 +188,10 @@ async def _life(server: Server, leave: Callable[[], None]) -> int:
 
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(last_resort(), name="last resort")
+        telling = group.create_task(service.run(server.report), name="systemd")
         code = await server.run()
         watching.cancel()
+        telling.cancel()
     if code == EXIT_FORCED:
         leave()
     return code

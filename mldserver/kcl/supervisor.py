@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.base.clock import first_of
+from mldserver.base.service import Report
 from mldserver.children.process import ChildProcess
 from mldserver.config.kinds import UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, NotThereYet, OperatorError
@@ -88,6 +89,11 @@ class Supervisor:
     _killed: bool = False
     """The last daemon was killed by this supervisor."""
     _starts: int = 0
+    _doing: str = "starting"
+
+    def report(self) -> Report:
+        """Return how it is, in a line for systemd. It is ready at once: what is not there yet it waits for."""
+        return Report(self._doing, ready=True, stopping=self._stopping.is_set())
 
     def stop(self) -> None:
         """Ask for the end: the daemon gets SIGTERM and its grace; asked again, it is killed."""
@@ -136,6 +142,7 @@ class Supervisor:
             if ran >= HEALTHY_SECONDS:
                 self.backoff.worked()
             delay = self.backoff.failed(self.chance())
+            self._doing = f"the daemon ended with exit code {code}; it starts again in {delay:.1f} s"
             log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
             await first_of(self._stopping.wait(), self.clock.sleep(delay))
         return EXIT_CLEAN
@@ -144,6 +151,7 @@ class Supervisor:
         """Return True once the server answers, False when told to stop first."""
         began = tell_at = self.clock.steady_ms()
         leads = self._starts > 0
+        self._doing = f"waiting for the server at {self.server}"
         while not self._stopping.is_set():
             if await self.answers():
                 return True
@@ -162,6 +170,7 @@ class Supervisor:
         self._starts += 1
         self._doomed.clear()
         self._killed = False
+        self._doing = f"the daemon runs (start {self._starts})"
         log.info("kcl.starting", start=self._starts, **self.told)
         try:
             child = await ChildProcess.start(
@@ -186,6 +195,7 @@ class Supervisor:
     async def _end(self, child: ChildProcess) -> None:
         """End the daemon: in order when told to stop, without its grace when it ends itself."""
         await first_of(self._stopping.wait(), self._doomed.wait())
+        self._doing = "the daemon ends"
         if self._doomed.is_set():
             there = await self.answers()
             log.warning(

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.spark import driver_messages as wire
@@ -217,6 +218,7 @@ class Driver:
         match message:
             case wire.Start():
                 self._start = message
+                entitle(message.app_name.removeprefix("mldserver: "), "Spark driver")
                 threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
             case wire.Run() | wire.Publish() if self._jobs is not None:
                 self._jobs.start(message)

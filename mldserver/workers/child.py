@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import uvloop
 
 from mldserver.base.clock import SystemClock, first_of
+from mldserver.base.service import entitle
 from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
@@ -79,6 +80,7 @@ class Child:
         self._unsent = 0.0
         """When the first of the answers came that are not sent."""
         self._arena: memoryview = memoryview(b"")
+        self._pipeline = ""
         self._channel = Channel[Any](end, wire.FromServer, receive=self._receive, ended=self._hung_up)
 
     async def run(self) -> None:
@@ -150,7 +152,11 @@ class Child:
                 self._begin(message, self._ready().forget(message.shard), behind=False)
             case wire.Cancel():
                 self._cancel(message.id)
+            case wire.Number():
+                entitle(self._pipeline, f"worker {message.number}")
             case wire.Start():
+                self._pipeline = message.pipeline
+                entitle(self._pipeline, "worker in reserve")
                 file = files.pop(0)
                 self._arena = memoryview(mapped(file, message.arena_bytes))
                 self._mark = Mark(file)

@@ -297,6 +297,11 @@ class WorkerProcess:
         self._channel.send(message, files, within_seconds=_TOGETHER_SECONDS if patient else 0)
         return future
 
+    def number(self, number: int) -> None:
+        """Tell it which worker it is."""
+        if self.is_open and not self._closed:
+            self._channel.send(wire.Number(number))
+
     def forget(self, shard_id: str) -> None:
         """Let it drop a shard's handler. Nobody waits for that: it may be in a call that hangs, and is no work of its own."""
         if self.is_open and not self._closed:

@@ -65,6 +65,7 @@ class WorkerRuntime:
         self,
         handler: str,
         *,
+        pipeline: str = "",
         workers: int,
         policy: FailurePolicy,
         limits: Limits,
@@ -81,6 +82,7 @@ class WorkerRuntime:
         self._policy, self._parks = policy, policy.parks
         clock = clock or SystemClock()
         start = wire.Start(
+            pipeline=pipeline or handler,
             handler=handler,
             python_path=[path for path in sys.path if path],
             directory=str(Path.cwd()),

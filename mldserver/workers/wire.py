@@ -1,6 +1,6 @@
 """What server and worker say to each other (``children/channel.py`` carries it), and the values that cross.
 
-    server → worker    Start, then any number of Open, Process, Notify, Park, Unpark, Forget and Cancel; the end of the
+    server → worker    Start, then once Number and any number of Open, Process, Notify, Park, Unpark, Forget and Cancel; the end of the
                        socket ends it
     worker → server    Loaded, or Failed with id 0; then BeatMessage and LogLine at any time, Done once for each Process,
                        Finished once for each other request but Cancel, or for any of them Failed
@@ -38,6 +38,7 @@ _SUB_MASK: Final = (1 << _SUB_BITS) - 1
 class Start(Message, frozen=True):
     """The first message; the arena comes beside it."""
 
+    pipeline: str
     handler: str
     """Dotted path."""
     python_path: list[str]
@@ -48,6 +49,12 @@ class Start(Message, frozen=True):
     deadline_seconds: float | None
     arena_bytes: int
     log_level: int
+
+
+class Number(Message, frozen=True):
+    """It is not in reserve any more: which worker it is, for ``ps`` to show."""
+
+    number: int
 
 
 class Request(Message, frozen=True):
@@ -186,7 +193,7 @@ class LogLine(Message, frozen=True):
     fields: dict[str, Any]
 
 
-FromServer = Start | Process | Open | Notify | Park | Unpark | Forget | Cancel
+FromServer = Start | Number | Process | Open | Notify | Park | Unpark | Forget | Cancel
 FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
 
 

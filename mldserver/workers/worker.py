@@ -214,6 +214,7 @@ class Worker:
             process = await self._fresh()
             self._process, self._retiring = process, False
             self.generation += 1
+            process.number(self.number)
             log.info("worker.started", worker=self.number, pid=process.pid, generation=self.generation)
             self._there.set()
             try:

@@ -17,7 +17,8 @@ from mldserver.spark.driver_session import driver_command
 if TYPE_CHECKING:
     from crash.lives import Plan
 
-_DRIVER: Final = driver_command()[-1]
+_DRIVER: Final = (driver_command()[-1], "Spark driver")
+"""In its arguments: before it is told its title, and then."""
 _UNDONE: Final = """
 SELECT (SELECT count(*) FROM windows WHERE state <> 'published')
      + (SELECT count(*) FROM segments WHERE revision = 0)
@@ -71,7 +72,11 @@ class SparkLife:
     def kill_spark(self, *, jvm: bool) -> bool:
         """Kill Spark's driver, or only its JVM; False when there is none now."""
         # Its other children run handlers. One that was forked and has not become itself yet has our server's command.
-        drivers = [child for child in _children(self._running.pid) if _DRIVER in _command(child)]
+        drivers = [
+            child
+            for child in _children(self._running.pid)
+            if any(name in _command(child) for name in _DRIVER)
+        ]
         found = [child for driver in drivers for child in _children(driver)] if jvm else drivers
         for pid in found:
             self._send(pid, signal.SIGKILL)
@@ -118,11 +123,11 @@ def _shown(value: Any) -> str:
     return f"{value * 1000:g} ms" if isinstance(value, float) else str(value)
 
 
-def _command(pid: int) -> list[str]:
+def _command(pid: int) -> str:
     """Return a process's arguments; none once it is gone."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")
-    return []
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace")
+    return ""
 
 
 def _children(pid: int) -> list[int]:

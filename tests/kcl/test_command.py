@@ -100,6 +100,9 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
 ) -> None:
     (seen / "pid").read_text()
     properties = (seen / "properties").read_text()
+    title = Path(f"/proc/{started.pid}/cmdline")
+    if title.exists():  # Linux
+        assert title.read_text().strip("\0") == "mldserver: a kcl"
     started.send_signal(signal.SIGTERM)
     assert started.wait(LIMIT) == 0
     assert "streamName = s\n" in properties

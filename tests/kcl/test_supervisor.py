@@ -13,6 +13,7 @@ import pytest
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import Backoff
+from mldserver.base.service import Report
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF
@@ -255,6 +256,26 @@ async def test_stopping_ends_the_wait_for_the_server(logged: Logged) -> None:
         watched.stop()
     assert code.result() == 0
     assert events(logged, "kcl.starting") == []
+
+
+async def test_systemd_is_told_what_it_does_and_that_it_is_ready_to_wait(logged: Logged, fifo: Path) -> None:
+    clock = VirtualClock()
+    answering = Server(False)
+    watched = supervisor(f"echo > {fifo}; read line < {fifo}; exit 9", clock, answers=answering)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watched.run())
+        await clock.advance(1)
+        assert watched.report() == Report("waiting for the server at 127.0.0.1:7070", ready=True)
+        answering.there = [True]
+        await clock.advance(0.25)
+        await asyncio.to_thread(fifo.read_text)
+        assert watched.report().text == "the daemon runs (start 1)"
+        await asyncio.to_thread(fifo.write_text, "go\n")
+        while not events(logged, "kcl.exited"):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        assert watched.report().text == "the daemon ended with exit code 9; it starts again in 1.0 s"
+        watched.stop()
+        assert watched.report().stopping
 
 
 FALLS = f"""trap '' TERM

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 START = wire.Start(
+    pipeline="mine",
     handler="mine",
     python_path=[],
     directory=".",

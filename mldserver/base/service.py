@@ -1,0 +1,88 @@
+"""A process as its host sees it: what ``ps`` calls it, and what systemd is told of it (sd_notify(3)).
+
+systemd names a socket in ``NOTIFY_SOCKET``, and takes datagrams of lines there. Where it names none, nothing is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from setproctitle import setproctitle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from mldserver.base.clock import Clock
+
+TELL_SECONDS: Final = 1.0
+"""Between two words to systemd."""
+_EXTEND_US: Final = 15_000_000
+"""How long a start or a stop may take from each word on (µs): as long as the event loop turns, nothing ends it."""
+
+
+def entitle(pipeline: str, role: str) -> None:
+    """Let ``ps`` and ``top`` show what this process is: ``mldserver: departures worker 2``."""
+    setproctitle(f"mldserver: {pipeline} {role}")
+
+
+class Report(NamedTuple):
+    """How a service is."""
+
+    text: str
+    """One line, for people."""
+    ready: bool = False
+    stopping: bool = False
+
+
+class Service:
+    """This process as a unit of systemd."""
+
+    def __init__(self, environ: Mapping[str, str], *, clock: Clock) -> None:
+        """``environ`` names systemd's socket, or does not."""
+        self._address = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        self._clock = clock
+        self._told = Report("")
+        """What systemd knows. Once it is ready it stays so: what is red later is in its text."""
+
+    async def run(self, report: Callable[[], Report]) -> None:
+        """Tell how it is, once a second, and last when cancelled. The watchdog misses it when the loop stands still."""
+        try:
+            while self._address:
+                self._send(self.words(report()))
+                await self._clock.sleep(TELL_SECONDS)
+        finally:
+            if self._address:
+                self._send(self.words(report()))  # a stop may take less than a second
+
+    def words(self, report: Report) -> list[str]:
+        """Return what is new to systemd, and that the event loop turns."""
+        told = self._told
+        self._told = Report(report.text, told.ready or report.ready, report.stopping)
+        lines = {
+            "WATCHDOG=1": True,
+            f"STATUS={report.text}": report.text != told.text,
+            "READY=1": report.ready and not told.ready,
+            "STOPPING=1": report.stopping and not told.stopping,
+            f"EXTEND_TIMEOUT_USEC={_EXTEND_US}": report.stopping or not self._told.ready,
+        }
+        return [line for line, wanted in lines.items() if wanted]
+
+    @contextlib.contextmanager
+    def reloading(self) -> Iterator[None]:
+        """Tell that what SIGHUP asks for is being done, and then that it is. A start or a stop is not disturbed by it."""
+        tells = self._told.ready and not self._told.stopping
+        if tells:
+            self._send(["RELOADING=1", f"MONOTONIC_USEC={self._clock.steady_ms() * 1000}"])
+        try:
+            yield
+        finally:
+            if tells:
+                self._send(["READY=1"])
+
+    def _send(self, lines: list[str]) -> None:
+        # Nobody can be told that systemd is gone, or does not read.
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.setblocking(False)
+            end.sendto("\n".join(lines).encode(), self._address)

@@ -1,0 +1,110 @@
+"""What systemd is told, in the words of sd_notify(3)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mldserver.base.service import TELL_SECONDS, Report, Service
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[socket.socket]:
+    """Systemd's end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(str(tmp_path / "notify"))
+        end.setblocking(False)
+        yield end
+
+
+def service(address: str) -> Service:
+    return Service({"NOTIFY_SOCKET": address}, clock=VirtualClock())
+
+
+def heard(systemd: socket.socket) -> list[list[str]]:
+    """Return the datagrams that have come, as lines."""
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found.append(systemd.recv(4096).decode().splitlines())
+    return found
+
+
+def test_a_start_a_life_and_a_stop_are_told_each_once_and_that_the_loop_turns_each_time() -> None:
+    told = service("/nowhere")
+    assert told.words(Report("starting: handler")) == ["WATCHDOG=1", "STATUS=starting: handler", EXTEND]
+    assert told.words(Report("starting: handler")) == ["WATCHDOG=1", EXTEND]
+    assert told.words(Report("ready", ready=True)) == ["WATCHDOG=1", "STATUS=ready", "READY=1"]
+    assert told.words(Report("ready", ready=True)) == ["WATCHDOG=1"]
+    # systemd knows no way back from readiness: what is red later is in the text.
+    assert told.words(Report("Spark is not running")) == ["WATCHDOG=1", "STATUS=Spark is not running"]
+    assert told.words(Report("ready", ready=True)) == ["WATCHDOG=1", "STATUS=ready"]
+    stopping = Report("stopping: SIGTERM", ready=True, stopping=True)
+    assert told.words(stopping) == ["WATCHDOG=1", "STATUS=stopping: SIGTERM", "STOPPING=1", EXTEND]
+    assert told.words(stopping) == ["WATCHDOG=1", EXTEND]
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+async def test_it_is_told_once_a_second_whatever_kind_of_address_systemd_gives(
+    abstract: bool, tmp_path: Path
+) -> None:
+    name = f"\0mldserver-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    clock = VirtualClock()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name)
+        systemd.setblocking(False)
+        told = Service({"NOTIFY_SOCKET": name.replace("\0", "@")}, clock=clock)
+        stops = False
+        running = asyncio.create_task(told.run(lambda: Report("ready", ready=True, stopping=stops)))
+        for seconds in (0, TELL_SECONDS, TELL_SECONDS):
+            await clock.advance(seconds)
+        assert heard(systemd) == [["WATCHDOG=1", "STATUS=ready", "READY=1"], ["WATCHDOG=1"], ["WATCHDOG=1"]]
+        stops = True
+        running.cancel()
+        await asyncio.wait({running})
+        assert heard(systemd) == [["WATCHDOG=1", "STOPPING=1", EXTEND]]
+
+
+async def test_where_systemd_names_no_socket_nothing_is_told() -> None:
+    await Service({}, clock=VirtualClock()).run(lambda: pytest.fail("nobody asks"))
+
+
+def test_a_reload_is_told_when_it_begins_and_when_it_is_done(systemd: socket.socket) -> None:
+    told = service(systemd.getsockname())
+    told.words(Report("ready", ready=True))
+    with contextlib.suppress(OSError), told.reloading():
+        begun = heard(systemd)
+        raise OSError("the disk is full")
+    ((reloading, when),) = begun
+    assert reloading == "RELOADING=1"
+    assert when.startswith("MONOTONIC_USEC=")
+    assert heard(systemd) == [["READY=1"]]
+
+
+@pytest.mark.parametrize("report", [Report("starting"), Report("stopping", ready=True, stopping=True)])
+def test_a_reload_does_not_disturb_a_start_or_a_stop(report: Report, systemd: socket.socket) -> None:
+    told = service(systemd.getsockname())
+    told.words(report)
+    with told.reloading():
+        pass
+    assert heard(systemd) == []
+
+
+def test_a_systemd_that_is_gone_disturbs_nobody(systemd: socket.socket) -> None:
+    told = service(systemd.getsockname())
+    told.words(Report("ready", ready=True))
+    systemd.close()
+    with told.reloading():
+        pass
