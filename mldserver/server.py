@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mldserver import __version__
+from mldserver.admin.acts import carry_out
 from mldserver.admin.gather import Readiness, document, unready
 from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from mldserver.sources.listing import MakeKinesis
 
 log = structlog.get_logger("mldserver")
-
 T = TypeVar("T")
 
 _LET_GO_SECONDS: Final = 1.0
@@ -434,9 +434,10 @@ class Server:
     def _doing(self) -> str:
         return f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})"
 
-    async def carry_out(self, act: str, _argument: str) -> tuple[bool, str]:
+    async def carry_out(self, act: str, argument: str) -> tuple[bool, str]:
         """Do what somebody asked for; return whether it is done, and a sentence for them."""
-        return False, f"There is no act {act}."
+        works = self._built.is_set() and not self._stop.is_set()
+        return await carry_out(self._parts if works else None, self._clock, act, argument)
 
     @property
     def is_ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""Holds shards back while memory or disk is short: the answers to their daemons wait.
+"""Holds shards back while memory or disk is short, or an operator pauses them: the answers to their daemons wait.
 
 The daemon sends no more of such a shard, renews its lease meanwhile, and nothing is lost.
 
@@ -9,6 +9,9 @@ written, or cannot be written at all: then nothing else would bound them.
 Disk is freed by windows. While one is being computed, or what is there belongs to none that is open, nobody's progress
 frees anything, and everyone waits. Else it takes the watermark to close the next one: whoever holds it goes on, and those
 ahead of it wait.
+
+A pause holds the answer that a daemon waits for, and nothing else: what was answered already is worked on to its end. A
+drain is a pause of one shard before which all that it gave is made durable and checkpointed.
 """
 
 from __future__ import annotations
@@ -69,6 +72,12 @@ class Backpressure:
     """Whether a window is being computed, or waits for that."""
     holder: str | None = field(init=False, default=None)
     """The shard that holds the watermark."""
+    paused: bool = field(init=False, default=False)
+    """Whether every shard is paused."""
+    paused_shards: set[str] = field(init=False, default_factory=set)
+    """Those that are paused by themselves."""
+    draining: set[str] = field(init=False, default_factory=set)
+    """Those of them that are to be flushed and checkpointed first, and are not yet."""
     _held: frozenset[str] = field(init=False, default=frozenset())
     _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
 
@@ -101,13 +110,34 @@ class Backpressure:
             and self.segment_bytes > self.rules.segment_disk_bytes
         )
 
+    def pauses(self, session: Session) -> bool:
+        """Whether an operator lets the session's shard wait."""
+        return (self.paused or session.shard_id in self.paused_shards) and not session.finishing
+
     def is_held(self, session: Session) -> bool:
         """Whether the session's shard must wait."""
         self.weigh()
-        return session.shard_id in self._held and not session.finishing
+        shard_id = session.shard_id
+        held = self.paused or shard_id in self._held or shard_id in self.paused_shards
+        return held and not session.finishing
+
+    async def paused_on(self, session: Session) -> bool:
+        """Wait while the session's shard is paused; True: only until it is to be drained."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: not session.alive or not self.pauses(session) or session.shard_id in self.draining
+            )
+        return session.alive and self.pauses(session)
+
+    async def drained(self, shard_id: str) -> None:
+        """Return once a shard is drained, or its pause is over."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: shard_id not in self.draining)
 
     async def wait(self, session: Session) -> None:
-        """Wait while the session's shard is held back."""
+        """Wait while there is no room for more of the session's shard."""
+        if session.shard_id not in self._held or session.finishing:
+            return
         began_ms = self.clock.steady_ms()
         memory = self.buffer.bytes > self.rules.buffer_bytes * _SHORT
         log.info(

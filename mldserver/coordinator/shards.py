@@ -244,13 +244,25 @@ class ShardSession:
         shards.watermark.answered(shard_id, now_ms)
         return True
 
-    async def admitted(self) -> None:
-        """Wait while the shard is held back; from then on its silence counts."""
-        if not self.alive:
-            return
-        if self._shards.backpressure.is_held(self):
-            self._shards.soon()
-            await self._shards.backpressure.wait(self)
+    @property
+    def paused(self) -> bool:
+        """Whether an operator holds the shard's answers."""
+        return self.alive and self._shards.backpressure.pauses(self)
+
+    async def admitted(
+        self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """Wait while the shard is held back; from then on its silence counts. See ``ShardIntake``."""
+        shards, backpressure = self._shards, self._shards.backpressure
+        if self.alive and backpressure.is_held(self):
+            shards.soon()
+            await backpressure.wait(self)
+        while not answered and self.paused and await backpressure.paused_on(self):
+            await shards.flush("drain")
+            if checkpoint is not None:
+                await checkpoint()
+            backpressure.draining.discard(self.shard_id)
+            await backpressure.release()
         if self.alive:
             self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 

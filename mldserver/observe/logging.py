@@ -39,6 +39,21 @@ if TYPE_CHECKING:
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 log = structlog.get_logger("mldserver")
+
+
+class Logger(structlog.make_filtering_bound_logger(0)):  # type: ignore[misc]  # a class made at run time
+    """What all parts log through. Its base has the methods that the level lets pass: it changes for bound loggers, too."""
+
+    level = 0
+    """As ``logging`` numbers it."""
+
+
+def set_level(level: int) -> None:
+    """Log in this process what is at ``level`` (a number of ``logging``) or above from now on."""
+    Logger.level = level
+    Logger.__bases__ = (structlog.make_filtering_bound_logger(level),)
+
+
 _current: LogWriter | None = None
 
 
@@ -114,11 +129,12 @@ def configure(
         fields = {"level": "warning", "event": "log.lost", "lines": lost.lines, "since": lost.since}
         return render({"timestamp": lost.until, **fields})
 
+    set_level(0 if observers else lowest)
     writer = LogWriter(output, render_lost)
     logger = _LineLogger(writer, render)
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *([observe] if observers else ()), _finish],
-        wrapper_class=structlog.make_filtering_bound_logger(0 if observers else lowest),
+        wrapper_class=Logger,
         logger_factory=lambda *_names: logger,
         # Proxies at module level must follow when tests configure again; a log call costs microseconds either way.
         cache_logger_on_first_use=False,

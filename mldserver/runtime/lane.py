@@ -66,11 +66,10 @@ class Tools:
         bound = log.bind(
             shard=shard, handler=self.spec.path
         )  # once: more costly than a line that is left out
-        debugging = bound.is_enabled_for(logging.DEBUG)
 
         def tell(level: str, event: str, failure: Failure, sequence: object = None, **fields: Any) -> None:
             times = 0 if level == "debug" else self.told.times((event, level, shard, failure.fingerprint))
-            if not times and not debugging:
+            if not times and not bound.is_enabled_for(logging.DEBUG):
                 return
             where = {} if sequence is None else {"sequence": str(sequence)}
             if not times:

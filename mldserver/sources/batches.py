@@ -101,7 +101,7 @@ class Batches:
             late=lambda batch, done: self._note(done, clock.steady_ms(), late=batch.late),
             failed=failed,
             freed=link.processed,
-            has_room=link.has_room,
+            has_room=lambda: link.has_room() and not self.opened.intake.paused,
             goes_on=self._goes_on,
             early=early,
             clock=clock,
@@ -334,7 +334,7 @@ class Batches:
                 batch.handled = True
                 handled_ms = self._clock.steady_ms()
                 if batch.taken or not self._take(shard, outcome, handled_ms):
-                    await intake.admitted()
+                    await intake.admitted(answered=batch.answered, checkpoint=self.checkpoint)
                 answerable_ms = self._clock.steady_ms()
                 if self.finishing and batch is self.under_way.batches[-1]:
                     await intake.drain()  # once for all of them: the stop has a deadline

@@ -154,7 +154,7 @@ class UnderWay(Generic[_T]):
 
         ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
         ``submit`` returns or raises it. ``freed`` is told once for each batch, however it leaves, of how many bytes its
-        line was. ``has_room``: whether more may be held in memory. ``goes_on`` is told when the task takes over. ``early``
+        line was. ``has_room``: whether more may come, to be held in memory. ``goes_on`` is told when the task takes over. ``early``
         is told of each batch that is owed an answer.
         """
         self._work = work

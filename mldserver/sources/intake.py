@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.records import Sequence
@@ -92,8 +92,19 @@ class ShardIntake(Protocol):
         """
         ...
 
-    async def admitted(self) -> None:
-        """Return when the shard is not held back any more."""
+    @property
+    def paused(self) -> bool:
+        """Whether an operator holds the shard's answers."""
+        ...
+
+    async def admitted(
+        self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """Return when the shard is not held back any more.
+
+        ``answered``: its daemon waits for nothing, so that a pause has nothing to hold. ``checkpoint`` asks the daemon for
+        one, meanwhile: an operator may want to have the shard elsewhere, and nothing of it delivered there again.
+        """
         ...
 
     def advance(self, position: Sequence) -> None:

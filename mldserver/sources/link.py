@@ -49,6 +49,9 @@ class CheckpointOutcome(enum.Enum):
 class Link(asyncio.BufferedProtocol):
     """The shell around one MLDConnection."""
 
+    debugging = False
+    """Whether the log takes everything. Of all connections at once: an operator may change it."""
+
     def __init__(
         self,
         name: str,
@@ -77,7 +80,7 @@ class Link(asyncio.BufferedProtocol):
         self._requests: Slot[RequestMessage | None] = Slot()
         self.at_once: Callable[[Line], bool] | None = None
         """Works on a batch before anyone is woken; False: ``request`` is to return it."""
-        self.debugging = self.log.is_enabled_for(logging.DEBUG)
+        Link.debugging = self.log.is_enabled_for(logging.DEBUG)
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
         self._partial = 0

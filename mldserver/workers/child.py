@@ -28,6 +28,7 @@ from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
+from mldserver.observe.logging import set_level
 from mldserver.records import Hook, Shard
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of, unpacked
@@ -131,7 +132,7 @@ class Child:
         self._channel.send(wire.loaded_of(spec))
         return True
 
-    def _receive(self, message: Any, files: Descriptors) -> None:
+    def _receive(self, message: Any, files: Descriptors) -> None:  # noqa: C901  # one case for each kind of message
         match message:
             case wire.Process():
                 self._process(message, self._line(message, files))
@@ -154,6 +155,8 @@ class Child:
                 self._cancel(message.id)
             case wire.Number():
                 entitle(self._pipeline, f"worker {message.number}")
+            case wire.LogLevel():
+                set_level(message.level)
             case wire.Start():
                 self._pipeline = message.pipeline
                 entitle(self._pipeline, "worker in reserve")

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
+    from mldserver.runtime.interface import BatchOutcome, Delivery
+    from mldserver.workers.shared_memory import Held
 
 log = structlog.get_logger("mldserver")
 
@@ -40,6 +42,8 @@ _STACKS_SECONDS: Final = 1.0
 """How long a worker that is to be killed may take to write where it hangs."""
 _KEPT_LINES: Final = 200
 """Of what a worker prints, for when it dies."""
+INLINE_BYTES: Final = 4096
+"""Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
 _MOST_FILES: Final = 64
 """Lines that are with a worker in files of their own, each of which is an open descriptor."""
 _TOGETHER_SECONDS: Final = 0.002
@@ -307,6 +311,11 @@ class WorkerProcess:
         if self.is_open and not self._closed:
             self._channel.send(wire.Forget(0, shard_id))
 
+    def set_log_level(self, level: int) -> None:
+        """Let it log from ``level`` on."""
+        if self.is_open and not self._closed:
+            self._channel.send(wire.LogLevel(level))
+
     def cancel(self, request_id: int) -> None:
         """Tell the worker that nobody wants a request's answer any more."""
         if request_id in self._requests and not self._closed:
@@ -357,3 +366,37 @@ class WorkerProcess:
         del self._requests[message.id]
         if offset is not None:
             self.arena.give_back(offset)
+
+
+async def sent(delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
+    """Return what becomes of a batch in a process. Raises WorkerGone, and as ``Runtime.process``."""
+    offset = None
+    if held.length > INLINE_BYTES and process.is_open:
+        offset = await held.put(process.arena)
+    message = message_of(process, delivery, held, offset)
+    outcome: BatchOutcome
+    if message.inline is None and offset is None:
+        async with process.files:
+            outcome = await process.ask(message, (await held.file(),))
+    else:
+        outcome = await process.ask(message, offset=offset)
+    return outcome
+
+
+def message_of(process: WorkerProcess, delivery: Delivery, held: Held, offset: int | None) -> wire.Process:
+    """Return what is sent of a batch; its line is inside if it is short, else at ``offset``, or in a file."""
+    part = delivery.part
+    return wire.Process(
+        next(process.ids),
+        delivery.shard_id,
+        held.form,
+        delivery.received_ms,
+        wire.packed(delivery.after),
+        bytes(held.line) if held.length <= INLINE_BYTES else None,
+        offset,
+        held.length,
+        None if part is None else (part.start, part.stop),
+        delivery.condemned,
+        delivery.redriven,
+        delivery.behind,
+    )

@@ -20,7 +20,7 @@ import structlog
 
 from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
-from mldserver.observe.logging import RateLimit, caught_output, libraries_through_us
+from mldserver.observe.logging import Logger, RateLimit, caught_output, libraries_through_us, set_level
 from mldserver.workers.wire import BeatMessage, LogLine
 
 if TYPE_CHECKING:
@@ -113,18 +113,19 @@ def _cut(text: str) -> str:
 def telling_through(end: socket.socket, level: int) -> Iterator[LogForwarder]:
     """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
     teller = LogForwarder(end)
+    set_level(level)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.format_exc_info,
             teller.tell,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=Logger,
         cache_logger_on_first_use=False,
     )
 
     def printed(stream: str, text: str) -> None:
-        if level <= logging.INFO:
+        if Logger.level <= logging.INFO:
             teller.send("info", PRINTED, {"stream": stream, "text": text})
 
     with libraries_through_us(), caught_output(printed):

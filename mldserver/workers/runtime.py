@@ -31,7 +31,7 @@ from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan, Facts
 from mldserver.workers import wire
-from mldserver.workers.process import Unopened, WorkerGone, WorkerProcess
+from mldserver.workers.process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of, sent
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker, place, spread
@@ -53,8 +53,6 @@ _ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
 """How parts of a batch are searched for records that end their process: as often as a record may be tried, the whole has."""
 ARENA_BYTES: Final = 64 << 20
 """Of address space; what is touched of it is as much as lines were in hand at a time."""
-INLINE_BYTES: Final = 4096
-"""Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
 _T = TypeVar("_T")
 
 
@@ -126,6 +124,13 @@ class WorkerRuntime:
             group.create_task(self._spares.run(), name="spare worker")
             for worker in self._workers:
                 group.create_task(worker.run(), name=f"worker {worker.number}")
+
+    def set_log_level(self, level: int) -> None:
+        """Let all processes log from ``level`` (a number of ``logging``) on."""
+        self._spares.set_log_level(level)
+        for worker in self._workers:
+            if worker.present is not None:
+                worker.present.set_log_level(level)
 
     async def close(self) -> None:
         """End what is left of the processes."""
@@ -210,7 +215,7 @@ class WorkerRuntime:
         if held.length > INLINE_BYTES and (offset := process.arena.put_short(held.line)) is None:
             worker.gate.leave(pass_)
             return self.process(delivery)
-        message = _message(process, delivery, held, offset)
+        message = message_of(process, delivery, held, offset)
 
         def ended(batch: asyncio.Future[Any]) -> None:
             worker.gate.leave(pass_)
@@ -307,7 +312,7 @@ class WorkerRuntime:
 
     async def _once(self, delivery: Delivery, held: Held, *, alone: bool) -> BatchOutcome:
         """Hand a batch to one process. Raises WorkerGone when that ends."""
-        outcome = await self._with_process(delivery.shard_id, partial(_sent, delivery, held), alone=alone)
+        outcome = await self._with_process(delivery.shard_id, partial(sent, delivery, held), alone=alone)
         self._note(delivery.shard_id, outcome)
         return outcome
 
@@ -416,37 +421,3 @@ class WorkerRuntime:
             for letter in outcome.dead_letters:
                 if letter.partition_key is not None:
                     keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
-
-
-async def _sent(delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
-    """Return what becomes of a batch in a process. Raises WorkerGone."""
-    offset = None
-    if held.length > INLINE_BYTES and process.is_open:
-        offset = await held.put(process.arena)
-    message = _message(process, delivery, held, offset)
-    outcome: BatchOutcome
-    if message.inline is None and offset is None:
-        async with process.files:
-            outcome = await process.ask(message, (await held.file(),))
-    else:
-        outcome = await process.ask(message, offset=offset)
-    return outcome
-
-
-def _message(process: WorkerProcess, delivery: Delivery, held: Held, offset: int | None) -> wire.Process:
-    """Return what is sent of a batch; its line is inside if it is short, else at ``offset``, or in a file."""
-    part = delivery.part
-    return wire.Process(
-        next(process.ids),
-        delivery.shard_id,
-        held.form,
-        delivery.received_ms,
-        wire.packed(delivery.after),
-        bytes(held.line) if held.length <= INLINE_BYTES else None,
-        offset,
-        held.length,
-        None if part is None else (part.start, part.stop),
-        delivery.condemned,
-        delivery.redriven,
-        delivery.behind,
-    )

@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import structlog
+from msgspec.structs import replace
 
 from mldserver.base.backoff import Backoff
 from mldserver.errors import HandlerError, HandlerInvalid
@@ -105,6 +106,12 @@ class Spares:
             for _ in range(os.cpu_count() or 1):
                 group.create_task(self._make())
 
+    def set_log_level(self, level: int) -> None:
+        """Let those that are ready, and all that follow, log from ``level`` on."""
+        self._start = replace(self._start, log_level=level)
+        for process in self._ready:
+            process.set_log_level(level)
+
     async def close(self) -> None:
         """End what is ready."""
         while self._ready:
@@ -142,6 +149,7 @@ class Spares:
             await process.close()
             raise
         process.on_end = self._changed.set
+        process.set_log_level(self._start.log_level)  # it may have changed meanwhile
         self._ready.append(process)
         self._changed.set()
         return loaded

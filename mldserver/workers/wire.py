@@ -1,7 +1,7 @@
 """What server and worker say to each other (``children/channel.py`` carries it), and the values that cross.
 
-    server → worker    Start, then once Number and any number of Open, Process, Notify, Park, Unpark, Forget and Cancel; the end of the
-                       socket ends it
+    server → worker    Start, then once Number and any number of Open, Process, Notify, Park, Unpark, Forget, Cancel and
+                       LogLevel; the end of the socket ends it
     worker → server    Loaded, or Failed with id 0; then BeatMessage and LogLine at any time, Done once for each Process,
                        Finished once for each other request but Cancel, or for any of them Failed
 
@@ -120,6 +120,12 @@ class Cancel(Message, frozen=True):
     id: int
 
 
+class LogLevel(Message, frozen=True):
+    """What is logged from now on."""
+
+    level: int
+
+
 class Loaded(Message, frozen=True):
     """The handler is there: its ``HandlerSpec`` without code."""
 
@@ -193,7 +199,7 @@ class LogLine(Message, frozen=True):
     fields: dict[str, Any]
 
 
-FromServer = Start | Number | Process | Open | Notify | Park | Unpark | Forget | Cancel
+FromServer = Start | Number | Process | Open | Notify | Park | Unpark | Forget | Cancel | LogLevel
 FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
 
 

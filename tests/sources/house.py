@@ -15,7 +15,7 @@ from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.sources.mld import MLDListener
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
     from mldserver.base.clock import Clock
@@ -132,7 +132,11 @@ class FakeShard:
             self.taken()
         return self.gate.is_set()
 
-    async def admitted(self) -> None:
+    paused: bool = False
+
+    async def admitted(
+        self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
         await self.gate.wait()
         self.taken()
 

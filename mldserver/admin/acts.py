@@ -1,0 +1,172 @@
+"""What a person may have a running server do. Carried out on its event loop, asked for over the admin endpoint.
+
+    pause [SHARD]        hold the answers of all shards, or of one: their daemons wait, and keep their leases
+    resume [SHARD]       let them go on
+    flush                make everything durable that was taken in so far
+    drain-shard SHARD    flush and checkpoint a shard, then hold its answers: nothing of it would be delivered again elsewhere
+    log-level LEVEL      log from this level on, workers too
+    reload               let new workers and a new Spark driver take over, which have loaded the handler as it is now
+
+None outlives the server: the next one answers every shard, and logs as its settings say.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final, get_args
+
+from mldserver.base.clock import first_of
+from mldserver.config.settings import Level
+from mldserver.errors import OperatorError
+from mldserver.observe.logging import Logger, set_level
+from mldserver.sources.link import Link
+from mldserver.workers.runtime import WorkerRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable
+
+    from mldserver.assembly import Parts
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.sessions import Session
+
+ACTS: Final = ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
+_PATIENCE_SECONDS: Final = 4.0
+"""How long whoever asks waits for the ledger, or a daemon: what was begun goes on all the same."""
+_LEVELS: Final = get_args(Level)
+
+
+async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) -> tuple[bool, str]:
+    """Do what somebody who may asks for; return whether it is done, and what came of it as a sentence or two.
+
+    ``parts``: None while the server does not work.
+    """
+    if parts is None:
+        return False, "The server starts or stops: it takes no acts now."
+    acts = _Acts(parts, clock)
+    try:
+        match act:
+            case "pause":
+                text = await acts.pause(argument)
+            case "resume":
+                text = await acts.resume(argument)
+            case "drain-shard":
+                text = await acts.drain_shard(argument)
+            case "log-level":
+                text = acts.log_level(argument)
+            case "flush" if not argument:
+                text = await acts.flush()
+            case _:
+                asked = f"{act} {argument}".strip()
+                return False, f"There is no act {asked!r}. Acts are {', '.join(ACTS)}."
+    except OperatorError as error:
+        return False, str(error)
+    return True, text
+
+
+class _Acts:
+    """Steers the parts of one server. Each act returns what came of it, or raises OperatorError."""
+
+    def __init__(self, parts: Parts, clock: Clock) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._shards = parts.coordinator.shards
+        self._backpressure = parts.coordinator.shards.backpressure
+
+    async def pause(self, shard_id: str) -> str:
+        if shard_id:
+            self._session(shard_id)
+            self._backpressure.paused_shards.add(shard_id)
+        else:
+            self._backpressure.paused = True
+        held = (
+            f"shard {shard_id} waits for its next answer" if shard_id else "every shard waits for its answer"
+        )
+        again = f"`mldserver resume {shard_id}`".replace(" `", "`")
+        return f"From its next batch on {held}; {again} ends that. Leases stay; windows go on closing."
+
+    async def resume(self, shard_id: str) -> str:
+        held = self._backpressure
+        if shard_id and held.paused:
+            raise OperatorError(
+                "All shards are paused.", advice="Resume without a shard lets all of them go on."
+            )
+        if shard_id and shard_id not in held.paused_shards:
+            raise OperatorError(f"Shard {shard_id} is not paused.", advice=_there_are(held.paused_shards))
+        if not shard_id and not (held.paused or held.paused_shards):
+            return "Nothing was paused."
+        held.paused = False
+        gone = {shard_id} if shard_id else set(held.paused_shards)
+        held.paused_shards -= gone
+        held.draining -= gone
+        await held.release()
+        return f"Shard {shard_id} goes on." if shard_id else "All shards go on."
+
+    async def flush(self) -> str:
+        if not await self._in_time(self._shards.flush("operator")):
+            raise OperatorError(
+                "Rows cannot be made durable now.",
+                did="They stay in memory, and this is tried again.",
+                advice="See the latest flush.failed.",
+            )
+        rows = self._parts.coordinator.status().rows_durable
+        return f"Everything that was taken in is durable: {rows} rows since the start. Checkpoints follow with the next batches."
+
+    async def drain_shard(self, shard_id: str) -> str:
+        session, held = self._session(shard_id), self._backpressure
+        held.paused_shards.add(shard_id)
+        held.draining.add(shard_id)
+        await held.release()
+        again = f"`mldserver resume {shard_id}` lets it go on."
+        if not await self._in_time(held.drained(shard_id)):
+            await self._in_time(self._shards.flush("drain"))
+            return (
+                f"Shard {shard_id} is drained with its next batch: what it gave is made durable then, and checkpointed, and "
+                f"its daemon waits. Until there is one no daemon can be told. {again}"
+            )
+        if session.position.due() is not None:
+            raise OperatorError(
+                f"What shard {shard_id} gave is durable, but its daemon has not stored the checkpoint.",
+                did="Its daemon waits for an answer.",
+                advice=f"See checkpoint.failed. {again}",
+            )
+        return (
+            f"Shard {shard_id} is durable and checkpointed at {session.position.checkpointed}, and its daemon waits: it may be "
+            f"ended, or the lease moved, and nothing is delivered again. {again}"
+        )
+
+    def log_level(self, level: str) -> str:
+        if level not in _LEVELS:
+            raise OperatorError(f"There is no level {level!r}.", advice=f"Levels are {', '.join(_LEVELS)}.")
+        number, before = logging.getLevelNamesMapping()[level.upper()], Logger.level
+        set_level(number)
+        Link.debugging = number <= logging.DEBUG
+        runtime = self._parts.runtime
+        if isinstance(runtime, WorkerRuntime):
+            runtime.set_log_level(number)
+        return f"What is at {level} or above is logged from now on (before: {logging.getLevelName(before).lower()})."
+
+    def _session(self, shard_id: str) -> Session:
+        """Raise OperatorError for a shard that this server does not have."""
+        session = self._shards.sessions.live(shard_id)
+        if session is None:
+            where = f"No shard {shard_id!r} is connected to this server." if shard_id else "Which shard?"
+            raise OperatorError(
+                where, advice=_there_are(node.id for node in self._shards.lineage.connected())
+            )
+        return session
+
+    async def _in_time(self, work: Awaitable[None]) -> bool:
+        """Wait for something, but not for long; whether it is done."""
+        done = False
+
+        async def wait() -> None:
+            nonlocal done
+            await work
+            done = True
+
+        await first_of(wait(), self._clock.sleep(_PATIENCE_SECONDS))
+        return done
+
+
+def _there_are(shard_ids: Iterable[str]) -> str:
+    return f"There are {', '.join(sorted(shard_ids)) or 'none'}."

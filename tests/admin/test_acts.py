@@ -1,0 +1,136 @@
+"""Steering a running server: what its daemons notice of it, and what becomes of the rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pytest
+import structlog
+from support.serving import quick, serving, until
+from workers.kit import named
+
+from mldserver.observe.logging import Logger, set_level
+from mldserver.testing import FakeMLD, FakeStream, Habits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+RECORDS = 300
+HANDLER = '''
+"""A row for each record."""
+from mldserver import batches
+
+schema = "id BIGINT NOT NULL"
+windows = batches(max_rows=1000, max_age="1 hour")
+
+
+def process_record(record):
+    return (record.json()["id"],)
+'''
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(HANDLER)
+    return "plain"
+
+
+def stream() -> FakeStream:
+    made = FakeStream(2, seed=1, start_ms=1_800_000_000_000)
+    for number in range(RECORDS):
+        made.put(json.dumps({"id": number}).encode(), f"key-{number}")
+    made.end()
+    return made
+
+
+def ids(out: Path) -> Counter[int]:
+    files = [str(path) for path in out.glob("window=*/*.parquet")]
+    return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
+
+
+@pytest.mark.parametrize("workers", [None, 1])
+async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], workers: int | None
+) -> None:
+    settings = quick(tmp_path / "out", handler, workers=workers)
+    async with serving(settings) as server, asyncio.timeout(120):
+        daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
+        playing = asyncio.create_task(daemon.run())
+        await until(lambda: daemon.records_sent > RECORDS / 4)
+        assert (await server.carry_out("pause", ""))[0]
+        assert (await server.carry_out("drain-shard", daemon.active_shards[0]))[0]
+        first = server._parts.coordinator.shards.sessions.live(daemon.active_shards[0])  # type: ignore[union-attr]
+        assert first is not None
+        assert first.position.due() is None
+        assert first.position.checkpointed == first.position.accepted, "nothing would be delivered again"
+        assert (await server.carry_out("flush", ""))[0]
+        sent = daemon.records_sent
+        assert (await server.carry_out("flush", ""))[0]
+        assert daemon.records_sent == sent < RECORDS
+        assert (await server.carry_out("resume", ""))[0]
+        await playing
+        await server.finished()
+    assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert named(logged, "connection.failed") == []
+
+
+@pytest.fixture
+def level() -> Iterator[int]:
+    """The level is this process's, and is put back."""
+    before = Logger.level
+    yield before
+    set_level(before)
+
+
+async def test_the_log_level_changes_for_loggers_that_are_bound_already(level: int) -> None:
+    lines: list[str] = []
+
+    def keep(_logger: Any, _method: str, event: dict[str, Any]) -> Any:
+        lines.append(event["event"])
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[keep], wrapper_class=Logger, cache_logger_on_first_use=False)
+    bound = structlog.get_logger("mldserver").bind(connection="1")
+    for number in (logging.INFO, logging.DEBUG, logging.ERROR):
+        set_level(number)
+        bound.debug(f"debug at {number}")
+        bound.warning(f"warning at {number}")
+    assert lines == ["warning at 20", "debug at 10", "warning at 10"]
+    set_level(level)
+
+
+async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_open(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], level: int
+) -> None:
+    text = HANDLER.replace("return (", 'log.debug("library.log", logger="mine", text="seen")\n    return (')
+    (tmp_path / "plain.py").write_text(
+        text.replace("from mld", "import structlog\nfrom mld").replace(
+            "schema =", "log = structlog.get_logger()\nschema ="
+        )
+    )
+    settings = quick(tmp_path / "out", handler, workers=1)
+    async with serving(settings) as server, asyncio.timeout(120):
+        daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
+        await server.carry_out("log-level", "warning")
+        playing = asyncio.create_task(daemon.run())
+        await until(lambda: daemon.records_sent > RECORDS / 4)
+        await server.carry_out("pause", "")
+        assert (await server.carry_out("flush", ""))[0]
+        assert named(logged, "library.log") == []
+        done, said = await server.carry_out("log-level", "debug")
+        assert (done, said) == (
+            True,
+            "What is at debug or above is logged from now on (before: warning).",
+        )
+        await server.carry_out("resume", "")
+        await playing
+    assert 0 < len(named(logged, "library.log")) < RECORDS
