@@ -54,7 +54,7 @@ FAST_DAEMON = {
     "taskBackoffTimeMillis": "200",
     "listShardsBackoffTimeInMillis": "200",
     "metricsLevel": "NONE",
-    # One name for all starts, as in deploy/mldserver-kcl.service: under another one a daemon would wait for 120 s until
+    # One name for all starts, as in deploy/mldserver-kcl@.service: under another one a daemon would wait for 120 s until
     # the former leader's lock expires.
     "workerIdentifier": "worker",
 }
