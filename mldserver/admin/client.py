@@ -17,6 +17,7 @@ import msgspec
 from mldserver.admin.status import SCHEMA, Status
 from mldserver.config.kinds import UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
+from mldserver.observe.log_lines import harmless
 
 if TYPE_CHECKING:
     from mldserver.config.kinds import Address
@@ -71,7 +72,8 @@ class Client:
         asked = json.dumps({"argument": argument}).encode()
         status, body = self._ask("POST", f"/act/{quote(name, safe='')}", seconds, asked)
         try:
-            return msgspec.json.decode(body, type=Answer)
+            answer = msgspec.json.decode(body, type=Answer)
+            return Answer(answer.done, "\n".join(map(harmless, answer.text.splitlines())))
         except msgspec.MsgspecError as error:
             raise Refused(f"The server at {self.address} did not do it: {_sentence(status, body)}") from error
 
@@ -158,4 +160,4 @@ def _sentence(status: int, body: bytes) -> str:
     except ValueError:
         document = body.decode("utf-8", "replace").strip()
     text = document.get("error") if isinstance(document, dict) else document
-    return str(text) if text else f"HTTP status {status}."
+    return harmless(str(text)) if text else f"HTTP status {status}."

@@ -44,6 +44,8 @@ mldserver sim handlers.departures --input events.jsonl
 mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver kcl --stream NAME --app NAME --region eu-central-1
 mldserver status
+mldserver top
+mldserver pause
 mldserver logs -f mldserver.log --level warning
 mldserver windows list --out out/departures
 mldserver drain handlers.departures --out out/departures
@@ -62,6 +64,13 @@ _COMMANDS: Final = {
     "sim": "Run a whole pipeline without AWS or Java, faults on request.",
     "demo": "Play real departures, or a shop's orders, through the server and show the windows.",
     "status": "Show what a running server does; its exit code tells ready from not.",
+    "top": "The same, live in a terminal.",
+    "pause": "Let a running server hold its answers: daemons wait, and keep their leases.",
+    "resume": "Let shards go on that were paused or drained.",
+    "flush": "Let a running server make all its rows durable now.",
+    "drain-shard": "Make a shard durable and checkpointed, and hold it, so that its lease can move.",
+    "log-level": "Set from which level on a running server logs.",
+    "reload": "Let a running server go on with the handler's new code, without losing a connection.",
     "logs": "Show and follow a server's log.",
     "windows": "Show windows, and run those again that were set aside.",
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
@@ -70,7 +79,13 @@ _COMMANDS: Final = {
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
 }
 
-_ELSEWHERE: Final = {"drain": "serve:drain_app"}
+_ELSEWHERE: Final = {
+    "drain": "serve:drain_app",
+    **{
+        name: f"steer:{name.replace('-', '_')}_app"
+        for name in ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
+    },
+}
 """Commands whose module has another's name."""
 
 _STDOUT: Final = 1

@@ -146,7 +146,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
         justify: Any = "right" if name.startswith(">") else "left"
         grid.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
-        grid.add_row(*map(_plain, row))
+        grid.add_row(*map(plain, row))
     return grid
 
 
@@ -156,11 +156,11 @@ def details(pairs: Iterable[tuple[str, str]]) -> Table:
     for _ in range(2):
         grid.add_column(overflow="fold")
     for pair in pairs:
-        grid.add_row(*map(_plain, pair))
+        grid.add_row(*map(plain, pair))
     return grid
 
 
-def _plain(text: str) -> Text:
+def plain(text: str) -> Text:
     """Return what peers and handlers have written without control characters, and with no meaning as markup."""
     return Text("\n".join(harmless(line) for line in text.splitlines()))
 

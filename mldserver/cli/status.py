@@ -21,6 +21,7 @@ from mldserver.cli.ledger_tool import (
     at_ledger,
     details,
     moment,
+    plain,
     settings_at,
     table,
     tell,
@@ -187,7 +188,7 @@ def instead(no_answer: NoAnswer, held: LedgerState) -> list[RenderableType]:
     """Return what is shown of a ledger when no server answers."""
     from mldserver.cli.ledger import overview  # noqa: PLC0415  # only then
 
-    return [f"{no_answer} This is what the ledger holds:", "", *overview(held)]
+    return [plain(f"{no_answer} This is what the ledger holds:"), "", *overview(held)]
 
 
 def whole(status: Status) -> list[RenderableType]:

@@ -1,0 +1,250 @@
+"""``mldserver top``: a running server's status, live in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import sys
+import termios
+import time
+import tty
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from cyclopts import App, Parameter
+
+from mldserver.admin.client import NoAnswer
+from mldserver.cli import status
+from mldserver.cli.ledger_tool import details, moment, plain
+from mldserver.cli.status import HERE, At, Rates
+from mldserver.errors import OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import RenderableType
+
+    from mldserver.admin.client import Client
+    from mldserver.admin.status import Shard, Status, Totals
+
+_HELP = """
+Show a running server's status live, in a terminal.
+
+```
+mldserver top
+mldserver top --admin unix:/run/departures.admin --sort rows --shard shardId-00000000000
+```
+
+Keys: `q` quits, `s` sorts by the next column, `r` the other way round, `/` types a part of a shard's id (Enter keeps it,
+Escape shows all). When no server answers, it shows what the ledger holds, says so, and goes on asking.
+"""
+
+app = App(name="top", help=_HELP, help_format="markdown")
+
+_LOOK_SECONDS: Final = 1.0
+_LEDGER_SECONDS: Final = 5.0
+"""A ledger may be a table that is paid for by what is read."""
+_LEAST_SHARDS: Final = 5
+_NOTHING: Final = Rates()
+_NO_LETTERS: Final = re.compile(r"\x1b[\[O][\d;]*.")
+"""Arrows and the like, which begin with what alone is Escape."""
+
+Order = Literal["lag", "records", "rows", "age", "shard"]
+
+
+_KEYS: Final[dict[Order, Callable[[Shard, Rates], float | str]]] = {
+    # What is not told is the least.
+    "lag": lambda shard, _: -(-1 if shard.lag_ms is None else shard.lag_ms),
+    "records": lambda _, rates: -rates.records,
+    "rows": lambda _, rates: -rates.rows,
+    "age": lambda shard, _: -(shard.durable_age_seconds or 0),
+    "shard": lambda shard, _: shard.id,
+}
+_COLUMNS: Final[dict[Order, str]] = {
+    "lag": "lag",
+    "records": "records/s",
+    "rows": "rows/s",
+    "age": "not durable",
+    "shard": "shard",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is shown of the shards, and in which order."""
+
+    order: Order = "lag"
+    reverse: bool = False
+    part: str = ""
+    """Of the ids that are shown; ``*`` stands for any characters."""
+    typing: bool = False
+
+    def pressed(self, key: str) -> View:
+        """Return what is shown after a key."""
+        if self.typing and key.isprintable():
+            return replace(self, part=self.part + key)
+        orders = list(_KEYS)
+        changes: dict[str, dict[str, Any]] = {
+            "\x1b": {"part": "", "typing": False},
+            "\n": {"typing": False},
+            "\r": {"typing": False},
+            "\x7f": {"part": self.part[:-1]},
+            "/": {"part": "", "typing": True},
+            "s": {"order": orders[(orders.index(self.order) + 1) % len(orders)]},
+            "r": {"reverse": not self.reverse},
+        }
+        return replace(self, **changes.get(key, {}))
+
+    def of(self, shards: tuple[Shard, ...], rates: dict[str, Rates]) -> list[Shard]:
+        """Return the shards that are shown, in order."""
+        key = _KEYS[self.order]
+        chosen = [shard for shard in shards if fnmatchcase(shard.id, f"*{self.part}*")]
+        chosen.sort(key=lambda shard: shard.id)
+        return sorted(
+            chosen, key=lambda shard: key(shard, rates.get(shard.id, _NOTHING)), reverse=self.reverse
+        )
+
+    def __str__(self) -> str:
+        cursor = "_" if self.typing else ""
+        way = ", the other way round" if self.reverse else ""
+        return f"q quit   s sort: {_COLUMNS[self.order]}{way}   r reverse   / shards: {self.part or ('' if self.typing else 'all')}{cursor}"
+
+
+@dataclass(slots=True)
+class Screen:
+    """What was seen last, and how it is shown."""
+
+    at: At
+    client: Client
+    _status: Status | None = None
+    _rates: dict[str, Rates] = field(default_factory=dict)
+    _total: Rates = _NOTHING
+    _instead: list[RenderableType] = field(default_factory=list)
+    """What is shown without a server."""
+
+    def look(self) -> float:
+        """Ask the server, or else the ledger; return after how many seconds to look again.
+
+        Raises OperatorError when the server refuses, and when there has been nothing to show yet.
+        """
+        try:
+            _, seen = status.ask(self.at, self.client)
+        except NoAnswer as error:
+            known = self._status is not None or bool(self._instead)
+            self._status = None
+            try:
+                self._instead = status.instead(error, status.held_by_ledger(self.at, error))
+            except OperatorError as both:
+                if not known:
+                    raise
+                self._instead = [plain(str(both))]
+            return _LEDGER_SECONDS
+        if self._status is None or seen.taken_ms != self._status.taken_ms:
+            self._rates, self._total = _rates(self._status, seen)
+            self._status, self._instead = seen, []
+        return _LOOK_SECONDS
+
+    def shown(self, view: View, height: int) -> list[RenderableType]:
+        """Return what is shown on a screen of so many lines; what is too much is cut at its end."""
+        if (now := self._status) is None:
+            return [plain(str(view)), "", *self._instead]
+        total = self._total
+        each_second = f"{total.records:,.0f} records, {total.rows:,.0f} rows, {status.size(total.bytes)}"
+        facts = [*status.facts(now), ("each second", each_second)]
+        chosen = view.of(now.shards, self._rates)
+        room = max(_LEAST_SHARDS, (height - len(facts) - 6) * 2 // 3)
+        cut = f"the first {room} of {len(chosen)}" if len(chosen) > room else f"{len(chosen)}"
+        title = f"shards: {cut}" + (f", of {len(now.shards)} in all" if len(now.shards) > len(chosen) else "")
+        grid = status.shards(chosen[:room], title, rates=self._rates)
+        parts: list[RenderableType] = [
+            plain(f"{moment(now.taken_ms)}   {view}"),
+            "",
+            details(facts),
+            "",
+            grid,
+        ]
+        for grid in (status.windows(now), status.workers(now), status.servers(now), status.letters(now)):
+            if grid.row_count:
+                parts += ["", grid]
+        return parts
+
+
+def _rates(before: Status | None, now: Status) -> tuple[dict[str, Rates], Rates]:
+    """Return what each shard, and all, had in a second between two documents of one server; without a first: nothing."""
+    if before is None or before.server_id != now.server_id or now.taken_ms <= before.taken_ms:
+        return {}, _NOTHING
+    seconds = (now.taken_ms - before.taken_ms) / 1000
+
+    def between(old: Shard | Totals, new: Shard | Totals) -> Rates:
+        # A shard that came back counts from nothing.
+        counts = (new.records - old.records, new.rows - old.rows, new.bytes - old.bytes)
+        return Rates(*(max(0, count) / seconds for count in counts))
+
+    old = {shard.id: shard for shard in before.shards}
+    rates = {shard.id: between(old[shard.id], shard) for shard in now.shards if shard.id in old}
+    return rates, between(before.totals, now.totals)
+
+
+class Keys:
+    """What is typed in the terminal, key by key; nothing where standard input is none."""
+
+    def __init__(self) -> None:
+        self._inputs = [0] if os.isatty(0) else []
+
+    @contextlib.contextmanager
+    def read_singly(self) -> Iterator[None]:
+        """Let the terminal give each key at once and show none, while the context lasts."""
+        if not self._inputs:
+            yield
+            return
+        former = termios.tcgetattr(0)
+        tty.setcbreak(0)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(0, termios.TCSADRAIN, former)
+
+    def within(self, seconds: float) -> str:
+        """Return what is typed within a time, as soon as there is something."""
+        ready, _, _ = select.select(self._inputs, [], [], max(0.0, seconds))
+        if not ready:
+            return ""
+        data = os.read(0, 1024)
+        if not data:  # the terminal is gone
+            self._inputs = []
+        return _NO_LETTERS.sub("", data.decode("utf-8", "ignore"))
+
+
+@app.default
+def top(
+    *,
+    sort: Annotated[Order, Parameter(help="By which column shards are sorted; `age`: not durable.")] = "lag",
+    shard: Annotated[
+        str, Parameter(help="Only shards with this in their id; `*` stands for any characters.")
+    ] = "",
+    at: At = HERE,
+) -> None:
+    """Show a server's status, live."""
+    if not sys.stdout.isatty():
+        raise OperatorError(
+            "Standard output is no terminal.",
+            advice="`mldserver status` shows the same once, with --json for programs.",
+        )
+    from rich.console import Console, Group  # noqa: PLC0415  # `--help` must not wait for it
+    from rich.live import Live  # noqa: PLC0415  # see above
+
+    console = Console(file=sys.stdout, highlight=False)
+    screen, keys, view = Screen(at, at.client()), Keys(), View(sort, part=shard)
+    due = time.monotonic() + screen.look()
+    with keys.read_singly(), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*screen.shown(view, console.height)), refresh=True)
+            for key in keys.within(due - time.monotonic()):
+                if key == "q" and not view.typing:
+                    return
+                view = view.pressed(key)
+            if time.monotonic() >= due:
+                due = time.monotonic() + screen.look()
