@@ -33,7 +33,7 @@ import structlog
 
 from mldserver import __version__
 from mldserver.admin.acts import carry_out
-from mldserver.admin.gather import Readiness, document, unready
+from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
 from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
@@ -92,12 +92,13 @@ class Server:
         drain: bool = False,
         endpoint: AdminEndpoint | None = None,
         service: Service | None = None,
+        tally: EventTally | None = None,
     ) -> None:
         """``engine`` takes the place of Spark, what ``kinesis`` makes of AWS's client, what ``source`` makes of the listener.
 
         ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run;
         a name in the settings is that of one of these. ``endpoint`` shows the server, and lets it be steered. ``service``:
-        this process as a unit of systemd.
+        this process as a unit of systemd. ``tally`` has seen what was logged.
         """
         self.settings = replace(settings, server_id=None) if drain else settings
         self._engine = engine
@@ -116,7 +117,7 @@ class Server:
         self._readiness = Readiness()
         self._drain = drain
         self._endpoint = endpoint
-        self._started_ms = self._clock.now_ms()
+        self._gatherer = Gatherer(self.settings, clock=self._clock, tally=tally or EventTally())
         self._to_compute = asyncio.Event()
         """Set when the engine is needed: a drain may find nothing left to compute."""
         if not drain:
@@ -148,7 +149,9 @@ class Server:
         try:
             async with contextlib.AsyncExitStack() as ends:
                 if self._endpoint is not None:
-                    await ends.enter_async_context(self._endpoint.serving(self.document, self.carry_out))
+                    await ends.enter_async_context(
+                        self._endpoint.serving(self.document, self.carry_out, self._gatherer.pause)
+                    )
                 ends.push_async_callback(self._close)
                 async with self._until(self._stop, self._start(), lambda: {"start": self._step}) as starting:
                     if not starting.done():
@@ -422,13 +425,7 @@ class Server:
 
     def document(self) -> Status:
         """Return what the server tells of itself, whatever it is at."""
-        return document(
-            self.settings,
-            self._parts if self._built.is_set() else None,
-            doing=self._doing,
-            now_ms=self._clock.now_ms(),
-            started_ms=self._started_ms,
-        )
+        return self._gatherer.take(self._parts if self._built.is_set() else None, doing=self._doing)
 
     @property
     def _doing(self) -> str:

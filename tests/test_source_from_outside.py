@@ -15,7 +15,7 @@ from support.serving import quick, serving, until
 from mldserver import cli
 from mldserver.records import Record, Sequence, Shard
 from mldserver.runtime.interface import Delivery, Records
-from mldserver.sources.intake import ShardOpening
+from mldserver.sources.intake import ShardOpening, SourceStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +58,9 @@ class Toy:
         self._awake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
+
+    def status(self) -> SourceStatus:
+        return SourceStatus("toy://box")
 
     async def listening(self) -> str:
         await self._awake.wait()

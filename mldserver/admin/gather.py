@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Final
+from collections import Counter, deque
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from mldserver import __version__
-from mldserver.admin.status import Status
+from mldserver.admin import status
+from mldserver.coordinator.core.lineage import Presence
+from mldserver.observe.logging import Logger, lines_lost
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from mldserver.assembly import Parts
-    from mldserver.base.clock import Clock
+    from mldserver.base.clock import Clock, Durations
     from mldserver.config.settings import Settings
+    from mldserver.coordinator.core.lineage import ShardNode
+    from mldserver.coordinator.reports import CoordinatorStatus
+    from mldserver.records import DeadLetter, Sequence
+    from mldserver.sources.intake import SourceStatus
+    from mldserver.sources.progress_log import ProgressLog
 
 log = structlog.get_logger("mldserver")
 
-_LOOK_SECONDS: Final = 0.25
+_WATCH_SECONDS: Final = 0.25
+_LOOK_SECONDS: Final = 0.1
+"""How often it is looked how late the event loop is."""
+_ENDED: Final = 100
+_OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
+_SAMPLES: Final = 65
+_STATM: Final = Path("/proc/self/statm")
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Readiness:
@@ -58,7 +80,7 @@ class Readiness:
                 log.info("server.ready", seconds=(clock.steady_ms() - began_ms) / 1000)
             elif reason is not None and not stopping.is_set():
                 log.error("server.unready", reason=reason)
-            await clock.sleep(_LOOK_SECONDS)
+            await clock.sleep(_WATCH_SECONDS)
 
 
 def unready(parts: Parts) -> list[tuple[str, bool]]:
@@ -87,20 +109,336 @@ def unready(parts: Parts) -> list[tuple[str, bool]]:
     return found
 
 
-def document(settings: Settings, parts: Parts | None, *, doing: str, now_ms: int, started_ms: int) -> Status:
-    """Return the status document. ``parts``: None until they work; ``doing``: what a server does that is not at work."""
-    stopping = doing.startswith("stops")
-    reasons = [f"the server {doing}"] if stopping or parts is None else [why for why, _ in unready(parts)]
-    return Status(
-        taken_ms=now_ms,
-        pipeline=settings.pipeline,
-        handler=settings.handler,
-        version=__version__,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        server_id=settings.server_id or "",
-        started_ms=started_ms,
-        ready=not reasons,
-        reasons=tuple(reasons),
-        stopping=stopping,
+class EventTally:
+    """Counts what the log tells of: an observer for ``logging_to``, called by whatever thread logs."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.counts: Counter[str] = Counter()
+        """Events by their name; a reload that was refused as ``refused``."""
+        self.lines_lost = 0
+        """Lines of floods that were cut."""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Count one event."""
+        name = event["event"]
+        if name == "log.lost":
+            self.lines_lost += event["lines"]
+        elif name == "admin.act" and event.get("act") == "reload":
+            name = "reloaded" if event.get("done") else "refused"
+        self.counts[name] += 1
+
+
+class Waiting:
+    """How long what is not settled yet has waited, from looks a second apart: nothing is noted with every batch."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._seen: deque[tuple[int, Sequence]] = deque()
+        """When a position was first seen to be reached."""
+
+    def seconds(self, reached: Sequence | None, settled: Sequence | None, now_ms: int) -> float | None:
+        """Return for how long the oldest position up to ``reached`` waits that lies beyond ``settled``; None: none does."""
+        seen = self._seen
+        if reached is not None and (not seen or seen[-1][1] < reached):
+            seen.append((now_ms, reached))
+            if len(seen) > _SAMPLES:  # an odd number: the first stays, and so does the last
+                self._seen = seen = deque(islice(seen, 0, None, 2))
+        while seen and settled is not None and seen[0][1] <= settled:
+            seen.popleft()
+        return (now_ms - seen[0][0]) / 1000 if seen else None
+
+
+class Gatherer:
+    """Makes a ``Status`` from a server's parts."""
+
+    def __init__(self, settings: Settings, *, clock: Clock, tally: EventTally) -> None:
+        """``tally`` sees what is logged."""
+        self._settings, self._clock, self._tally = settings, clock, tally
+        self._started_ms = clock.now_ms()
+        self._late_ms = 0
+        self._undurable: dict[str, Waiting] = {}
+        self._unstored: dict[str, Waiting] = {}
+
+    async def pause(self, seconds: float = 1.0) -> None:
+        """Sleep, and see meanwhile how late the event loop is for those who sleep."""
+        for _ in range(round(seconds / _LOOK_SECONDS)):
+            before_ms = self._clock.steady_ms()
+            await self._clock.sleep(_LOOK_SECONDS)
+            late_ms = self._clock.steady_ms() - before_ms - round(_LOOK_SECONDS * 1000)
+            self._late_ms = max(self._late_ms, late_ms)
+
+    def take(self, parts: Parts | None, *, doing: str = "") -> status.Status:
+        """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work."""
+        settings, stopping = self._settings, doing.startswith("stops")
+        common: dict[str, Any] = {
+            "taken_ms": self._clock.now_ms(),
+            "pipeline": settings.pipeline,
+            "handler": settings.handler,
+            "version": __version__,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started_ms": self._started_ms,
+            "stopping": stopping,
+            "log_level": logging.getLevelName(Logger.level).lower(),
+            "loop_lag_seconds": self._late_ms / 1000,
+            "resident_bytes": _resident_bytes(),
+        }
+        self._late_ms = 0
+        doing = f"the server {doing}"
+        if parts is None:
+            return status.Status(server_id=settings.server_id or "", ready=False, reasons=(doing,), **common)
+        source, told = parts.source.status(), parts.coordinator.status()
+        reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts))
+        rules, counts = parts.coordinator.rules, source.counts
+        budgets = {
+            "buffer": status.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),
+            "segments": status.Budget(used_bytes=told.segment_bytes, limit_bytes=rules.segment_disk_bytes),
+        }
+        if source.lines[1]:
+            budgets["lines"] = status.Budget(used_bytes=source.lines[0], limit_bytes=source.lines[1])
+        return status.Status(
+            paused=parts.coordinator.shards.backpressure.paused,
+            handler_version=parts.handler_version,
+            server_id=parts.ledger.server_id,
+            listening=source.address,
+            ready=not reasons,
+            reasons=reasons,
+            totals=self._totals(parts, source, told),
+            batch_seconds=status.Histogram() if counts is None else _histogram(counts.took),
+            failures={} if counts is None else dict(counts.failures),
+            connections=dict(source.connections),
+            shards=self._shards(parts, source),
+            watermark=status.Watermark(
+                at_ms=told.watermark_ms,
+                held_by=told.held_by,
+                server=told.held_by_server,
+                reason=told.reason,
+                stuck=told.stuck,
+            ),
+            windows=_windows(parts, told),
+            workers=_workers(parts),
+            spark=_spark(parts),
+            dead_letters=_dead_letters(parts, told),
+            servers=_servers(parts, self._clock.steady_ms()),
+            budgets=budgets,
+            stream_ended=told.stream_ended,
+            **common,
+        )
+
+    def _totals(self, parts: Parts, source: SourceStatus, told: CoordinatorStatus) -> status.Totals:
+        seen, ledger, counts = self._tally.counts, parts.ledger, source.counts
+        return status.Totals(
+            **({} if counts is None else _of_batches(counts)),
+            rows_durable=told.rows_durable,
+            segments=told.segments,
+            segment_bytes=told.segment_bytes_written,
+            rows_late=told.rows_late,
+            rows_ahead=told.rows_ahead,
+            dead_letters=told.dead_letters,
+            answered_early=seen["batch.answered_early"],
+            checkpoints_retried=seen["checkpoint.retried"],
+            checkpoints_failed=seen["checkpoint.failed"],
+            connections=source.accepted,
+            connections_failed=seen["connection.failed"],
+            flushes=told.flushes,
+            flushes_failed=seen["flush.failed"],
+            workers_lost=seen["worker.lost"],
+            workers_replaced=seen["worker.replaced"],
+            spark_starts=seen["spark.starting"],
+            spark_lost=seen["spark.lost"],
+            windows_failed=sum(
+                seen[f"window.{name}"] for name in ("failed", "group_failed", "halted", "set_aside")
+            ),
+            ledger_calls=ledger.calls,
+            ledger_faults=ledger.faults,
+            ledger_seconds=ledger.spent_ms / 1000,
+            log_lines_lost=self._tally.lines_lost + lines_lost(),
+            reloads=seen["reloaded"],
+            reloads_refused=seen["refused"],
+        )
+
+    def _shards(self, parts: Parts, source: SourceStatus) -> tuple[status.Shard, ...]:
+        """Return the shards that this server has or misses, and those that it has read to their end lately."""
+        lineage = parts.coordinator.lineage
+        counted = {} if source.counts is None else source.counts.shards
+        if source.counts is not None:
+            source.counts.forget([shard_id for shard_id in counted if shard_id not in lineage])
+        ended = [node for node in lineage if node.presence is Presence.ENDED and node.id in counted]
+        ended = sorted(ended, key=lambda node: node.since_ms)[-_ENDED:]
+        connected, left_out = lineage.connected(), (n for n in lineage if n.presence is Presence.LEFT_OUT)
+        for waiting in (self._undurable, self._unstored):
+            for shard_id in waiting.keys() - {node.id for node in connected}:
+                del waiting[shard_id]
+        of_worker = {
+            shard_id: worker.number
+            for worker in getattr(parts.runtime, "workers", ())  # inline there are none
+            for shard_id in worker.opened
+        }
+        shards = [self._shard(parts, source, node, of_worker) for node in connected]
+        shards += [
+            _counted(node.id, state, counted)
+            for state, nodes in (("missing", lineage.missing()), ("left_out", left_out), ("ended", ended))
+            for node in nodes
+        ]
+        return tuple(sorted(shards, key=lambda shard: shard.id))
+
+    def _shard(
+        self, parts: Parts, source: SourceStatus, node: ShardNode, of_worker: Mapping[str, int]
+    ) -> status.Shard:
+        shards, now_ms, shard_id = parts.coordinator.shards, self._clock.steady_ms(), node.id
+        session, held = shards.sessions.live(shard_id), shards.backpressure
+        paused = session is not None and held.pauses(session)
+        position = None if session is None else session.position
+        durable_age = checkpoint_age = None
+        if position is not None:
+            waiting = self._undurable.setdefault(shard_id, Waiting())
+            durable_age = waiting.seconds(position.accepted, position.durable, now_ms)
+            if shard_id in source.peers:  # who else would checkpoint
+                waiting = self._unstored.setdefault(shard_id, Waiting())
+                checkpoint_age = waiting.seconds(position.due(), position.checkpointed, now_ms)
+        if (since_ms := source.since_ms.get(shard_id)) is not None:
+            durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
+        return _counted(
+            shard_id,
+            "paused" if paused else "held" if shard_id in held.waiting else "connected",
+            {} if source.counts is None else source.counts.shards,
+            peer=source.peers.get(shard_id),
+            lag_ms=shards.watermark.lag_ms(shard_id),
+            position=None if position is None else _shown(position.durable),
+            checkpoint=None if position is None else _shown(position.checkpointed),
+            durable_age_seconds=durable_age,
+            checkpoint_age_seconds=checkpoint_age,
+            watermark_ms=shards.watermark.shard_ms(shard_id),
+            worker=of_worker.get(shard_id),
+        )
+
+
+def _shown(position: Sequence | None) -> str | None:
+    return None if position is None else str(position)
+
+
+def _of_batches(counts: ProgressLog) -> dict[str, Any]:
+    """Return the totals that a source knows."""
+    of_shards = [counts.gone, *counts.shards.values()]
+    of_all = ("duplicates", "retries", "skipped", "discarded", "checkpoints")
+    return {
+        **{name: sum([getattr(each, name) for each in of_shards]) for name in _OF_SHARDS},
+        **{name: getattr(counts, name) for name in of_all},
+        "handler_seconds": counts.handler_ms / 1000,
+        "held_seconds": counts.held_ms / 1000,
+    }
+
+
+def _counted(shard_id: str, state: str, counts: Mapping[str, Any], **more: Any) -> status.Shard:
+    of = counts.get(shard_id)
+    came = {} if of is None else {"records": of.records, "rows": of.rows, "bytes": of.bytes}
+    return status.Shard(id=shard_id, state=state, **came, **more)
+
+
+def _histogram(durations: Durations) -> status.Histogram:
+    return status.Histogram(counts=tuple(durations.counts), sum_seconds=durations.sum_ms / 1000)
+
+
+def _windows(parts: Parts, told: CoordinatorStatus) -> status.Windows:
+    runner = parts.runner
+    if runner is None:
+        return status.Windows()
+    return status.Windows(
+        open=told.windows_open,
+        waiting=told.windows_waiting,
+        published=told.windows_published,
+        set_aside=told.windows_set_aside,
+        halted=told.windows_halted,
+        rows_out=runner.rows_out,
+        seconds=_histogram(runner.took),
+        latest=tuple(
+            status.Window(
+                id=life.entry.window_id,
+                state=life.state,
+                revision=life.entry.revision,
+                start_ms=life.entry.start_ms,
+                end_ms=life.entry.end_ms,
+                cut_ms=life.cut_ms,
+                done_ms=life.done_ms,
+                rows_in=sum(segment.rows for segment in life.entry.segments),
+                rows_out=life.rows_out,
+                seconds=life.seconds,
+                spark_seconds=life.spark_seconds,
+                late_rows=told.late_by_window.get(life.entry.window_id, 0),
+                error=life.error,
+            )
+            for life in runner.latest
+        ),
     )
+
+
+def _workers(parts: Parts) -> tuple[status.Worker, ...]:
+    return tuple(
+        status.Worker(
+            number=worker.number,
+            pid=None if worker.present is None else worker.present.pid,
+            generation=worker.generation,
+            shards=len(worker.opened),
+            resident_bytes=beat.resident_bytes if beat is not None else 0,
+            restarts=max(0, worker.generation - 1),
+            running_seconds=beat.running_ms / 1000 if beat is not None else 0.0,
+        )
+        for worker in getattr(parts.runtime, "workers", ())  # inline there are none
+        for beat in (None if worker.present is None else worker.present.beat,)
+    )
+
+
+def _spark(parts: Parts) -> status.Spark | None:
+    if parts.engine is None:
+        return None
+    facts = asdict(parts.engine.facts())
+    return status.Spark(ready=parts.engine.is_ready, trouble=parts.engine.trouble, **facts)
+
+
+def _dead_letters(parts: Parts, told: CoordinatorStatus) -> status.DeadLetters:
+    state = parts.coordinator.shards.state
+
+    def shown(letter: DeadLetter) -> status.DeadLetter:
+        return status.DeadLetter(
+            at_ms=letter.at_ms,
+            shard=letter.shard_id,
+            sequence=str(letter.sequence),
+            error=letter.error,
+            traceback=letter.traceback,
+            attempts=letter.attempts,
+        )
+
+    return status.DeadLetters(
+        waiting=state.dead_letters if parts.letters is None else None,
+        redriving=state.redrives,
+        latest=tuple(map(shown, told.latest_letters)),
+    )
+
+
+def _servers(parts: Parts, now_ms: int) -> tuple[status.Peer, ...]:
+    """Return the servers on the ledger, as this one looked at it last."""
+    membership, own_id = parts.coordinator.shards.membership, parts.ledger.server_id
+
+    def shown() -> Iterator[status.Peer]:
+        told = parts.coordinator.shards.state.servers.get(own_id)
+        for server in (*membership.peers.states(), *([] if told is None else [told])):
+            own, name = server is told, server.server_id
+            silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms(name)
+            yield status.Peer(
+                id=name,
+                this=own,
+                beat_age_seconds=silent_ms / 1000,
+                watermark_ms=server.watermark_ms,
+                idle=server.idle,
+                reason=server.reason,
+            )
+
+    return tuple(sorted(shown(), key=lambda peer: peer.id))
+
+
+def _resident_bytes() -> int:
+    """Return how much memory this process holds; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        return int(_STATM.read_text().split()[1]) * _PAGE
+    return 0

@@ -80,10 +80,15 @@ class AdminEndpoint:
         """Whether the process has taken the latest document."""
 
     @contextlib.asynccontextmanager
-    async def serving(self, status: Callable[[], Status | None], carry_out: CarryOut) -> AsyncIterator[None]:
+    async def serving(
+        self,
+        status: Callable[[], Status | None],
+        carry_out: CarryOut,
+        pause: Callable[[float], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[None]:
         """Serve while the context lasts, whatever becomes of the process.
 
-        ``status`` makes a document. Raises OperatorError when the address that was given cannot be listened on.
+        ``status`` makes a document; ``pause`` sleeps between them, and may look around. Raises OperatorError when the address that was given cannot be listened on.
         """
         listener = await self._listen()
         if listener is None:
@@ -93,7 +98,7 @@ class AdminEndpoint:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._keep(group, listener, carry_out), name="admin"),
-                    group.create_task(self._feed(status), name="status"),
+                    group.create_task(self._feed(status, pause or self._clock.sleep), name="status"),
                 ]
                 try:
                     yield
@@ -216,7 +221,9 @@ class AdminEndpoint:
 
     # Documents.
 
-    async def _feed(self, status: Callable[[], Status | None]) -> None:
+    async def _feed(
+        self, status: Callable[[], Status | None], pause: Callable[[float], Awaitable[None]]
+    ) -> None:
         """Send a document a second; the next one only when the process has taken the one before."""
         encoder = msgspec.json.Encoder()
         told = False
@@ -236,4 +243,4 @@ class AdminEndpoint:
                 sent_ms = self._clock.steady_ms()
             elif self.pid is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
                 os.kill(self.pid, 9)
-            await self._clock.sleep(_SECONDS)
+            await pause(_SECONDS)

@@ -2,7 +2,8 @@
 
 The server makes one a second (``gather.py``); ``/status`` shows it as JSON. Counts are since the start of the server; names
 end in their unit; ``…_ms`` without another word are milliseconds since the epoch. Fields may be added under the same
-``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or a record's data.
+``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or a record's data beyond what a handler's own
+error says.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Final
 
 import msgspec
 
+from mldserver.base.clock import BOUNDS_MS
+
 SCHEMA: Final = 1
-SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the histogram of batches."""
+SECONDS: Final = tuple(ms / 1000 for ms in BOUNDS_MS)
+"""Upper bounds of the histograms. Times are measured in whole milliseconds."""
 
 
 class _Part(msgspec.Struct, frozen=True, gc=False):
@@ -32,6 +35,7 @@ class Totals(_Part, frozen=True, kw_only=True):
     """Counts since the start."""
 
     batches: int = 0
+    """Batches that held records; those of quiet shards hold none."""
     records: int = 0
     """Records that came, those within KPL aggregates counted singly."""
     duplicates: int = 0
@@ -39,8 +43,11 @@ class Totals(_Part, frozen=True, kw_only=True):
     rows: int = 0
     """Rows that handlers gave."""
     bytes: int = 0
-    """Of the batches, as they came."""
+    """Of batches that held records, as they came."""
     rows_durable: int = 0
+    segments: int = 0
+    """Files of rows that were made durable."""
+    segment_bytes: int = 0
     rows_late: int = 0
     rows_ahead: int = 0
     dead_letters: int = 0
@@ -50,12 +57,12 @@ class Totals(_Part, frozen=True, kw_only=True):
     discarded: int = 0
     """Records that the handler discarded."""
     retries: int = 0
-    """Calls of the handler that were made again after a failure."""
+    """Calls of the handler that were made again after a failure: of each batch, the most that any record took."""
     answered_early: int = 0
     handler_seconds: float = 0.0
     """In which batches were worked on by handlers, their sum."""
     held_seconds: float = 0.0
-    """In which answers were held back for want of memory or disk, their sum."""
+    """In which answers were held back for want of memory or disk, their sum; a wait counts when it is over."""
     checkpoints: int = 0
     checkpoints_retried: int = 0
     checkpoints_failed: int = 0
@@ -69,7 +76,7 @@ class Totals(_Part, frozen=True, kw_only=True):
     spark_starts: int = 0
     spark_lost: int = 0
     windows_failed: int = 0
-    """Runs of a window that failed."""
+    """Attempts at windows, alone or together, that failed."""
     ledger_calls: int = 0
     ledger_faults: int = 0
     ledger_seconds: float = 0.0
@@ -83,7 +90,8 @@ class Shard(_Part, frozen=True, kw_only=True):
 
     id: str
     state: str
-    """``connected``, ``held`` (its answer waits for memory or disk), ``paused``, ``missing``, ``ended``."""
+    """``connected``, ``held`` (its answer waits for memory or disk), ``paused``, ``missing``, ``left_out`` (missing for too
+    long: it holds nothing any more), ``ended`` (the latest hundred)."""
     peer: str | None = None
     lag_ms: int | None = None
     """What its latest batch said of it (``millisBehindLatest``); None: not told."""
@@ -92,12 +100,13 @@ class Shard(_Part, frozen=True, kw_only=True):
     checkpoint: str | None = None
     """The latest sequence that its daemon has stored; None: none in this connection."""
     durable_age_seconds: float | None = None
-    """How long the oldest record that is not durable yet has been here; None: all are durable."""
+    """How long the oldest record that is not durable yet has been here, give or take a second; None: all are durable."""
     checkpoint_age_seconds: float | None = None
-    """How long the oldest durable position that no checkpoint covers has waited; None: nothing waits."""
+    """How long the oldest durable position that no checkpoint covers has waited, give or take a second; None: nothing waits."""
     watermark_ms: int | None = None
     """Its own."""
     records: int = 0
+    """What came of it since the start of the server."""
     rows: int = 0
     bytes: int = 0
     worker: int | None = None
@@ -127,6 +136,7 @@ class Window(_Part, frozen=True, kw_only=True):
     end_ms: int | None = None
     """Its bounds; None for ``batches``."""
     cut_ms: int | None = None
+    """When this server cut it, or took it over."""
     done_ms: int | None = None
     rows_in: int | None = None
     rows_out: int | None = None
@@ -245,9 +255,9 @@ class Status(_Part, frozen=True, kw_only=True):
     """The longest that the event loop was late since the last document."""
     totals: Totals = Totals()
     batch_seconds: Histogram = Histogram()
-    """From a batch's last byte to its answer."""
+    """From the last byte of a batch that held records until it was done with."""
     failures: dict[str, int] = {}
-    """Records that failed for good by their error's class: at most a hundred classes, then ``other``."""
+    """Dead letters by their error's class: at most a hundred classes, then ``other``."""
     connections: dict[str, int] = {}
     """How many connections are in each state of the protocol."""
     shards: tuple[Shard, ...] = ()

@@ -3,14 +3,16 @@
 A clock has two readings. ``now_ms`` is the time of day: for what is stored or shown, and never for a difference, since
 anybody may set it. ``steady_ms`` is what durations are measured by: it never goes back, and says nothing to others.
 
-Then what waits on the event loop: the first of several, and a flag and a slot that a connection waits with.
+Then what counts durations; and what waits on the event loop: the first of several, and a flag and a slot that a
+connection waits with.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -45,6 +47,24 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(seconds)
+
+
+BOUNDS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000)
+
+
+class Durations:
+    """How many things took at most so long as each of ``BOUNDS_MS``, and longer than the one before; the last: longer ones."""
+
+    __slots__ = ("counts", "sum_ms")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_MS) + 1)
+        self.sum_ms = 0
+
+    def add(self, took_ms: int) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS_MS, took_ms)] += 1
+        self.sum_ms += took_ms
 
 
 async def first_of(*waits: Awaitable[Any]) -> None:

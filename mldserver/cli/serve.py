@@ -139,6 +139,7 @@ def live(settings: Settings, *, drain: bool = False) -> int:
 
     import uvloop  # noqa: PLC0415  # see above
 
+    from mldserver.admin.gather import EventTally  # noqa: PLC0415  # `--help` and wrong settings must not wait for it
     from mldserver.admin.process import AdminEndpoint  # noqa: PLC0415  # see above
     from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
     from mldserver.base.service import Service, entitle  # noqa: PLC0415  # see above
@@ -150,13 +151,13 @@ def live(settings: Settings, *, drain: bool = False) -> int:
         file=2
     )  # systemd's watchdog ends a loop that stands still by SIGABRT: this says where it stood
     with contextlib.ExitStack() as logs:
-        logs.enter_context(logging_to(settings))
+        shown, tally = not drain and settings.admin is not None, EventTally()
+        logs.enter_context(logging_to(settings, observers=[tally] if shown else []))
         gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
         clock = SystemClock()
-        shown = not drain and settings.admin is not None
         endpoint = AdminEndpoint(settings, clock) if shown else None
         service = Service(os.environ, clock=clock)
-        server = Server(settings, drain=drain, endpoint=endpoint, service=service)
+        server = Server(settings, drain=drain, endpoint=endpoint, service=service, tally=tally)
         code = uvloop.run(_life(server, service, partial(_leave, settings, logs)))
     _tell(settings, code)
     return code

@@ -78,6 +78,8 @@ class Backpressure:
     """Those that are paused by themselves."""
     draining: set[str] = field(init=False, default_factory=set)
     """Those of them that are to be flushed and checkpointed first, and are not yet."""
+    waiting: set[str] = field(init=False, default_factory=set)
+    """The shards whose answers wait."""
     _held: frozenset[str] = field(init=False, default=frozenset())
     _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
 
@@ -147,10 +149,14 @@ class Backpressure:
             used_bytes=self.buffer.bytes if memory else self.segment_bytes,
             budget_bytes=self.rules.buffer_bytes if memory else self.rules.segment_disk_bytes,
         )
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: not session.alive or session.finishing or session.shard_id not in self._held
-            )
+        self.waiting.add(session.shard_id)
+        try:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: not session.alive or session.finishing or session.shard_id not in self._held
+                )
+        finally:
+            self.waiting.discard(session.shard_id)
         log.info("shard.released", shard=session.shard_id, seconds=(self.clock.steady_ms() - began_ms) / 1000)
 
     async def release(self) -> None:

@@ -326,6 +326,11 @@ class Coordinator:
             servers=1 + self._membership.peers.serving,
             stream_ended=self.is_over,
             flush_failing=self._cycle.failing,
+            flushes=flusher.flushes,
+            segments=flusher.segments,
+            segment_bytes_written=flusher.segment_bytes,
+            latest_letters=tuple(flusher.latest_letters),
+            late_by_window=flusher.late_by_window,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -51,6 +52,7 @@ _CROWDED = 2
 """How often a flush is planned anew because other servers have filled its ``batches`` window meanwhile. Then it takes
 windows of its own: where every flush fills some, servers would else write what they must throw away, the more the more
 there are."""
+_LATE_WINDOWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,13 @@ class Flusher:
     rows_durable: int = field(init=False, default=0)
     rows_late: int = field(init=False, default=0)
     dead_letters: int = field(init=False, default=0)
+    flushes: int = field(init=False, default=0)
+    segments: int = field(init=False, default=0)
+    """Files that were registered, and what they took."""
+    segment_bytes: int = field(init=False, default=0)
+    latest_letters: deque[DeadLetter] = field(init=False, default_factory=lambda: deque(maxlen=20))
+    late_by_window: dict[str, int] = field(init=False, default_factory=dict)
+    """Rows that came late, of the windows for which some came lately."""
     _tag: str = field(init=False, default="")
     _merge_clock: int = field(init=False, default=0)
     _late: tuple[Segment, ...] = field(init=False, default=())
@@ -329,10 +338,18 @@ class Flusher:
                 self.open_windows.progress = planned.progress
             self.open_windows.opened(file.key for file in planned.files if file.kind is SegmentKind.WINDOW)
         self.rows_durable += planned.rows
+        self.flushes += 1
+        self.segments += len(segments)
+        self.segment_bytes += sum(segment.bytes for segment in segments)
         self.dead_letters += len(planned.dead_letters)
+        self.latest_letters.extend(planned.dead_letters)
         late = [segment for segment in segments if segment.kind is not SegmentKind.WINDOW]
         for segment in late:
             self.rows_late += segment.rows
+            rows = self.late_by_window.pop(segment.window_id, 0) + segment.rows
+            self.late_by_window[segment.window_id] = rows  # behind the others: the first is the one to forget
+            if len(self.late_by_window) > _LATE_WINDOWS:
+                del self.late_by_window[next(iter(self.late_by_window))]
             log.warning("window.late", window=segment.window_id, rows=segment.rows, kind=str(segment.kind))
         for segment in segments:
             if segment.kind is SegmentKind.WINDOW and segment.bytes <= joined.SMALL_BYTES:

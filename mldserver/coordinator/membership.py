@@ -62,7 +62,8 @@ class Membership:
     _opening: int = field(init=False, default=0)
     _beat_ms: int = field(init=False, default=0)
     """The latest beat, as others see it."""
-    _beat_at_ms: int = field(init=False)
+    beat_at_ms: int = field(init=False)
+    """When that was, by the steady clock."""
     _joined: bool = field(init=False, default=False)
     _version: int = field(init=False, default=0)
     """Of the ledger's state that was learned last: beats ask for what happened since."""
@@ -70,7 +71,7 @@ class Membership:
 
     def __post_init__(self) -> None:
         self.peers = Peers(self.ledger.server_id, timeout_ms=self.timeout_ms)
-        self._beat_at_ms = self.clock.steady_ms()
+        self.beat_at_ms = self.clock.steady_ms()
 
     # What others learn.
 
@@ -95,7 +96,7 @@ class Membership:
     def _state(self) -> ServerState:
         # Two beats are never the same, whatever the clock does: by that others see that this server lives.
         self._beat_ms = max(self.clock.now_ms(), self._beat_ms + 1)
-        self._beat_at_ms = self.clock.steady_ms()
+        self.beat_at_ms = self.clock.steady_ms()
         server_id = self.peers.server_id
         if self._statement is None or self._statement[1] != self._openings:
             return ServerState(server_id, self._beat_ms, reason="settling")
@@ -154,7 +155,7 @@ class Membership:
         """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
         while True:
             await self.clock.sleep(self.timeout_ms / 4000)
-            if self.clock.steady_ms() - self._beat_at_ms < self.timeout_ms // 4:
+            if self.clock.steady_ms() - self.beat_at_ms < self.timeout_ms // 4:
                 continue
             try:
                 await self.sync()

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from mldserver.coordinator.core.flush import Ahead
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.watermark import View
     from mldserver.coordinator.core.windows import CoordinatorRules
+    from mldserver.records import DeadLetter
 
 log = structlog.get_logger("mldserver")
 
@@ -54,6 +55,14 @@ class CoordinatorStatus:
     """Servers on the ledger, this one included; others that only drain are left out."""
     stream_ended: bool
     flush_failing: bool
+    flushes: int
+    segments: int
+    """Files of rows that were registered, and next what they took."""
+    segment_bytes_written: int
+    latest_letters: tuple[DeadLetter, ...]
+    """The oldest first."""
+    late_by_window: Mapping[str, int]
+    """Rows that came late, of the windows for which some came lately."""
 
 
 class Reports:

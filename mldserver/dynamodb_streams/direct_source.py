@@ -9,7 +9,6 @@ The ledger's position of a shard is where it is read on: nothing else is stored,
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -18,14 +17,14 @@ from mldserver.base.backoff import Backoff, backoff
 from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
-from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
+from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Reading, ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
 from mldserver.dynamodb_streams.streams_api import StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
 from mldserver.records import Hook, Shard
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records
-from mldserver.sources.intake import ShardOpening
+from mldserver.sources.intake import ShardOpening, SourceStatus
 from mldserver.sources.progress_log import Progress, ProgressLog
 
 if TYPE_CHECKING:
@@ -51,23 +50,6 @@ _AGAIN_SECONDS: Final = (1.0, 60.0)
 """First and longest wait until a shard that failed is begun again."""
 _AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0), None)
 """Nothing was there: what an empty batch of a daemon's says."""
-
-
-@dataclass(eq=False, slots=True)
-class _Reading:
-    """A shard that is read here, or about to be."""
-
-    shard_id: str
-    claim: Claim
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)
-    intake: ShardIntake | None = None
-    reader: ShardReader | None = None
-
-    async def leave(self) -> None:
-        """Let it go after the page in hand; one that is still being opened, at once: nothing of it was taken."""
-        self.leaving.set()
-        if self.intake is not None:
-            await self.intake.finish()
 
 
 class DirectSource:
@@ -118,7 +100,7 @@ class DirectSource:
         self._placing: set[str] = set()
         """Shards of the beginning whose place is not durable yet."""
         self._placed = asyncio.Event()
-        self._reading: dict[str, _Reading] = {}
+        self._reading: dict[str, Reading] = {}
         self._failed: dict[str, tuple[Backoff, int]] = {}
         """Shards that failed, and the steady time at which they may be begun again."""
         self._in_hand = 0  # how many pages are being worked on
@@ -137,6 +119,14 @@ class DirectSource:
         if self._stopping.is_set():
             return "no shard is taken any more"
         return None if self._listed else "DynamoDB has not listed the stream's shards yet"
+
+    def status(self) -> SourceStatus:
+        """Return what is read, and since when the page in hand of each shard is there."""
+        return SourceStatus(
+            self._arn if self._listed and not self._stopping.is_set() else None,
+            since_ms={name: one.since_ms for name, one in self._reading.items() if one.since_ms is not None},
+            counts=self._progress,
+        )
 
     @property
     def connections(self) -> int:
@@ -237,7 +227,7 @@ class DirectSource:
                 begun, self._placing = True, set(plan.take) if self._first else set()
                 self._is_placed("")
             for shard_id in plan.take:  # before anything is awaited: a stop would not know of them
-                reading = self._reading[shard_id] = _Reading(shard_id, self._owners.take(shard_id))
+                reading = self._reading[shard_id] = Reading(shard_id, self._owners.take(shard_id))
                 self._idle.clear()
                 group.create_task(self._serve(reading), name=shard_id)
             for reading in [self._reading[shard_id] for shard_id in plan.give_up]:
@@ -281,7 +271,7 @@ class DirectSource:
 
     # One shard.
 
-    async def _serve(self, reading: _Reading) -> None:
+    async def _serve(self, reading: Reading) -> None:
         """Read a shard until it ends, is given up, or fails; then let it go."""
         shard_id, claim = reading.shard_id, reading.claim
         try:
@@ -312,7 +302,7 @@ class DirectSource:
         seconds, bug = round(delay, 3), None if told is error else error
         log.error("shard.failed", shard=shard_id, delay_seconds=seconds, exc_info=bug, **told.told())
 
-    async def _read(self, reading: _Reading) -> bool:
+    async def _read(self, reading: Reading) -> bool:
         """Open a shard and hand its pages in; return whether it has ended, durably."""
         shard_id, claim, runtime = reading.shard_id, reading.claim, self._runtime
         await first_of(self._open(reading), reading.leaving.wait())
@@ -339,7 +329,7 @@ class DirectSource:
         log.info("shard.shutdown_requested", shard=shard_id, position=str(shard.after))
         return False
 
-    async def _open(self, reading: _Reading) -> None:
+    async def _open(self, reading: Reading) -> None:
         shard_id, runtime = reading.shard_id, self._runtime
         async with reading.claim.work():
             kill_point("shard.opening")
@@ -387,9 +377,10 @@ class DirectSource:
         if not self._placing:
             self._placed.set()
 
-    async def _hand_in_pages(self, reading: _Reading, shard: ShardIntake, reader: ShardReader) -> bool:
+    async def _hand_in_pages(self, reading: Reading, shard: ShardIntake, reader: ShardReader) -> bool:
         """Hand in page by page, the next one fetched meanwhile, until the shard is to be left; True: it was the last."""
-        progress = Progress(log.bind(shard=reading.shard_id), self._progress)
+        progress = Progress(log, self._progress)
+        progress.open(reading.shard_id, log.bind(shard=reading.shard_id))
         async with asyncio.TaskGroup() as group:
             leaving, page = group.create_task(reading.leaving.wait()), None
             fetch = group.create_task(reader.next())
@@ -406,6 +397,7 @@ class DirectSource:
                     await self._hand_in(reading, page, shard, progress)
                 finally:
                     self._in_hand -= 1
+                    reading.since_ms = None
                 if not ahead and not page.end:
                     fetch = group.create_task(reader.next())
             leaving.cancel()
@@ -413,7 +405,7 @@ class DirectSource:
         progress.tell()
         return page is not None and page.end
 
-    async def _hand_in(self, reading: _Reading, page: Page, shard: ShardIntake, progress: Progress) -> None:
+    async def _hand_in(self, reading: Reading, page: Page, shard: ShardIntake, progress: Progress) -> None:
         """Take a page through handler and coordinator; return when the next one may follow."""
         if not page.records:
             if page.at_tip:
@@ -422,6 +414,7 @@ class DirectSource:
             return
         kill_point("batch.received")
         received_ms, now_ms = self._clock.steady_ms(), self._clock.now_ms()
+        reading.since_ms = received_ms
         shard.began()
         # AWS does not say: only that something was there. By this host's clock that is the lag, if it is right.
         lag_ms = max(1, now_ms - (page.records[-1].arrival_ms or now_ms))
@@ -435,7 +428,10 @@ class DirectSource:
             if not admitted:
                 await shard.admitted()
         self._failed.pop(reading.shard_id, None)
-        progress.note(outcome, payload.size, handled_ms - received_ms)
+        done_ms = self._clock.steady_ms()
+        progress.note(outcome, payload.size, done_ms - received_ms, handled_ms - received_ms)
+        self._progress.held_ms += done_ms - handled_ms
+        self._progress.count_failures(outcome)
 
     async def _end(self, shard_id: str, shard: ShardIntake, claim: Claim) -> bool:
         """Make a shard's end durable; False: it is owned elsewhere."""

@@ -10,6 +10,8 @@ reader goes on with what was created since it last looked.
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.dynamodb_streams.shard_tree import Start
     from mldserver.dynamodb_streams.streams_api import StreamsApi
+    from mldserver.sources.intake import ShardIntake
+    from mldserver.sources.shard_claims import Claim
 
 log = structlog.get_logger("mldserver")
 
@@ -227,3 +231,22 @@ def _since(records: list[Record], ms: int) -> list[Record]:
         if created_ms is None or created_ms >= (ms if created_ms % 1000 else second_ms):
             return records[place:]
     return []
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A shard that is read here, or about to be."""
+
+    shard_id: str
+    claim: Claim
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    intake: ShardIntake | None = None
+    reader: ShardReader | None = None
+    since_ms: int | None = None
+    """When the page in hand came (steady time)."""
+
+    async def leave(self) -> None:
+        """Let it go after the page in hand; one that is still being opened, at once: nothing of it was taken."""
+        self.leaving.set()
+        if self.intake is not None:
+            await self.intake.finish()

@@ -83,6 +83,21 @@ def deadline_seconds(deadline: Deadline, jobs: Iterable[WindowJob | PublishJob])
     return sum(deadline for _ in jobs)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine knows of itself, for whoever looks at the server."""
+
+    master: str = ""
+    """Without its secrets."""
+    version: str | None = None
+    ui: str | None = None
+    """Where its own page is, when it is served."""
+    start_seconds: float | None = None
+    """How long the latest start took."""
+    jobs: int = 0
+    """How many run."""
+
+
 class Engine(Protocol):
     """Computes windows, for as long as the server lives."""
 
@@ -93,6 +108,9 @@ class Engine(Protocol):
     @property
     def trouble(self) -> str | None:
         """Why it is not ready, in words, where there is more to say than that it has not started yet."""
+
+    def facts(self) -> EngineFacts:
+        """Return what it knows of itself: once a second."""
 
     async def run(self) -> None:
         """Live: start, stay ready, and start afresh when something dies. Returns only when cancelled or closed.

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
 from mldserver.base.backoff import backoff
-from mldserver.base.clock import happens
+from mldserver.base.clock import Durations, happens
 from mldserver.errors import DriverLost, LedgerError, MldserverError, OperatorError, SparkError, WindowFailed
 from mldserver.ledger.contract import WindowState
 
@@ -36,6 +37,9 @@ _FAULTS = (SparkError, LedgerError, OperatorError, OSError)
 """What a window is tried again after; all else is a bug."""
 
 _NUMBERS = re.compile(r"\d+")
+
+_LATEST = 100
+"""Windows that are remembered for whoever looks at the server."""
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
@@ -71,6 +75,25 @@ class Halt:
     """Whether the ledger holds its error, as far as this server knows."""
 
 
+@dataclass(slots=True, eq=False)
+class WindowLife:
+    """What has become of a window that this server took up."""
+
+    entry: WindowEntry
+    cut_ms: int
+    """When that was (time of day)."""
+    submitted_ms: int
+    """The same by the steady clock."""
+    state: Literal["computing", "done", "failed", "halted", "set_aside"] = "computing"
+    """``failed``: it is tried again."""
+    done_ms: int | None = None
+    seconds: float | None = None
+    """Until its output was visible."""
+    spark_seconds: float | None = None
+    rows_out: int | None = None
+    error: str | None = None
+
+
 class WindowRunner:
     """Takes cut windows and sees them through, oldest first.
 
@@ -89,8 +112,9 @@ class WindowRunner:
         self._random = random
         self._ledger, self._engine, self._clock = steps.ledger, steps.engine, steps.clock
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
-        self.unfinished: dict[tuple[str, int], int] = {}
-        """The windows and revisions that are cut and not published yet, and when each was submitted (ms)."""
+        self.unfinished: dict[tuple[str, int], WindowLife] = {}
+        """The windows and revisions that are cut and not published yet."""
+        self.latest: deque[WindowLife] = deque(maxlen=_LATEST)
         self.halted: dict[str, Halt] = {}
         """Windows that kept failing and that every other waits for."""
         self._go = asyncio.Event()
@@ -99,8 +123,9 @@ class WindowRunner:
         self._idle.set()
         self.idle = self._idle.wait
         """Returns when no window is waiting or running."""
-        self.published = 0
-        self.set_aside = 0
+        self.published = self.set_aside = self.rows_out = 0
+        self.took = Durations()
+        """Windows from being taken up until their output was visible."""
 
     def begin(self, state: LedgerState, older: Mapping[str, str]) -> None:
         """Learn at the start which ledger this is; ``older``: the DDL of other schemas, by their shape's fingerprint."""
@@ -122,7 +147,9 @@ class WindowRunner:
         """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
         for entry in entries:
             if _key(entry) not in self.unfinished:
-                self.unfinished[_key(entry)] = self._clock.steady_ms()
+                life = WindowLife(entry, self._clock.now_ms(), self._clock.steady_ms())
+                self.unfinished[_key(entry)] = life
+                self.latest.append(life)
                 self._idle.clear()
                 self._queue.put_nowait(entry)
 
@@ -189,6 +216,12 @@ class WindowRunner:
         now_ms = self._clock.steady_ms()
         for window in committed:
             entry, output = window.entry, window.output
+            life = self.unfinished[_key(entry)]
+            life.state, life.error, life.done_ms = "done", None, self._clock.now_ms()
+            life.seconds, life.spark_seconds = (now_ms - life.submitted_ms) / 1000, window.seconds
+            life.rows_out = output.rows
+            self.rows_out += output.rows
+            self.took.add(now_ms - life.submitted_ms)
             log.info(
                 "window.done",
                 window=entry.window_id,
@@ -199,7 +232,7 @@ class WindowRunner:
                 files=len(output.files),
                 attempt=window.attempt,
                 spark_seconds=round(window.seconds, 3),
-                lag_seconds=round((now_ms - self.unfinished[_key(entry)]) / 1000, 3),
+                lag_seconds=life.seconds,
                 seconds=round((now_ms - window.began_ms) / 1000, 3),
                 path=self.publisher.shown(entry.window_id) if output.files else None,
             )
@@ -247,7 +280,8 @@ class WindowRunner:
         self, entry: WindowEntry, error: Exception, failures: _Failures, *, of_run: bool
     ) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        fields = failures.fields(error)
+        fields, life = failures.fields(error), self.unfinished[_key(entry)]
+        life.state, life.error = "failed", str(error)
         most = max(failures.runs, failures.steps)
         last = most >= self._policy.window_attempts
         worn_out = of_run and failures.runs >= self._policy.window_attempts
@@ -259,10 +293,12 @@ class WindowRunner:
                 fields = refused.told()
             else:
                 self.set_aside += 1
+                life.state = "set_aside"
                 self._resume(entry.window_id)
                 log.error("window.set_aside", attempts=failures.runs, **fields)
                 return True
         tries = failures.runs + failures.steps
+        life.state = "halted" if last else life.state
         base, cap = self._policy.window_retry_base_seconds, self._policy.window_retry_cap_seconds
         delay = cap if last else backoff(tries, base, cap, self._random())
         if last and entry.window_id not in self.halted:

@@ -26,12 +26,12 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from mldserver.errors import InternalError
+from mldserver.errors import InternalError, LedgerError, ServerBuried
 from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.ledger.book import Draft
@@ -81,6 +81,8 @@ class Ledger(abc.ABC):
         self._clock = clock
         self._life: int | None = None
         """Which registration of its id this server is; None for a tool."""
+        self.calls = self.faults = self.spent_ms = 0
+        """How many transactions there were, how many of them failed, and how long they took together."""
 
     # What a store does.
 
@@ -100,6 +102,18 @@ class Ledger(abc.ABC):
     async def close(self) -> None:
         """Close after every call that was made before; no call may follow (InternalError). May be repeated."""
 
+    async def _timed(self, call: Awaitable[_T]) -> _T:
+        """Return what a call to the store does, and count it."""
+        began_ms = self._clock.steady_ms()
+        self.calls += 1
+        try:
+            return await call
+        except LedgerError as error:
+            self.faults += not isinstance(error, ServerBuried)
+            raise
+        finally:
+            self.spent_ms += self._clock.steady_ms() - began_ms
+
     # Servers.
 
     async def open(self) -> LedgerState:
@@ -114,7 +128,7 @@ class Ledger(abc.ABC):
                 raise InternalError("The ledger is open already.")
             await self._connect(create=True)
             enter = Transaction(rules.enter, (self.server_id, self._clock.now_ms()))
-            life, state = await self._transact(enter, Book.state)
+            life, state = await self._timed(self._transact(enter, Book.state))
             self._life = life
             undo.pop_all()
         return state
@@ -125,7 +139,7 @@ class Ledger(abc.ABC):
         Creates nothing: raises LedgerError when there is no ledger, and else as ``open``. Close it also after an error.
         """
         await self._connect(create=False)
-        return await self._look(Book.state)
+        return await self._timed(self._look(Book.state))
 
     async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
         """Beat: keep this server's ``own`` state (``beat_ms`` too), and return what the ledger holds now.
@@ -135,13 +149,15 @@ class Ledger(abc.ABC):
         windows are retained. Raises InternalError when ``own`` is of another server.
         """
         beat = Transaction(rules.beat, (own, self.server_id), member=self._registered())
-        return (await self._transact(beat, lambda book: book.state(since)))[1]
+        return (await self._timed(self._transact(beat, lambda book: book.state(since))))[1]
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
-        return await self._look(
-            lambda book: tuple(
-                book.windows[window_id] for window_id in window_ids if window_id in book.windows
+        return await self._timed(
+            self._look(
+                lambda book: tuple(
+                    book.windows[window_id] for window_id in window_ids if window_id in book.windows
+                )
             )
         )
 
@@ -161,7 +177,7 @@ class Ledger(abc.ABC):
         old one, and is not named, is not this ledger's any more. All other servers are removed, as if buried.
         """
         claim = Transaction(rules.claim, (folder, instead_of, self.server_id), member=self._registered())
-        return (await self._transact(claim, Book.state))[1]
+        return (await self._timed(self._transact(claim, Book.state)))[1]
 
     async def leave(self) -> None:
         """Take this server's row out: an orderly stop. Its shards and windows lose their owner.
@@ -376,10 +392,10 @@ class Ledger(abc.ABC):
     ) -> _T:
         """Run a rule that only a registered server may use."""
         transaction = Transaction(rule, args, fields, self._registered())
-        return (await self._transact(transaction, lambda _: None))[0]
+        return (await self._timed(self._transact(transaction, lambda _: None)))[0]
 
     async def _tool(
         self, rule: Callable[Concatenate[Draft, _P], _T], *args: _P.args, **fields: _P.kwargs
     ) -> _T:
         """Run a rule that anyone may use."""
-        return (await self._transact(Transaction(rule, args, fields), lambda _: None))[0]
+        return (await self._timed(self._transact(Transaction(rule, args, fields), lambda _: None)))[0]

@@ -46,12 +46,15 @@ class Logger(structlog.make_filtering_bound_logger(0)):  # type: ignore[misc]  #
 
     level = 0
     """As ``logging`` numbers it."""
+    observed = False
+    """Whether somebody sees events from info on, though only graver ones are logged."""
 
 
 def set_level(level: int) -> None:
     """Log in this process what is at ``level`` (a number of ``logging``) or above from now on."""
     Logger.level = level
-    Logger.__bases__ = (structlog.make_filtering_bound_logger(level),)
+    passed = min(level, logging.INFO) if Logger.observed else level
+    Logger.__bases__ = (structlog.make_filtering_bound_logger(passed),)
 
 
 _current: LogWriter | None = None
@@ -103,16 +106,16 @@ def configure(
 ) -> LogWriter:
     """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON.
 
-    ``observers`` see every event, at whatever level (of workers: those that they send). Return what writes the log, in a
-    thread, until it is closed.
+    ``observers`` see events from info on even where only graver ones are logged (of workers: those that they send). Lower
+    ones they see where these are logged: to make them for observers alone would cost more than a batch. Return what writes
+    the log, in a thread, until it is closed.
     """
-    lowest = _LEVELS[level]
 
     def observe(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         structlog.processors.add_log_level(logger, method, event)
         for observer in observers:
             observer(event)
-        if _LEVELS[event["level"]] < lowest:
+        if _LEVELS[event["level"]] < Logger.level:
             raise structlog.DropEvent
         return event
 
@@ -129,7 +132,8 @@ def configure(
         fields = {"level": "warning", "event": "log.lost", "lines": lost.lines, "since": lost.since}
         return render({"timestamp": lost.until, **fields})
 
-    set_level(0 if observers else lowest)
+    Logger.observed = bool(observers)
+    set_level(_LEVELS[level])
     writer = LogWriter(output, render_lost)
     logger = _LineLogger(writer, render)
     structlog.configure(
@@ -368,6 +372,11 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
             yield writer
         finally:
             _current = None
+
+
+def lines_lost() -> int:
+    """Return how many lines the log has lost: the disk was full, or its reader stalled or gone."""
+    return 0 if _current is None else _current.lost
 
 
 def reopen() -> None:

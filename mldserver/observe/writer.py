@@ -193,6 +193,8 @@ class LogWriter:
         self._flushing = 0
         self._closing = False
         self._missing: Lost | None = None
+        self.lost = 0
+        """How many lines were, since the start."""
         # A daemon: it may hang in a write for ever, and the process must still end.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -283,6 +285,7 @@ class LogWriter:
             return item
 
     def _miss(self, lost: Lost) -> None:
+        self.lost += lost.lines
         if self._missing is None:
             self._missing = lost
         else:

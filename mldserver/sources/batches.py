@@ -117,7 +117,7 @@ class Batches:
         """Take batches of this shard from now on; its lines name it."""
         self._open = shard
         shard.claim.superseded = self._superseded
-        self.progress.log = self._link.log
+        self.progress.open(shard.id, self._link.log)
 
     @property
     def over(self) -> bool:
@@ -314,6 +314,7 @@ class Batches:
         if await self._link.checkpoint(position) is not CheckpointOutcome.STORED:
             return None
         kill_point("checkpoint.stored")
+        self.progress.interval.checkpoints += 1
         intake.checkpointed(position)
         return position
 
@@ -346,10 +347,13 @@ class Batches:
         self, done: _Done, now_ms: int, checkpoint: Sequence | None = None, *, late: bool = False
     ) -> None:
         """Count a batch; give it a line of its own where it is unusual, or each is to have one."""
-        outcome, outline = done.outcome, done.outcome.outline
-        self.progress.note(outcome, done.bytes, now_ms - done.received_ms)
+        outcome, outline, progress = done.outcome, done.outcome.outline, self.progress
+        progress.note(outcome, done.bytes, now_ms - done.received_ms, done.handled_ms - done.began_ms)
         held_ms = done.answerable_ms - done.handled_ms
+        progress.interval.held_ms += held_ms
         failed = outcome.attempts > 1 or outcome.dead_letters or outcome.skipped or outcome.discarded
+        if failed or outline.duplicates:
+            progress.interval.count_failures(outcome)
         unusual = failed or late or held_ms >= _LONG_MS or outline.duplicates
         if not unusual and not self._link.debugging:
             return

@@ -63,7 +63,8 @@ class Conductor:
         self._deadline = early.deadline_seconds
         self._claim: Claim | None = None
         self._shard: ShardIntake | None = None
-        self._shard_id = ""
+        self.shard_id = ""
+        """The shard that was asked for; empty before."""
         self._settled = False
         self._told_taken_over = False
         self._batches = Batches(
@@ -75,6 +76,12 @@ class Conductor:
             failed=self._abort,
             unread=self._take_unread,
         )
+
+    @property
+    def since_ms(self) -> int | None:
+        """When the oldest batch came that is being worked on (steady time); None: none is."""
+        batches = self._batches.under_way.batches
+        return batches[0].received_ms if batches else None
 
     async def run(self) -> None:
         """Serve until the connection is closed, then let go of the shard. Errors end the connection, no more."""
@@ -171,7 +178,7 @@ class Conductor:
         self._link.answer()
 
     async def _open(self, message: Initialize) -> None:
-        shard_id = self._shard_id = message.shard_id
+        shard_id = self.shard_id = message.shard_id
         v2 = message.version is Version.V2
         opening = ShardOpening(shard_id, _start(message), tells_lag=v2, within_aggregates=v2)
         await self._intake.check(opening)
@@ -200,7 +207,7 @@ class Conductor:
         await self._give_up()
         claim.evict()
         async with claim.work():
-            position = await self._runtime.notify(self._shard_id, Hook.SHUTDOWN_REQUESTED)
+            position = await self._runtime.notify(self.shard_id, Hook.SHUTDOWN_REQUESTED)
             if position is not None:
                 shard.advance(position)
             await shard.drain()
@@ -219,7 +226,7 @@ class Conductor:
         await self._give_up()
         claim.evict()
         async with claim.work():
-            await self._runtime.notify(self._shard_id, Hook.LEASE_LOST)
+            await self._runtime.notify(self.shard_id, Hook.LEASE_LOST)
             await shard.lost()
             self._settled = True
         kill_point("shard.lost")
@@ -235,26 +242,27 @@ class Conductor:
         async with claim.work():
             if self._batches.under_way.incomplete:
                 raise self._unfinished()
-            await self._runtime.notify(self._shard_id, Hook.SHARD_ENDED)
+            await self._runtime.notify(self.shard_id, Hook.SHARD_ENDED)
             self._settled = await shard.end()
         if not self._settled:
             raise self._owned_elsewhere()
         kill_point("shard.end_durable")
         outcome = await self._link.checkpoint(None)
         kill_point("shard.end_stored")
+        self._batches.progress.interval.checkpoints += outcome is CheckpointOutcome.STORED
         if outcome in {CheckpointOutcome.STORED, CheckpointOutcome.STOPPED}:
             self._link.answer()
 
     def _owned_elsewhere(self) -> PeerError:
         return PeerError(
-            f"The daemon says that shard {self._shard_id} has ended, but another connection owns the shard.",
+            f"The daemon says that shard {self.shard_id} has ended, but another connection owns the shard.",
             did="The connection was closed without a checkpoint: only the owner knows what is durable.",
             advice="The daemon's JVM exits now; its supervisor must restart it.",
         )
 
     def _unfinished(self) -> PeerError:
         return PeerError(
-            f"The daemon says that shard {self._shard_id} has ended, but records of it were given up before.",
+            f"The daemon says that shard {self.shard_id} has ended, but records of it were given up before.",
             did="The connection was closed without a checkpoint, so that they are delivered again.",
             advice="The daemon's JVM exits now; its supervisor must restart it.",
         )
@@ -265,7 +273,7 @@ class Conductor:
             return
         if self._claim.current and self._shard is None:
             # Whoever had the shard before lost it to this connection, which never came to have it.
-            self._intake.abandon(self._shard_id)
+            self._intake.abandon(self.shard_id)
         elif self._shard is not None and not self._settled and self._claim.current:
             if not self._batches.finishing:
                 self._link.log.warning("shard.disconnected", position=_shown(self._shard.after))
@@ -273,10 +281,10 @@ class Conductor:
         self._claim.evict()
         try:
             async with self._claim.work():
-                await self._runtime.forget(self._shard_id)
+                await self._runtime.forget(self.shard_id)
         except Superseded:
             return
-        self._owners.release(self._shard_id, self._claim)
+        self._owners.release(self.shard_id, self._claim)
 
 
 def _start(message: Initialize) -> Sequence | str | None:

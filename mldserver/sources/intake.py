@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.sources.progress_log import ProgressLog
     from mldserver.sources.shard_claims import ShardOwners
 
 
@@ -171,12 +172,35 @@ class Intake(Protocol):
         ...
 
 
+class SourceStatus(NamedTuple):
+    """What a source knows of itself, for whoever looks at the server."""
+
+    address: str | None = None
+    """Where shards come from; None: they cannot now."""
+    accepted: int = 0
+    """How many connections there were since the start."""
+    connections: Mapping[str, int] = {}
+    """How many are in each state of the protocol."""
+    peers: Mapping[str, str] = {}
+    """Who each shard comes from."""
+    since_ms: Mapping[str, int] = {}
+    """When the oldest batch of a shard came that is being worked on (steady time)."""
+    counts: ProgressLog | None = None
+    """What came of the shards."""
+    lines: tuple[int, int] = (0, 0)
+    """Bytes of unread messages, and how many there may be; 0: any."""
+
+
 class Source(Protocol):
     """Where shards come from, as the server sees it."""
 
     @property
     def waits_for(self) -> str | None:
         """Why no shard can come now, as a clause for ``server.unready``; None: they can."""
+        ...
+
+    def status(self) -> SourceStatus:
+        """Return what it knows of itself: once a second."""
         ...
 
     @property

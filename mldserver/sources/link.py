@@ -97,6 +97,11 @@ class Link(asyncio.BufferedProtocol):
         """Whether the protocol is over."""
         return self._core.state is State.CLOSED
 
+    @property
+    def state(self) -> State:
+        """Where the protocol stands."""
+        return self._core.state
+
     # The loop's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

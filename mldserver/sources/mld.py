@@ -8,9 +8,9 @@ One task group owns the accept loop and every connection, so nothing outlives ``
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random as _random
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -19,6 +19,7 @@ from mldserver.base.listening import listen_tcp, listen_unix, shown_address
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
+from mldserver.sources.intake import SourceStatus
 from mldserver.sources.link import Link
 from mldserver.sources.progress_log import ProgressLog
 from mldserver.sources.shard_claims import ShardOwners
@@ -96,7 +97,7 @@ class MLDListener:
         self.owners = owners or ShardOwners()
         """Which connection has which shard."""
         self._slots = asyncio.Semaphore(connection_limit)
-        self._numbers = itertools.count(1)
+        self._accepted = 0
         self._serving: dict[Link, Conductor] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -114,6 +115,23 @@ class MLDListener:
     def waits_for(self) -> str | None:
         """An address, until connections are accepted there."""
         return "no address is listened on" if self._listening_on is None or self._stopped else None
+
+    def status(self) -> SourceStatus:
+        """Return what the listener knows of itself and its connections."""
+        serving = self._serving.items()
+        return SourceStatus(
+            None if self._stopped else self._listening_on,
+            self._accepted,
+            Counter(str(link.state) for link, _ in serving),
+            {conductor.shard_id: link.peer for link, conductor in serving if conductor.shard_id},
+            {
+                conductor.shard_id: since
+                for _, conductor in serving
+                if (since := conductor.since_ms) is not None
+            },
+            self._progress,
+            (self._budget.held, self._budget.limit),
+        )
 
     async def listening(self) -> str:
         """Return the address once connections are accepted: ``host:port`` with the real port, or ``unix:/path``.
@@ -238,7 +256,8 @@ class MLDListener:
             peer_socket.close()
             self._slots.release()
             return
-        name = f"c{next(self._numbers)}"
+        self._accepted += 1
+        name = f"c{self._accepted}"
         # The peer of a Unix socket has no name.
         shown = shown_address((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
         link = Link(

@@ -1,12 +1,18 @@
-"""What the log tells of batches that are as they should be: one line a shard and interval, not one a batch."""
+"""Counts batches, and tells in the log of those that are as they should be: one line a shard and interval, not one a batch."""
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.base.clock import BOUNDS_MS, Durations
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import structlog
 
     from mldserver.base.clock import Clock
@@ -14,13 +20,35 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome
 
 
+_CLASSES: Final = 100
+
+
+@dataclass(slots=True, eq=False)
+class ShardCounts:
+    """What came of a shard since the start of the server, over all its connections. Batches without records count nowhere."""
+
+    batches: int = 0
+    records: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+
 class ProgressLog:
-    """Lets every connection that has news tell them, once an interval: one task for all of them."""
+    """What came of all shards. Lets every connection that has news tell them, once an interval: one task for all of them."""
 
     def __init__(self, *, clock: Clock, seconds: float) -> None:
         """Look after the connections that have news every so many seconds."""
         self._clock = clock
         self._seconds = seconds
+        self.shards: dict[str, ShardCounts] = {}
+        self.gone = ShardCounts()
+        """Of those that are forgotten."""
+        self.took = Durations()
+        """Batches from their last byte until they were done with."""
+        self.handler_ms = self.held_ms = 0
+        self.duplicates = self.retries = self.skipped = self.discarded = self.checkpoints = 0
+        self.failures: Counter[str] = Counter()
+        """Dead letters by their error's class; ``other`` once there are many classes."""
         self._news: set[Progress] = set()
         self._come = asyncio.Event()
 
@@ -28,6 +56,24 @@ class ProgressLog:
         """Let it tell at the end of the interval."""
         self._news.add(one)
         self._come.set()
+
+    def forget(self, shard_ids: Iterable[str]) -> None:
+        """Count shards that are over and known no more among those that are gone."""
+        for counts in [self.shards.pop(shard_id) for shard_id in shard_ids]:
+            self.gone.batches += counts.batches
+            self.gone.records += counts.records
+            self.gone.rows += counts.rows
+            self.gone.bytes += counts.bytes
+
+    def count_failures(self, outcome: BatchOutcome) -> None:
+        """Count what is unusual in a batch."""
+        self.duplicates += outcome.outline.duplicates
+        self.retries += max(0, outcome.attempts - 1)
+        self.skipped += outcome.skipped
+        self.discarded += outcome.discarded
+        for letter in outcome.dead_letters:
+            name = letter.error.partition(":")[0]
+            self.failures[name if name in self.failures or len(self.failures) < _CLASSES else "other"] += 1
 
     async def run(self) -> None:
         """Work until cancelled; nothing wakes it while nothing comes."""
@@ -42,44 +88,57 @@ class ProgressLog:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """Sums one connection's batches."""
+    """Counts one connection's batches."""
 
     log: structlog.typing.FilteringBoundLogger
     """May be replaced by one that knows more."""
     interval: ProgressLog
     all_batches: int = 0
     all_records: int = 0
-    _summed: dict[str, int] = field(default_factory=dict)
-    """Of the batches that were not told yet: how many, and how much is in them."""
+    _counts: ShardCounts = field(default_factory=ShardCounts)
+    _told: tuple[int, int, int, int] | None = None
+    """What there was of the shard when the first batch came that was not told yet."""
     _first: Sequence | None = None
     _last: Sequence | None = None
     _lag_ms: int | None = None
     _slowest_ms: int = 0
 
-    def note(self, outcome: BatchOutcome, size: int, took_ms: int) -> None:
+    def open(self, shard_id: str, log: structlog.typing.FilteringBoundLogger) -> None:
+        """Count for a shard from now on."""
+        self.log, self._counts = log, self.interval.shards.setdefault(shard_id, ShardCounts())
+
+    def note(self, outcome: BatchOutcome, size: int, took_ms: int, handler_ms: int) -> None:
         """Add a batch of ``size`` bytes; an empty one, as idle shards send every second, is not worth a line."""
-        outline, rows, summed = outcome.outline, outcome.rows, self._summed
+        outline, rows, counts, interval = outcome.outline, outcome.rows, self._counts, self.interval
         self.all_batches += 1
         if not outline.records:
             return
         self.all_records += outline.records
-        if not summed:
-            self.interval.has_news(self)
-            self._summed = summed = {"batches": 0, "records": 0, "rows": 0, "bytes": 0}
+        if self._told is None:
+            interval.has_news(self)
+            self._told = (counts.batches, counts.records, counts.rows, counts.bytes)
             self._first, self._slowest_ms = outline.first, 0
-        summed["batches"] += 1
-        summed["records"] += outline.records
-        summed["rows"] += 0 if rows is None else len(rows)
-        summed["bytes"] += size
+        counts.batches += 1
+        counts.records += outline.records
+        counts.rows += 0 if rows is None else len(rows)
+        counts.bytes += size
+        took = interval.took  # written out: every batch comes by
+        took.counts[bisect_left(BOUNDS_MS, took_ms)] += 1
+        took.sum_ms += took_ms
+        interval.handler_ms += handler_ms
         self._last, self._lag_ms = outline.last, outline.millis_behind_latest
         if took_ms > self._slowest_ms:  # noqa: PLR1730  # every batch comes by: max() costs three times as much
             self._slowest_ms = took_ms
 
     def tell(self) -> None:
         """Log what has come since the last time; nothing when nothing has."""
-        if not self._summed:
+        if self._told is None:
             return
-        fields: dict[str, Any] = {name: value for name, value in self._summed.items() if value}
+        names, counts = ("batches", "records", "rows", "bytes"), self._counts
+        news = zip(names, self._told, strict=True)
+        fields: dict[str, Any] = {
+            name: value - told for name, told in news if (value := getattr(counts, name)) > told
+        }
         if self._lag_ms:
             fields["millis_behind_latest"] = self._lag_ms
         self.log.info(
@@ -89,4 +148,4 @@ class Progress:
             last=str(self._last),
             slowest_seconds=self._slowest_ms / 1000,
         )
-        self._summed = {}
+        self._told = None

@@ -33,7 +33,7 @@ class ReadBudget:
 
     def __init__(self, limit: int, *, step: int = _STEP_BYTES) -> None:
         """Pause readers while more than ``limit`` bytes are held; let one more go on for each ``step`` of room."""
-        self._limit = limit
+        self.limit = limit
         self._step = step
         self._partial: dict[Reader, int] = {}  # in the order in which the lines began
         self._whole: dict[Reader, int] = {}
@@ -48,7 +48,7 @@ class ReadBudget:
     @property
     def has_room(self) -> bool:
         """Whether the limit is not reached."""
-        return self._held < self._limit
+        return self._held < self.limit
 
     @property
     def others_wait(self) -> bool:
@@ -80,7 +80,7 @@ class ReadBudget:
         self._balance()
 
     def _balance(self) -> None:
-        if self._held > self._limit:
+        if self._held > self.limit:
             self._let_only_the_oldest_go_on()
         elif self._paused:
             self._let_some_go_on()
@@ -95,7 +95,7 @@ class ReadBudget:
                 reader.pause()
 
     def _let_some_go_on(self) -> None:
-        room = 1 + (self._limit - self._held) // self._step
+        room = 1 + (self.limit - self._held) // self._step
         for _ in range(min(len(self._paused), room - len(self._partial) + len(self._paused))):
             self._resume(next(iter(self._paused)))
 

@@ -27,7 +27,7 @@ from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, happens
 from mldserver.base.uris import redacted_url
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
-from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult, deadline_seconds
+from mldserver.jobs.engine import EngineFacts, PublishJob, WindowJob, WindowResult, deadline_seconds
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, is_there, probe
@@ -139,6 +139,7 @@ class SparkEngine:
         self._lost: str | None = None
         """How the last driver ended, until another is warm."""
         self._was_ready = False
+        self._start_seconds: float | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -152,6 +153,18 @@ class SparkEngine:
         if (life := self._life) is not None:
             return life.reason(briefly=True) if life.over.is_set() else life.trouble or self._lost
         return self._lost
+
+    def facts(self) -> EngineFacts:
+        """Return what it and its present driver know of the session."""
+        life = self._ready_life
+        started = None if life is None else life.started
+        return EngineFacts(
+            redacted_url(self.master),
+            None if started is None else started.spark_version,
+            None if started is None else started.ui,
+            self._start_seconds,
+            0 if life is None else life.jobs,
+        )
 
     async def run(self) -> None:
         """Live until closed or cancelled.
@@ -319,9 +332,10 @@ class SparkEngine:
         self._lost = None
         self._announce(life)
         started = life.started
+        self._start_seconds = round(time.monotonic() - began, 3)
         log.info(
             "spark.ready",
-            seconds=round(time.monotonic() - began, 3),
+            seconds=self._start_seconds,
             spark_version=started.spark_version if started else None,
             ui=started.ui if started else None,
         )

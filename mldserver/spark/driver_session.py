@@ -107,6 +107,11 @@ class Life:
         return self
 
     @property
+    def jobs(self) -> int:
+        """How many jobs it works on."""
+        return len(self._waiting)
+
+    @property
     def exit_code(self) -> int | None:
         """The driver's exit code, once it is dead."""
         return self._child.exit_code

@@ -16,7 +16,7 @@ from mldserver.base.clock import SystemClock
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import reach
 from mldserver.errors import WindowFailed
-from mldserver.jobs.engine import WindowResult
+from mldserver.jobs.engine import EngineFacts, WindowResult
 from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class LocalEngine:
     @property
     def trouble(self) -> None:
         """None: it never is in any."""
+
+    def facts(self) -> EngineFacts:
+        """Return nothing but defaults."""
+        return EngineFacts()
 
     async def ready(self) -> None:
         """Return once ``run`` has started it."""

@@ -91,7 +91,7 @@ class WorkerRuntime:
             log_level=log_level,
         )
         self._spares = Spares(start, clock=clock)
-        self._workers = [
+        self.workers = self._workers = [
             Worker(number, fresh=self._spares.take, limits=limits, clock=clock) for number in range(workers)
         ]
         self._plan: dict[str, int] = {}

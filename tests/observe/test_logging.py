@@ -56,7 +56,7 @@ def test_an_event_is_one_line_of_json(tmp_path: Path, output: LogOutput) -> None
     assert event == {"level": "info", "event": "batch.done", "records": 3, "shard": "s1"}
 
 
-def test_a_metric_from_outside_sees_every_event_as_declared_whatever_level_is_logged(
+def test_a_metric_from_outside_sees_events_as_declared_from_info_on_and_below_it_what_is_logged(
     settings: Settings,
 ) -> None:
     records: Counter[str] = Counter()
@@ -72,13 +72,17 @@ def test_a_metric_from_outside_sees_every_event_as_declared_whatever_level_is_lo
             with structlog.contextvars.bound_contextvars(shard=f"s{number % 2}"):
                 log.info("batch.done", records=10)
         log.debug("handler.discarded")
+        assert not log.is_enabled_for(logging.DEBUG)
         log.error("connection.failed", exc_info=ValueError("x"))
     assert records == {"s0": 20, "s1": 10}
-    assert seen[-2:] == [("debug", "handler.discarded"), ("error", "connection.failed")]
+    assert seen[-2:] == [("info", "batch.done"), ("error", "connection.failed")]
     assert {event for _, event in seen} <= EVENTS.keys()
     assert settings.log_file is not None
     (line,) = lines_of(settings.log_file)
     assert (line["event"], line["level"]) == ("connection.failed", "error")
+    with logging_to(replace(settings, log_level="debug"), observers=[metric]):
+        log.debug("handler.discarded")
+    assert seen[-1] == ("debug", "handler.discarded")
 
 
 def test_exceptions_are_a_field(tmp_path: Path, output: LogOutput) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from mldserver.admin.gather import EventTally
     from mldserver.config.locations import OutPlace
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
@@ -84,6 +85,7 @@ async def serving(
     stream: FakeStream | None = None,
     source: MakeSource | None = None,
     exit_code: int = 0,
+    tally: EventTally | None = None,
 ) -> AsyncIterator[Server]:
     """Run a server while the block runs; it must then stop as it should, cleanly unless told otherwise.
 
@@ -91,7 +93,8 @@ async def serving(
     """
     if stream is not None:
         settings, kinesis = replace(settings, stream="flights"), FakeKinesis(stream).make
-    server = Server(settings, engine=engine or LocalEngine(), kinesis=kinesis, source=source, seed=1)
+    engine = engine or LocalEngine()
+    server = Server(settings, engine=engine, kinesis=kinesis, source=source, seed=1, tally=tally)
     async with asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         listening = group.create_task(server.listening())

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from mldserver.ledger.contract import ServerState, ShardState
@@ -78,6 +78,9 @@ class Lineage:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __iter__(self) -> Iterator[ShardNode]:
+        return iter(self._nodes.values())
 
     def know(
         self,

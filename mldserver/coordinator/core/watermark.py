@@ -141,6 +141,11 @@ class Watermark:
         self.reopened: dict[str, int | None] = {}
         """Shards that were connected since the last ``look``, and the watermark with which each went on."""
 
+    def lag_ms(self, shard_id: str) -> int | None:
+        """Return what a shard's latest batch said of its lag; None: nothing, or it has no connection."""
+        clock = self._shards.get(shard_id)
+        return None if clock is None else clock.lag_ms
+
     def settle(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
         self._settle_until_ms = now_ms + self.rules.settle_time_ms
