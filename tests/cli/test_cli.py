@@ -168,7 +168,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     class Server:
-        def __init__(self, settings: Settings, *, drain: bool, endpoint: object) -> None:
+        def __init__(self, settings: Settings, *, drain: bool, endpoint: object, service: object) -> None:
             seen.append(settings)
             print("drains" if drain else "serves", "with" if endpoint else "without", "an endpoint")
 
