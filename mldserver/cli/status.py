@@ -193,8 +193,8 @@ def instead(no_answer: NoAnswer, held: LedgerState) -> list[RenderableType]:
 
 def whole(status: Status) -> list[RenderableType]:
     """Return all that is shown of a status, tables and lines."""
-    parts: list[RenderableType] = [details(facts(status)), "", shards(status.shards)]
-    for grid in (windows(status), workers(status), servers(status), letters(status)):
+    parts: list[RenderableType] = [details(facts(status))]
+    for grid in (shards(status.shards), windows(status), workers(status), servers(status), letters(status)):
         if grid.row_count:
             parts += ["", grid]
     return parts
@@ -211,7 +211,7 @@ def facts(status: Status) -> list[tuple[str, str]]:
         ("server", f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}"),
         ("state", ", ".join(state)),
         *(("", reason) for reason in status.reasons),
-        ("listening", status.listening or "-"),
+        *([("listening", status.listening)] if status.listening else []),
         ("records", f"{totals.records:,} in {totals.batches:,} batches, {size(totals.bytes)}"),
         ("rows", f"{totals.rows:,}, {totals.rows_durable:,} durable, {totals.rows_late:,} late"),
     ]
@@ -230,10 +230,10 @@ def facts(status: Status) -> list[tuple[str, str]]:
     if (waiting := status.dead_letters.waiting) is not None:
         found.append(("dead letters", f"{waiting:,} waiting, {status.dead_letters.redriving:,} run again"))
     limits = [f"{name} {size(b.used_bytes)} of {size(b.limit_bytes)}" for name, b in status.budgets.items()]
-    found.append(("budgets", ", ".join(limits) or "-"))
-    memory = size(status.resident_bytes)
+    found += [("budgets", ", ".join(limits))] if limits else []
+    late = f"the event loop was late by {span(status.loop_lag_seconds)}"
     found.append(
-        ("process", f"{memory} of memory; the event loop was late by {span(status.loop_lag_seconds)}")
+        ("process", f"{size(status.resident_bytes)} of memory, {late}, log level {status.log_level}")
     )
     return found
 

@@ -168,7 +168,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     class Server:
-        def __init__(self, settings: Settings, *, drain: bool, endpoint: object, service: object) -> None:
+        def __init__(self, settings: Settings, *, drain: bool, endpoint: object, **others: object) -> None:
             seen.append(settings)
             print("drains" if drain else "serves", "with" if endpoint else "without", "an endpoint")
 
@@ -178,6 +178,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
         async def forced(self) -> None:
             await asyncio.Event().wait()
+
+        def report(self) -> None:
+            pass
 
     monkeypatch.setattr("mldserver.server.Server", Server)
     for variable in (spec.variable for spec in specs().values()):
