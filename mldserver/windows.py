@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
 
@@ -76,7 +75,7 @@ def milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
     ticks: NDArray[np.int64] = column.cast("int64").to_numpy()
     unit = column.type.unit
-    return ticks * np.int64(1000) if unit == "s" else np.floor_divide(ticks, _PER_MS[unit])
+    return ticks * 1000 if unit == "s" else ticks // _PER_MS[unit]
 
 
 def span_text(ms: int) -> str:
@@ -176,7 +175,7 @@ def tumbling_id(start_ms: int) -> str:
 
 def tumbling_starts(event_ms: NDArray[np.int64], spec: Tumbling) -> NDArray[np.int64]:
     """Return for each event time the start of its window (ms), aligned to the epoch, also before 1970."""
-    return event_ms - np.mod(event_ms, spec.size_ms)
+    return event_ms - event_ms % spec.size_ms
 
 
 def as_window(

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import structlog
 import uvloop
 
 from mldserver.admin import wire
@@ -25,6 +26,9 @@ from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 
 if TYPE_CHECKING:
+    from structlog.typing import EventDict
+
+    from mldserver.base.tls import ServerTLS
     from mldserver.children.channel import Descriptors
 
 _NICE: Final = 10
@@ -43,21 +47,25 @@ class Child:
         self._started: asyncio.Future[tuple[wire.Start, socket.socket]] = (
             asyncio.get_running_loop().create_future()
         )
+        self._tls: ServerTLS | None = None
         self._documents: asyncio.Queue[bytes] = asyncio.Queue()
         self._channel = Channel[wire.ToEndpoint](
             end, wire.ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0)
         )
+        structlog.configure(processors=[structlog.processors.add_log_level, self._log])
 
     async def run(self) -> None:
         """Serve until the server's end."""
         start, listener = await self._started
         entitle(start.pipeline, "admin endpoint")
+        self._tls = start.tls()
         endpoint = Endpoint(
             ask=self._ask,
             uid=os.getuid(),
             token_file=Path(start.token_file),
             guarded=start.guarded,
             insecure=start.insecure,
+            tls=self._tls,
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(endpoint.serve(listener))
@@ -75,12 +83,20 @@ class Child:
         finally:
             del self._asked[number]
 
+    def _log(self, _logger: object, _method: str, fields: EventDict) -> EventDict:
+        """Let the server log an event."""
+        event, level = fields.pop("event"), fields.pop("level")
+        self._channel.send(wire.LogLine(level, event, dict(fields)))
+        raise structlog.DropEvent
+
     def _receive(self, message: wire.ToEndpoint, files: Descriptors) -> None:
         match message:
             case wire.Start():
                 self._started.set_result((message, socket.socket(fileno=files.pop(0))))
             case wire.Document():
                 self._documents.put_nowait(message.status)
+            case wire.Renew() if self._tls is not None:
+                self._tls.read_again()
             case wire.Answered() if message.number in self._asked:
                 self._asked[message.number].set_result(message)
 

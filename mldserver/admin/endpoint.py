@@ -15,11 +15,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import struct
 import sys
 import traceback
+from base64 import b64encode
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -35,13 +39,14 @@ from mldserver.admin.access import (
     refusal,
     same_token,
 )
+from mldserver.admin.history import History
+from mldserver.admin.status import Status
 from mldserver.base.clock import Flag
+from mldserver.base.tls import ServerTLS, names_of
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     from aiohttp.web_protocol import RequestHandler
 
@@ -72,10 +77,12 @@ _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
 }
 
+_PAGE: Final = Path(__file__).with_name("page.html")
+
 _READS: Final = {
     "/livez": Act.LIVE,
     "/readyz": Act.LIVE,
-    **dict.fromkeys(("/", "/status", "/events"), Act.READ),
+    **dict.fromkeys(("/", "/status", "/events", "/history"), Act.READ),
 }
 
 
@@ -85,21 +92,15 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     argument: str = ""
 
 
-class _Brief(msgspec.Struct):
-    """What the endpoint itself goes by of a status document."""
-
-    ready: bool
-    reasons: tuple[str, ...] = ()
-
-
 class _Refused(Exception):
     """A request that is not answered as it wants."""
 
     def __init__(self, status: int, error: str, **headers: str) -> None:
         """``error``: why, in a sentence for the client."""
         super().__init__(error)
-        self.response = _json(status, error=error)
-        self.response.headers.update({name.replace("_", "-"): value for name, value in headers.items()})
+        self.response = _body(
+            msgspec.json.encode({"error": error}), "application/json", status=status, **headers
+        )
 
 
 class Connection:
@@ -118,7 +119,7 @@ class Connection:
 
     async def run(self) -> None:
         """Serve the client until it goes, its time is over, or this is cancelled."""
-        server = self._endpoint.server
+        server, tls = self._endpoint.server, self._endpoint.tls
         handler = server()
         server.serving[handler] = self
         try:
@@ -126,8 +127,8 @@ class Connection:
                 self.transport, _ = await self._loop.connect_accepted_socket(
                     lambda: handler,
                     self._socket,
-                    ssl=self._endpoint.tls,
-                    ssl_handshake_timeout=_REQUEST_SECONDS if self._endpoint.tls else None,
+                    ssl=None if tls is None else tls.context,
+                    ssl_handshake_timeout=None if tls is None else _REQUEST_SECONDS,
                 )
                 while self.deadline is None or self.deadline > self._loop.time():
                     left = None if self.deadline is None else self.deadline - self._loop.time()
@@ -147,15 +148,18 @@ class Connection:
 
     def shown(self, request: web.BaseRequest) -> tuple[Credential, str]:
         """Return the credential that the client has shown, and who it is in words."""
+        peer, uid = self.peer
         if self._endpoint.listener is Listener.UNIX:
-            _, uid = self.peer
-            owner = uid in {0, self._endpoint.uid}
-            return (Credential.OWNER if owner else Credential.STRANGER), self.peer[0]
+            return (Credential.OWNER if uid in {0, self._endpoint.uid} else Credential.STRANGER), peer
         scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        if scheme:
-            right = scheme.lower() == "bearer" and self._endpoint.is_token(token.strip())
-            return (Credential.TOKEN if right else Credential.WRONG_TOKEN), f"token, {self.peer[0]}"
-        return Credential.NONE, self.peer[0]
+        right = scheme.lower() == "bearer" and self._endpoint.is_token(token.strip())
+        if scheme and not right:
+            return Credential.WRONG_TOKEN, peer
+        tls, proof = self._endpoint.tls, request.get_extra_info("ssl_object")
+        if tls is not None and proof.getpeercert():
+            named = Credential.CERTIFICATE if tls.refusal(proof) is None else Credential.WRONG_NAME
+            return named, f"certificate of {', '.join(names_of(proof)[:1]) or 'nobody'}, {peer}"
+        return (Credential.TOKEN, f"token, {peer}") if right else (Credential.NONE, peer)
 
 
 def _peer(peer_socket: socket.socket) -> tuple[str, int | None]:
@@ -205,7 +209,7 @@ class Endpoint:
         token_file: Path,
         guarded: bool = False,
         insecure: bool = False,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTLS | None = None,
     ) -> None:
         """Know who may do what. ``ask`` lets the server carry out an act: its name, argument, and who asks.
 
@@ -221,9 +225,13 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         self._taken = self._loop.time()
         self._document = b""
-        self._brief = _Brief(ready=False, reasons=("the server starts",))
+        self._status: Status | None = None
+        """The same, decoded."""
+        self._history = History()
         self._made: dict[str, bytes] = {}
         """What was made of the document, once for all who ask."""
+        self._page = _PAGE.read_bytes()
+        self._policy = _policy(self._page)
         self._news = Flag()
         """Set when there is a newer document."""
         self._streams = self._acts = 0
@@ -233,7 +241,8 @@ class Endpoint:
         self._taken = self._loop.time()
         if document:
             self._document = document
-            self._brief = msgspec.json.decode(document, type=_Brief)
+            self._status = msgspec.json.decode(document, type=Status)
+            self._history.add(self._status)
             self._made = {}
             news, self._news = self._news, Flag()
             news.set()
@@ -327,12 +336,19 @@ class Endpoint:
             return _json(
                 200 if turns else 503, live=turns, **({} if turns or not may_read else {"reason": still})
             )
+        if path == "/":
+            return _body(self._page, "text/html; charset=utf-8", Content_Security_Policy=self._policy)
+        status = self._status
         if path == "/readyz":
-            ready = turns and self._brief.ready
-            reasons = self._brief.reasons if turns else (still,)
+            ready = turns and status is not None and status.ready
+            reasons = (
+                (still,) if not turns else status.reasons if status is not None else ("the server starts",)
+            )
             return _json(200 if ready else 503, ready=ready, **({"reasons": reasons} if may_read else {}))
-        if not self._document:
+        if status is None:
             raise _Refused(503, "The server has only just started: there is no status yet.")
+        if path == "/history":
+            return _body(self._once("history", self._history.json), "application/json")
         return _body(self._document, "application/json")
 
     async def _stream(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
@@ -389,9 +405,23 @@ def _kind(listener: socket.socket) -> Listener:
     return Listener.LOOPBACK if is_loopback(listener.getsockname()[0]) else Listener.REMOTE
 
 
+def _policy(page: bytes) -> str:
+    """Return what a browser lets the page do: run and draw what stands in it, and ask this endpoint; nothing else."""
+
+    def allowed(tag: bytes) -> str:
+        parts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+        return " ".join(f"'sha256-{b64encode(sha256(part).digest()).decode()}'" for part in parts)
+
+    return (
+        f"default-src 'none'; script-src {allowed(b'script')}; style-src {allowed(b'style')}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
 def _json(status: int, **fields: object) -> web.Response:
     return _body(msgspec.json.encode(fields), "application/json", status=status)
 
 
 def _body(body: bytes, kind: str, *, status: int = 200, **headers: str) -> web.Response:
-    return web.Response(status=status, body=body, headers=_HEADERS | {hdrs.CONTENT_TYPE: kind} | headers)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return web.Response(status=status, body=body, headers=_HEADERS | {hdrs.CONTENT_TYPE: kind} | named)

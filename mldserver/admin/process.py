@@ -23,9 +23,10 @@ from mldserver.admin.access import make_token, read_token
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
 from mldserver.base.listening import listen_tcp, listen_unix
+from mldserver.base.threads import aside
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
-from mldserver.config.kinds import TcpAddress, UnixAddress
+from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
 from mldserver.config.resolve import home
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.logging import Printed
@@ -69,10 +70,21 @@ class AdminEndpoint:
         self._settings = settings
         self._place: Address = settings.admin
         self._clock = clock
+        # On loopback it speaks plain HTTP.
+        certificate = None if is_local(settings.admin) else settings.tls_certificate
+        self._start = wire.Start(
+            pipeline=settings.pipeline,
+            token_file=str(token_file(settings).absolute()),
+            guarded=settings.admin_token_file is not None,
+            insecure=settings.insecure,
+            certificate=None if certificate is None else str(certificate.absolute()),
+            key=None if settings.tls_key is None else str(settings.tls_key.absolute()),
+            client_ca=None if settings.tls_client_ca is None else str(settings.tls_client_ca.absolute()),
+            names=settings.tls_names,
+        )
         self.address: str | None = None
         """Where it listens, with the real port; None: it does not."""
-        self.pid: int | None = None
-        """Of its process, while there is one."""
+        self._child: ChildProcess | None = None
         self._channel: Channel[wire.FromEndpoint] | None = None
         self._acts: set[asyncio.Task[None]] = set()
         """What is carried out: it goes on when the process that asked for it dies."""
@@ -88,8 +100,11 @@ class AdminEndpoint:
     ) -> AsyncIterator[None]:
         """Serve while the context lasts, whatever becomes of the process.
 
-        ``status`` makes a document; ``pause`` sleeps between them, and may look around. Raises OperatorError when the address that was given cannot be listened on.
+        ``status`` makes a document; ``pause`` sleeps between them, and may look around. Raises OperatorError when the
+        address that was given cannot be listened on, and for certificates that cannot be used.
         """
+        # The process reads certificates for itself; what is wrong with them ends this start.
+        await aside(self._start.tls, name="mldserver-tls")
         listener = await self._listen()
         if listener is None:
             yield
@@ -116,6 +131,16 @@ class AdminEndpoint:
             make_token(token_file(self._settings))
         else:
             read_token(self._settings.admin_token_file)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process's id, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    def renew(self) -> None:
+        """Read certificates again."""
+        if self._channel is not None:
+            self._channel.send(wire.Renew())
 
     async def _listen(self) -> socket.socket | None:
         """Return a listening socket; None where the default address is taken."""
@@ -157,7 +182,7 @@ class AdminEndpoint:
 
     async def _live(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> str:
         """Run one process to its end, and return how it ended."""
-        settings, printed = self._settings, Printed()
+        printed = Printed()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
 
@@ -182,28 +207,25 @@ class AdminEndpoint:
             gone.set()
 
         def receive(message: wire.FromEndpoint, _files: Descriptors) -> None:
-            if isinstance(message, wire.Taken):
-                self._taken.set()
-                return
-            act = group.create_task(self._act(channel, message, carry_out))
-            self._acts.add(act)
-            act.add_done_callback(self._acts.discard)
+            match message:
+                case wire.Taken():
+                    self._taken.set()
+                case wire.LogLine():
+                    getattr(log, message.level)(message.event, **message.fields)
+                case wire.Ask():
+                    act = group.create_task(self._act(channel, message, carry_out))
+                    self._acts.add(act)
+                    act.add_done_callback(self._acts.discard)
 
         assert child.end is not None, "it was started with a socket"
         channel = Channel[wire.FromEndpoint](child.end, wire.FromEndpoint, receive=receive, ended=ended)
         try:
-            start = wire.Start(
-                pipeline=settings.pipeline,
-                token_file=str(token_file(settings).absolute()),
-                guarded=settings.admin_token_file is not None,
-                insecure=settings.insecure,
-            )
-            channel.send(start, (os.dup(listener.fileno()),))
-            self.pid, self._channel = child.pid, channel
+            channel.send(self._start, (os.dup(listener.fileno()),))
+            self._child, self._channel = child, channel
             self._taken.set()
             await first_of(child.wait(), gone.wait())
         finally:
-            self.pid = self._channel = None
+            self._child = self._channel = None
             await child.close()
             channel.close()
             printed.tell()
@@ -241,6 +263,6 @@ class AdminEndpoint:
                 self._taken.clear()
                 self._channel.send(wire.Document(data))
                 sent_ms = self._clock.steady_ms()
-            elif self.pid is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
-                os.kill(self.pid, 9)
+            elif self._child is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
+                self._child.kill()
             await pause(_SECONDS)

@@ -7,6 +7,10 @@ endpoint → server    Taken once for each Document, and Ask at any time
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Literal
+
+from mldserver.base.tls import ServerTLS
 from mldserver.children.channel import Message
 
 
@@ -20,11 +24,20 @@ class Start(Message, frozen=True):
     """Whether reading needs the token too."""
     insecure: bool
     """Whether somebody outside may read without a client certificate."""
-    certificate: str | None = None
-    key: str | None = None
-    client_ca: str | None = None
-    names: tuple[str, ...] = ()
+    certificate: str | None
+    """None: it speaks plain HTTP."""
+    key: str | None
+    client_ca: str | None
+    names: tuple[str, ...]
     """Globs of names that client certificates may have; none: any."""
+
+    def tls(self) -> ServerTLS | None:
+        """Return how it speaks TLS, if it does. Blocking. Raises OperatorError for files that cannot be used."""
+        if self.certificate is None:
+            return None
+        key, client_ca = (None if file is None else Path(file) for file in (self.key, self.client_ca))
+        required = client_ca is not None and not self.insecure
+        return ServerTLS(Path(self.certificate), key, client_ca, names=self.names, required=required)
 
 
 class Document(Message, frozen=True):
@@ -61,5 +74,13 @@ class Answered(Message, frozen=True):
     """A sentence for whoever asked."""
 
 
+class LogLine(Message, frozen=True):
+    """An event for the server's log."""
+
+    level: Literal["debug", "info", "warning", "error"]
+    event: str
+    fields: dict[str, Any]
+
+
 ToEndpoint = Start | Document | Answered | Renew
-FromEndpoint = Taken | Ask
+FromEndpoint = Taken | Ask | LogLine

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-import json
+import hashlib
 import os
+import re
+import socket
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
+from support.certificates import Certificates
+from support.raw_http import NOW_MS, Answer, Client, connected, document
 
 from mldserver.admin import endpoint as module
 from mldserver.admin.access import make_token, read_token
 from mldserver.admin.endpoint import Endpoint
-from mldserver.admin.status import Status
 from mldserver.admin.wire import Answered
 from mldserver.base.listening import listen_tcp, listen_unix
+from mldserver.base.tls import ServerTLS, client_context
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import AsyncIterator, Coroutine
+    import ssl
+    from collections.abc import AsyncIterator, Callable, Coroutine
     from pathlib import Path
-
-NOW_MS = 1_800_000_000_000
-
-
-def document(**changes: Any) -> bytes:
-    about = {
-        "taken_ms": NOW_MS,
-        "pipeline": "departures",
-        "handler": "handlers.departures",
-        "version": "1",
-        "host": "here",
-        "pid": 1,
-        "server_id": "one",
-        "started_ms": NOW_MS,
-        "ready": True,
-    }
-    return msgspec.json.encode(Status(**about | changes))
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -65,67 +52,21 @@ def pass_seconds(seconds: float) -> None:
     loop.ahead += seconds
 
 
-class Answer:
-    """An answer, as it came over the wire."""
-
-    def __init__(self, head: str, body: bytes) -> None:
-        first, *lines = head.strip().split("\r\n")
-        self.code = int(first.split()[1])
-        self.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-        self.body = body
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-class Client:
-    """A connection to the endpoint, byte by byte."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def ask(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
-        lines = {"Host": "localhost", "Content-Length": str(len(body))} | headers
-        head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items())
-        self.writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-        return await self.answer(bodiless=method == "HEAD")
-
-    async def answer(self, *, bodiless: bool = False) -> Answer:
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
-        answer = Answer(head, b"")
-        length = int(answer.headers.get("content-length", 0))
-        answer.body = b"" if bodiless else await self.reader.readexactly(length)
-        return answer
-
-    async def event(self) -> Any:
-        """The next document of a stream."""
-        await self.reader.readuntil(b"event: status\ndata: ")
-        return json.loads(await self.reader.readuntil(b"\n\n"))
-
-    async def ended(self) -> bool:
-        """Read on until the endpoint has closed the connection."""
-        with contextlib.suppress(ConnectionError):
-            while await self.reader.read(1 << 16):
-                pass
-        return True
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # sockets have no event for a test to wait on
+        await asyncio.sleep(0)
 
 
 class Served:
     """A running endpoint with its clients."""
 
-    def __init__(self, endpoint: Endpoint, address: str | tuple[str, int], token_file: Path) -> None:
+    def __init__(self, endpoint: Endpoint, address: str, token_file: Path) -> None:
         self.endpoint, self.address, self.token_file = endpoint, address, token_file
         self._clients: list[Client] = []
 
-    async def client(self) -> Client:
-        if isinstance(self.address, str):
-            reader, writer = await asyncio.open_unix_connection(self.address)
-        else:
-            reader, writer = await asyncio.open_connection(*self.address)
-        client = Client(reader, writer)
-        self._clients.append(client)
-        return client
+    async def client(self, tls: ssl.SSLContext | None = None) -> Client:
+        self._clients.append(await connected(self.address, tls))
+        return self._clients[-1]
 
     async def ask(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
         return await (await self.client()).ask(path, method, body, **headers)
@@ -155,7 +96,7 @@ async def served(
         return Answered(1, act != "fail", f"{act} of {argument or 'all'} by {who}")
 
     endpoint = Endpoint(**{"ask": ask, "uid": os.getuid(), "token_file": token_file} | rules)
-    one = Served(endpoint, str(path) if unix else listener.getsockname()[:2], token_file)
+    one = Served(endpoint, f"unix:{path}" if unix else f"127.0.0.1:{listener.getsockname()[1]}", token_file)
     serving = asyncio.create_task(endpoint.serve(listener))
     try:
         yield one
@@ -230,6 +171,31 @@ def test_events_are_the_documents_as_they_come_the_present_one_first(tmp_path: P
     running(story())
 
 
+def test_the_page_may_run_what_stands_in_it_and_nothing_else(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            answer = await server.ask("/", Sec_Fetch_Site="cross-site")
+            assert (answer.code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+            scripts = re.findall(rb"<script>(.*?)</script>", answer.body, re.DOTALL)
+            hashes = [base64.b64encode(hashlib.sha256(each).digest()).decode() for each in scripts]
+            policy = answer.headers["content-security-policy"]
+            assert len(hashes) == answer.body.count(b"<script") == 1
+            assert f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-" in policy
+            assert "unsafe" not in policy
+
+    running(story())
+
+
+def test_the_last_hour_is_made_of_the_documents(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            for second in range(12):
+                server.endpoint.take(document(taken_ms=NOW_MS + second * 1000))
+            assert (await server.ask("/history")).json["at_ms"] == [NOW_MS + 10_000]
+
+    running(story())
+
+
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     async def story() -> None:
         async with served(tmp_path) as server:
@@ -275,6 +241,163 @@ def test_a_unix_socket_is_its_users_who_is_known_by_the_kernel(tmp_path: Path) -
             assert text == f"pause of all by user {os.getuid()}, process {os.getpid()}"
 
     running(story())
+
+
+READS = ("/status", "/events", "/history", "/nowhere")
+
+
+async def most(server: Served, tls: ssl.SSLContext | None = None, **headers: str) -> int:
+    """What a client may do there, tried out: nothing 0, live 1, read 2, steer 3."""
+
+    async def code(path: str, method: str = "GET") -> int:
+        return (await (await server.client(tls)).ask(path, method, **headers)).code  # of a stream, too
+
+    try:
+        probes = {await code("/livez"), await code("/readyz")}
+    except (OSError, asyncio.IncompleteReadError):  # no handshake, or an end right behind it
+        return 0
+    reads = {await code(path) for path in READS}
+    steers = await code("/act/flush", "POST")
+    assert steers in {200, 401, 403}
+    if steers == 200:
+        return 3
+    if reads == {200, 404}:
+        return 2
+    assert reads <= {401, 403}, reads
+    if probes == {200}:
+        return 1
+    assert probes <= {401, 403}, probes
+    return 0
+
+
+WRONG = {"Authorization": "Bearer wrong"}
+
+
+@pytest.mark.parametrize(("guarded", "given"), [(False, (2, 3, 1)), (True, (1, 3, 1))])
+def test_over_loopback_it_is_the_token_that_counts(
+    tmp_path: Path, guarded: bool, given: tuple[int, int, int]
+) -> None:
+    async def story() -> None:
+        async with served(tmp_path, guarded=guarded) as server:
+            server.endpoint.take(document())
+            right = {"Authorization": server.bearer}
+            assert (await most(server), await most(server, **right), await most(server, **WRONG)) == given
+            probe = (await server.ask("/readyz")).json
+            assert probe == ({"ready": True} if guarded else {"ready": True, "reasons": []})
+
+    running(story())
+
+
+@pytest.mark.parametrize(("uid", "may"), [(0, 3), (1, 0)])
+def test_another_user_of_the_host_is_told_nothing_on_the_unix_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, may: int
+) -> None:
+    monkeypatch.setattr(module, "_peer", lambda _: (f"user {uid}", uid))
+
+    async def story() -> None:
+        async with served(tmp_path, unix=True, uid=4_000) as server:
+            server.endpoint.take(document())
+            assert await most(server) == may
+            assert await most(server, Authorization=server.bearer) == may
+
+    running(story())
+
+
+@pytest.mark.parametrize(
+    ("insecure", "ca", "names", "given"),
+    [
+        # What nobody, the token's holder, the client, a client of another name, and a stranger may do.
+        (False, True, (), (0, 0, 3, 3, 0)),
+        (False, True, ("clie??",), (0, 0, 3, 0, 0)),
+        (True, True, ("client",), (2, 2, 3, 0, 0)),
+        (True, False, (), (2, 2, 2, 2, 2)),
+    ],
+)
+def test_from_outside_it_is_the_client_certificate_that_counts(
+    tmp_path: Path, insecure: bool, ca: bool, names: tuple[str, ...], given: tuple[int, ...]
+) -> None:
+    files = Certificates(tmp_path)
+    files.write("other")
+    tls = ServerTLS(
+        files.server, client_ca=files.ca if ca else None, names=names, required=ca and not insecure
+    )
+
+    async def story() -> None:
+        listener = await listen_tcp("0.0.0.0", 0)
+        async with served(tmp_path, listener=listener, tls=tls, insecure=insecure) as server:
+            server.endpoint.take(document())
+            shown = {
+                name: client_context(files.folder / f"{name}.pem", None, files.ca)
+                for name in ("client", "other", "stranger")
+            }
+            nobody = client_context(None, None, files.ca)
+            found = (
+                await most(server, nobody, Host="any"),
+                await most(server, nobody, Host="any", Authorization=server.bearer),
+                *[await most(server, context, Host="any") for context in shown.values()],
+            )
+            assert found == given
+
+    running(story())
+
+
+def test_who_steers_from_outside_is_named_by_the_certificate(tmp_path: Path) -> None:
+    files = Certificates(tmp_path)
+
+    async def story() -> None:
+        listener = await listen_tcp("0.0.0.0", 0)
+        tls = ServerTLS(files.server, client_ca=files.ca)
+        async with served(tmp_path, listener=listener, tls=tls) as server:
+            client = await server.client(client_context(files.client, None, files.ca))
+            text = (await client.ask("/act/pause", "POST")).json["text"]
+            assert text.startswith("pause of all by certificate of client, 127.0.0.1 port ")
+            wrong = await client.ask("/act/pause", "POST", **WRONG)
+            assert (wrong.code, "certificate" in wrong.json["error"]) == (403, True)
+            plain = await server.client()
+            plain.writer.write(b"GET /status HTTP/1.1\r\n\r\n")
+            assert await plain.ended()
+
+    running(story())
+
+
+def test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said(tmp_path: Path) -> None:
+    async def story() -> None:
+        for insecure in (False, True):
+            listener = await listen_tcp("0.0.0.0", 0)
+            async with served(tmp_path, listener=listener, insecure=insecure) as server:
+                server.endpoint.take(document())
+                assert await most(server, Host="any") == (2 if insecure else 0)
+                assert await most(server, Host="any", Authorization=server.bearer) == (2 if insecure else 0)
+
+    running(story())
+
+
+def test_a_page_of_another_site_and_a_name_that_was_rebound_get_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            server.endpoint.take(document())
+            for headers in ({"Host": "evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "null"}):
+                for path, method in (("/status", "GET"), ("/livez", "GET"), ("/act/pause", "POST")):
+                    answer = await server.ask(path, method, Authorization=server.bearer, **headers)
+                    assert answer.code == 403
+
+    running(story())
+
+
+def test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            former = server.bearer
+            server.token_file.write_text("another\n")
+            assert (await server.ask("/act/flush", "POST", Authorization=former)).code == 401
+            assert (await server.ask("/act/flush", "POST", Authorization="Bearer another")).code == 200
+            server.token_file.chmod(0o644)
+            assert (await server.ask("/act/flush", "POST", Authorization="Bearer another")).code == 401
+
+    running(story())
+    assert "may be read by others" in capfd.readouterr().err
 
 
 # What it puts up with
@@ -324,3 +447,126 @@ def test_of_too_many_connections_the_oldest_gives_way(
             assert (await clients[1].ask("/livez")).code == 200
 
     running(story())
+
+
+def test_garbage_is_answered_with_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            for garbage in (
+                b"\x16\x03\x01\x02\x00",
+                b"GARBAGE\r\n\r\n",
+                b"GET / HTTP/9.9\r\n\r\n",
+                b"\0" * 70_000,
+            ):
+                client = await server.client()
+                client.writer.write(garbage + b"\r\n\r\n")
+                assert await client.ended()
+            assert (await server.ask("/livez")).code == 200
+
+    running(story())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_too_long_is_refused(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            assert (await server.ask("/livez", X="a" * 4000)).code == 200
+            assert (await server.ask("/livez", X="a" * 4000, Y="a" * 4200)).code == 431
+            assert (await server.ask("/livez", X="a" * 9000)).code == 400
+            right = {"Authorization": server.bearer}
+            assert (await server.ask("/act/flush", "POST", b" " * 5000, **right)).code == 413
+
+    running(story())
+
+
+def test_who_does_not_read_events_is_cut_and_others_go_on(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            stuck, reader = await server.client(), await server.client()
+            stuck.writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            for client in (stuck, reader):
+                client.writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await client.answer()
+            stuck.reader._transport.pause_reading()  # type: ignore[attr-defined]  # nobody reads any more
+            for number in range(4):
+                server.endpoint.take(document(version=f"{number}-{'x' * 4_000_000}"))
+                assert (await reader.event())["version"].startswith(str(number))
+            assert len(server.endpoint.server.serving) == 2
+            pass_seconds(11)
+            await until(lambda: len(server.endpoint.server.serving) == 1)
+            server.endpoint.take(document(version="last"))
+            assert (await reader.event())["version"] == "last"
+
+    running(story())
+
+
+def test_streams_and_acts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_STREAMS", 1)
+    monkeypatch.setattr(module, "_MOST_ACTS", 1)
+
+    async def story() -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def ask(act: str, argument: str, who: str) -> Answered:
+            begun.set()
+            await go_on.wait()
+            return Answered(1, True, "done")
+
+        async with served(tmp_path, ask=ask) as server:
+            right = {"Authorization": server.bearer}
+            stream = await server.client()
+            stream.writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await stream.answer()
+            assert "readers of events" in (await server.ask("/events")).json["error"]
+            act = asyncio.create_task(server.ask("/act/reload", "POST", **right))
+            await begun.wait()
+            assert "not done yet" in (await server.ask("/act/reload", "POST", **right)).json["error"]
+            pass_seconds(300)  # an act takes as long as it takes
+            assert (await server.ask("/livez")).code == 503
+            go_on.set()
+            assert (await act).json == {"done": True, "text": "done"}
+            assert (await server.ask("/act/reload", "POST", **right)).code == 200
+            stream.writer.transport.abort()
+            await until(lambda: not server.endpoint._streams)
+            again = await server.client()
+            again.writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await again.answer()).code == 200
+
+    running(story())
+
+
+def test_a_bug_costs_one_answer_and_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def story() -> None:
+        async def ask(act: str, argument: str, who: str) -> Answered:
+            raise ValueError("a bug")
+
+        async with served(tmp_path, ask=ask) as server:
+            client = await server.client()
+            assert (await client.ask("/act/flush", "POST", Authorization=server.bearer)).code == 500
+            assert (await client.ask("/livez")).code == 200
+
+    running(story())
+    assert "ValueError: a bug" in capfd.readouterr().err
+
+
+def test_no_descriptor_to_accept_with_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def story() -> None:
+        accept = asyncio.SelectorEventLoop.sock_accept
+        failures = [OSError(24, "Too many open files")]
+
+        async def failing(self: Any, listener: socket.socket) -> Any:
+            if failures:
+                raise failures.pop()
+            return await accept(self, listener)
+
+        monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", failing)
+        async with served(tmp_path) as server:
+            asking = asyncio.create_task(server.ask("/livez"))
+            await until(lambda: not failures)
+            pass_seconds(2)
+            assert (await asking).code == 200
+
+    running(story())
+    assert "cannot be accepted" in capfd.readouterr().err

@@ -1,0 +1,324 @@
+"""The admin endpoint's process, for real: fed, asked, killed, stopped; and what its server makes of that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.certificates import Certificates
+from support.raw_http import Answer, connected, status
+from support.serving import quick, until
+
+from mldserver.admin.access import read_token
+from mldserver.admin.process import AdminEndpoint, token_file
+from mldserver.base.clock import SystemClock
+from mldserver.base.tls import client_context
+from mldserver.config.kinds import TcpAddress, UnixAddress
+from mldserver.config.settings import Settings
+from mldserver.errors import ConfigError, NotThereYet, OperatorError
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncIterator, Callable
+
+    from mldserver.admin.status import Status
+
+ANYWHERE = TcpAddress("127.0.0.1", 0)
+Logged = list[dict[str, Any]]
+
+
+class Clock(SystemClock):
+    """A clock that is set forward by hand, and does not wait for long."""
+
+    ahead_ms = 0
+    slept = 0
+
+    def steady_ms(self) -> int:
+        return super().steady_ms() + self.ahead_ms
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(min(seconds, 0.05))
+        self.slept += 1
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    return Settings(**{"handler": "departures", "out": folder, "admin": ANYWHERE} | changes)
+
+
+async def nothing_to_do(act: str, argument: str) -> tuple[bool, str]:
+    return act == "pause", f"{act} {argument}".strip()
+
+
+class Shown:
+    """An endpoint that is served, and what it is asked."""
+
+    def __init__(self, endpoint: AdminEndpoint, token: str, clock: Clock) -> None:
+        self.endpoint, self.token, self.clock = endpoint, token, clock
+
+    async def ask(
+        self,
+        path: str,
+        method: str = "GET",
+        body: bytes = b"",
+        tls: ssl.SSLContext | None = None,
+        **headers: str,
+    ) -> Answer:
+        assert self.endpoint.address is not None
+        client = await connected(self.endpoint.address.replace("0.0.0.0", "127.0.0.1"), tls)
+        try:
+            return await client.ask(path, method, body, **headers)
+        finally:
+            client.writer.transport.abort()
+
+    async def steer(self, act: str, body: bytes = b"") -> Answer:
+        return await self.ask(f"/act/{act}", "POST", body, Authorization=f"Bearer {self.token}")
+
+    async def status(self) -> Answer:
+        """Its status, once there is one."""
+        while (answer := await self.ask("/status")).code == 503:
+            await self.clock.sleep(1)
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def shown(
+    given: Settings, tell: Callable[[], Status | None] = status, carry_out: Any = nothing_to_do
+) -> AsyncIterator[Shown]:
+    clock = Clock()
+    endpoint = AdminEndpoint(given, clock)
+    endpoint.make_token()
+    async with asyncio.timeout(120), endpoint.serving(tell, carry_out):
+        yield Shown(endpoint, read_token(token_file(given)), clock)
+
+
+def events(logged: Logged, name: str) -> Logged:
+    return [event for event in logged if event["event"] == name]
+
+
+async def test_it_shows_each_second_what_the_server_tells_and_asks_it_to_act(
+    tmp_path: Path, logged: Logged
+) -> None:
+    async with shown(settings(tmp_path), lambda: status(version="9")) as server:
+        (listening,) = events(logged, "admin.listening")
+        assert listening["address"] == server.endpoint.address
+        assert listening["token_file"] == str(tmp_path / "_mldserver/admin.token")
+        assert (await server.status()).json["version"] == "9"
+        answer = await server.steer("pause", b'{"argument": "shard 1"}')
+        assert (answer.code, answer.json) == (200, {"done": True, "text": "pause shard 1"})
+        assert (await server.steer("dance")).code == 409
+    one, other = events(logged, "admin.act")
+    assert one["who"].startswith("token, 127.0.0.1 port ")
+    told = {name: one[name] for name in ("level", "act", "argument", "done", "text")}
+    assert told == {
+        "level": "info",
+        "act": "pause",
+        "argument": "shard 1",
+        "done": True,
+        "text": "pause shard 1",
+    }
+    assert (other["level"], other["act"], other["done"]) == ("warning", "dance", False)
+
+
+async def test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on(
+    tmp_path: Path, logged: Logged
+) -> None:
+    begun, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow(act: str, argument: str) -> tuple[bool, str]:
+        begun.set()
+        await go_on.wait()
+        done.set()
+        return True, "at last"
+
+    async with shown(settings(tmp_path), carry_out=slow) as server:
+        await server.status()
+        steering = asyncio.create_task(server.steer("reload"))
+        await begun.wait()
+        first, address = server.endpoint.pid, server.endpoint.address
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await steering
+        await server.status()  # it waits in the socket's queue for the next process
+        assert server.endpoint.pid not in {first, None}
+        assert server.endpoint.address == address
+        go_on.set()
+        await done.wait()
+    (lost,) = events(logged, "admin.lost")
+    assert (lost["reason"], lost["delay_seconds"]) == ("killed by signal 9 (SIGKILL)", 0.0)
+    (act,) = events(logged, "admin.act")
+    assert (act["act"], act["text"]) == ("reload", "at last")
+
+
+async def test_a_process_that_hangs_is_replaced_and_documents_do_not_pile_up(
+    tmp_path: Path, logged: Logged
+) -> None:
+    made = 0
+
+    def tell() -> Status:
+        nonlocal made
+        made += 1
+        return status()
+
+    async with shown(settings(tmp_path), tell) as server:
+        await server.status()
+        hanging = server.endpoint.pid
+        assert hanging is not None
+        os.kill(hanging, signal.SIGSTOP)
+        before, slept = made, server.clock.slept
+        await until(lambda: server.clock.slept > slept + 10)
+        assert made <= before + 1
+        server.clock.ahead_ms = 31_000
+        await until(lambda: server.endpoint.pid not in {hanging, None})
+        await server.status()
+    assert events(logged, "admin.lost")
+
+
+async def test_what_goes_wrong_with_a_status_or_an_act_is_told_and_the_server_lives(
+    tmp_path: Path, logged: Logged
+) -> None:
+    def tell() -> Status:
+        raise ValueError("a bug in a part")
+
+    async def fail(act: str, argument: str) -> tuple[bool, str]:
+        raise RuntimeError("no ledger")
+
+    async with shown(settings(tmp_path), tell, fail) as server:
+        assert (await server.ask("/livez")).code == 200
+        await until(lambda: bool(events(logged, "admin.failed")))
+        answer = await server.steer("flush")
+        assert (answer.code, answer.json["text"]) == (409, "It failed: RuntimeError: no ledger.")
+        assert (await server.ask("/status")).code == 503
+        assert (await server.ask("/livez")).code == 200
+    (failed,) = events(logged, "admin.failed")
+    assert "a bug in a part" in failed["exception"]
+
+
+async def test_its_process_gives_way_and_knows_no_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tiger")
+    async with shown(settings(tmp_path)) as server:
+        await server.status()
+        process = Path(f"/proc/{server.endpoint.pid}")
+        assert b"tiger" not in (process / "environ").read_bytes()
+        nice = int((process / "stat").read_text().rpartition(")")[2].split()[16])
+        assert nice == os.nice(0) + 10 or nice == 19
+        limits = (process / "limits").read_text()
+        assert "Max data size             536870912" in limits
+        assert "Max open files            512" in limits
+
+
+async def test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "admin.sock"
+    async with shown(settings(tmp_path, admin=UnixAddress(path))) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        answer = await server.ask("/act/pause", "POST")
+        assert answer.json == {"done": True, "text": "pause"}
+    assert not path.exists()
+
+
+async def test_from_outside_it_speaks_tls_and_reads_certificates_again(
+    tmp_path: Path, logged: Logged
+) -> None:
+    files = Certificates(tmp_path)
+    given = settings(
+        tmp_path, admin=TcpAddress("0.0.0.0", 0), tls_certificate=files.server, tls_client_ca=files.ca
+    )
+    async with shown(given) as server:
+        tls = client_context(files.client, None, files.ca)
+        assert (await server.ask("/livez", tls=tls)).code == 200
+        files.server.write_text("no certificate")
+        server.endpoint.renew()
+        await until(lambda: bool(events(logged, "tls.refused")))
+        assert (await server.ask("/livez", tls=tls)).code == 200
+        renewed = Certificates(tmp_path, "another")
+        server.endpoint.renew()
+        await until(lambda: bool(events(logged, "tls.read")))
+        assert (await server.ask("/livez", tls=client_context(renewed.client, None, renewed.ca))).code == 200
+        with pytest.raises(OSError, match="certificate verify failed"):
+            await server.ask("/livez", tls=tls)
+
+
+# Where it cannot be
+
+
+async def test_a_certificate_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("none")
+    given = settings(tmp_path, admin=TcpAddress("0.0.0.0", 0), tls_certificate=bad, insecure=True)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        async with shown(given):
+            pass
+
+
+async def test_the_default_address_may_be_taken_and_one_that_was_given_may_not(
+    tmp_path: Path, logged: Logged
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = TcpAddress(*other.getsockname())
+        async with shown(settings(tmp_path, admin=taken)) as server:
+            assert server.endpoint.address is None
+            server.endpoint.renew()
+        assert f"cannot listen on {taken}" in events(logged, "admin.unavailable")[0]["what"]
+        given = settings(tmp_path, admin=taken, origins={"admin": "command line --admin"})
+        with pytest.raises(NotThereYet, match="Address already in use"):
+            async with shown(given):
+                pass
+    with pytest.raises(OperatorError, match="Cannot assign requested address"):
+        async with shown(settings(tmp_path, admin=TcpAddress("198.51.100.1", 80), insecure=True)):
+            pass
+
+
+async def test_a_token_file_that_was_given_is_not_made(tmp_path: Path) -> None:
+    given = settings(tmp_path, admin_token_file=tmp_path / "mine")
+    with pytest.raises(OperatorError, match="No such file"):
+        AdminEndpoint(given, Clock()).make_token()
+    (tmp_path / "mine").touch(mode=0o600)
+    (tmp_path / "mine").write_text("word")
+    async with shown(given) as server:
+        assert (await server.ask("/status")).code == 401
+        assert (await server.steer("pause")).code == 200
+
+
+# With a whole server
+
+
+async def test_a_server_is_shown_from_its_first_moment_to_its_last(tmp_path: Path, logged: Logged) -> None:
+    (tmp_path / "shown_handler.py").write_text("def process_record(record): ...")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        given = quick(tmp_path / "out", "shown_handler", admin=ANYWHERE)
+        endpoint = AdminEndpoint(given, Clock())
+        server = Server(given, engine=LocalEngine(), seed=1, endpoint=endpoint)
+        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+            life = group.create_task(server.run())
+            await server.ready()
+            one = Shown(endpoint, read_token(tmp_path / "out/_mldserver/admin.token"), Clock())
+            assert (await one.status()).json["handler"] == "shown_handler"
+            while not (await one.ask("/readyz")).json["ready"]:
+                await one.clock.sleep(1)
+            assert "no act 'dance'" in (await one.steer("dance")).json["text"]
+            server.stop("the test is over")
+        assert life.result() == 0
+    assert [event["event"] for event in logged][-1] == "server.stopped"
+    assert events(logged, "admin.lost") == []
+
+
+async def test_a_server_whose_endpoint_cannot_be_ends_in_order(tmp_path: Path, logged: Logged) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        given = quick(tmp_path / "out", "none", admin=str(TcpAddress(*other.getsockname())))
+        given = Settings(**{**vars(given), "origins": {"admin": "test"}})
+        server = Server(given, engine=LocalEngine(), seed=1, endpoint=AdminEndpoint(given, Clock()))
+        assert await server.run() == 1
+    (failed,) = events(logged, "server.failed")
+    assert "The admin endpoint cannot listen" in failed["what"]
