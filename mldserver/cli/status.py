@@ -224,9 +224,11 @@ def facts(status: Status) -> list[tuple[str, str]]:
     counts |= {"set aside": spans.set_aside, "halted": len(spans.halted)}
     found.append(("windows", _counts(counts) or "none"))
     if spark is not None:
-        about = [f"Spark {spark.version or '-'}", spark.master, f"{spark.jobs:,} jobs", spark.ui or ""]
         trouble = "" if spark.ready else spark.trouble or "it starts"
-        found.append(("Spark", ", ".join(filter(None, [*about, trouble]))))
+        jobs = f"{spark.jobs:,} jobs" if spark.ready else ""
+        found.append(
+            ("Spark", ", ".join(filter(None, [spark.version, spark.master, trouble, jobs, spark.ui])))
+        )
     if (waiting := status.dead_letters.waiting) is not None:
         found.append(("dead letters", f"{waiting:,} waiting, {status.dead_letters.redriving:,} run again"))
     limits = [f"{name} {size(b.used_bytes)} of {size(b.limit_bytes)}" for name, b in status.budgets.items()]
@@ -261,29 +263,22 @@ def shards(
     entries: Iterable[Shard], title: str = "shards", *, rates: Mapping[str, Rates] | None = None
 ) -> Table:
     """Return shards as a table, in the order in which they come: with their rates, or else with their positions."""
-    counts = (">records", ">rows") if rates is None else (">records/s", ">rows/s", ">bytes/s")
-    places = ("position", "peer") if rates is None else ()
+    columns = ("shard", "state", ">lag", ">not durable", ">records/s", ">rows/s", ">bytes/s")
+    if rates is None:
+        columns = (*columns[:4], ">no checkpoint", ">records", ">rows", ">worker", "position", "peer")
     rows = []
     for shard in entries:
+        lag = "-" if shard.lag_ms is None else span(shard.lag_ms / 1000)
+        cells = [shard.id, shard.state, lag, span(shard.durable_age_seconds)]
         if rates is None:
-            cells = [f"{shard.records:,}", f"{shard.rows:,}"]
+            worker = "-" if shard.worker is None else str(shard.worker)
+            cells += [span(shard.checkpoint_age_seconds), f"{shard.records:,}", f"{shard.rows:,}", worker]
+            cells += [shard.position or "-", shard.peer or "-"]
         elif (rate := rates.get(shard.id)) is not None:
-            cells = [f"{rate.records:,.0f}", f"{rate.rows:,.0f}", size(rate.bytes)]
+            cells += [f"{rate.records:,.0f}", f"{rate.rows:,.0f}", size(rate.bytes)]
         else:
-            cells = ["-", "-", "-"]
-        rows.append(
-            (
-                shard.id,
-                shard.state,
-                "-" if shard.lag_ms is None else span(shard.lag_ms / 1000),
-                span(shard.durable_age_seconds),
-                span(shard.checkpoint_age_seconds),
-                *cells,
-                "-" if shard.worker is None else str(shard.worker),
-                *([shard.position or "-", shard.peer or "-"] if places else []),
-            )
-        )
-    columns = ("shard", "state", ">lag", ">not durable", ">no checkpoint", *counts, ">worker", *places)
+            cells += ["-", "-", "-"]
+        rows.append(cells)
     return table(title, columns, rows)
 
 
@@ -302,7 +297,7 @@ def windows(status: Status) -> Table:
                 "-" if one.rows_in is None else f"{one.rows_in:,}",
                 "-" if one.rows_out is None else f"{one.rows_out:,}",
                 "-" if one.seconds is None else f"{one.seconds:.1f}",
-                moment(one.cut_ms),
+                "-" if one.cut_ms is None else moment(one.cut_ms // 1000 * 1000),
                 _first_line(one.error),
             )
             for one in chosen

@@ -64,7 +64,7 @@ def test_one_look_shows_everything_that_a_person_on_call_asks_for(
     held = "1970-01-01T09:00:00Z, held by shardId-1 of server two, it lags, STUCK"
     assert line(text, "watermark").endswith(held)
     assert line(text, "windows  ").endswith("3 open, 7 published")
-    assert line(text, "Spark").endswith("Spark 4.0.1, local[2], 0 jobs, no executor")
+    assert line(text, "Spark").endswith("4.0.1, local[2], no executor")
     assert line(text, "dead letters").endswith("2 waiting, 0 run again")
     assert line(text, "budgets").endswith("buffer 12 MiB of 256 MiB")
     assert line(text, "shardId-0").split()[1:4] == ["connected", "1.5", "s"]
