@@ -263,9 +263,9 @@ def shards(
     entries: Iterable[Shard], title: str = "shards", *, rates: Mapping[str, Rates] | None = None
 ) -> Table:
     """Return shards as a table, in the order in which they come: with their rates, or else with their positions."""
-    columns = ("shard", "state", ">lag", ">not durable", ">records/s", ">rows/s", ">bytes/s")
+    counts = [">records/s", ">rows/s", ">bytes/s"]
     if rates is None:
-        columns = (*columns[:4], ">no checkpoint", ">records", ">rows", ">worker", "position", "peer")
+        counts = [">no checkpoint", ">records", ">rows", ">worker", "position", "peer"]
     rows = []
     for shard in entries:
         lag = "-" if shard.lag_ms is None else span(shard.lag_ms / 1000)
@@ -279,7 +279,7 @@ def shards(
         else:
             cells += ["-", "-", "-"]
         rows.append(cells)
-    return table(title, columns, rows)
+    return table(title, ("shard", "state", ">lag", ">not durable", *counts), rows)
 
 
 def windows(status: Status) -> Table:

@@ -1,0 +1,107 @@
+"""The commands beside a server that lives: ``status``, the acts, and what is shown when it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mldserver import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+HANDLER = "def process_record(record): pass"
+INITIALIZE = (
+    b'{"action":"initialize","shardId":"s-1","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}\n'
+)
+EVENTS = ("admin.listening", "server.listening")
+
+
+def test_a_server_is_seen_and_steered_from_its_start_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "watched.py").write_text(HANDLER)
+    log_file = tmp_path / "log"
+    options = [
+        "--listen",
+        "127.0.0.1:0",
+        "--out",
+        "out",
+        "--admin",
+        "127.0.0.1:0",
+        "--log-file",
+        str(log_file),
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mldserver", "serve", "watched", *options],
+        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        stderr=subprocess.DEVNULL,
+    )
+
+    def until(condition: Callable[[], object]) -> None:
+        while not condition():
+            assert server.poll() is None, log_file.read_text()
+            time.sleep(0.05)
+
+    def entries(event: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, log_file.read_text().splitlines() if log_file.exists() else [])
+        return [entry for entry in lines if entry["event"] == event]
+
+    def told(*words: str, code: int = 0) -> str:
+        assert cli.run([*words, "--out", "out", "--admin", admin]) == code
+        captured = capsys.readouterr()
+        return captured.err if code == 2 else captured.out
+
+    def document() -> dict[str, Any]:
+        cli.run(["status", "--json", "--out", "out", "--admin", admin])
+        seen: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return seen
+
+    try:
+        until(lambda: all(map(entries, EVENTS)))
+        admin, listening = (entries(event)[0]["address"] for event in EVENTS)
+        until(lambda: document()["ready"])
+        host, port = listening.split(":")
+        daemon = socket.create_connection((host, int(port)))
+        daemon.sendall(INITIALIZE)
+        until(lambda: [shard["id"] for shard in document()["shards"]] == ["s-1"])
+        assert "s-1     connected" in told("status")
+
+        assert "every shard waits" in told("pause")
+        until(lambda: document()["paused"])
+        assert told("resume") == "All shards go on.\n"
+        assert "durable: 0 rows" in told("flush")
+        assert "There are s-1." in told("drain-shard", "s-2", code=2)
+        assert "debug or above" in told("log-level", "debug")
+        until(lambda: document()["log_level"] == "debug")
+        acts = [(entry["act"], entry["argument"], entry["done"]) for entry in entries("admin.act")]
+        assert acts == [
+            ("pause", "", True),
+            ("resume", "", True),
+            ("flush", "", True),
+            ("drain-shard", "s-2", False),
+            ("log-level", "debug", True),
+        ]
+        token = (tmp_path / "out" / "_mldserver" / "admin.token").read_text().strip()
+        assert token not in log_file.read_text()
+
+        daemon.close()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        gone = told("status", code=3)
+        assert gone.startswith(
+            f"No server answers at {admin}: Connection refused. This is what the ledger holds:"
+        )
+        assert "s-1" in gone
+    finally:
+        server.kill()
+        server.wait()
