@@ -118,9 +118,14 @@ NOT_QUICK: Final = (
 )
 """What is in those rooms and takes longer."""
 
-SERVICES: Final = ("cluster", "spark/test_postgres.py", "spark/test_with_connect.py")
-"""What starts a Spark cluster, a Spark Connect server or PostgreSQL: a lane of its own beside the day's. A single test of
-another file is marked."""
+SERVICES: Final = (
+    "admin/test_page_behaviour.py",
+    "cluster",
+    "spark/test_postgres.py",
+    "spark/test_with_connect.py",
+)
+"""What starts a Spark cluster, a Spark Connect server, PostgreSQL or a browser: a lane of its own beside the day's. A single
+test of another file is marked."""
 
 ALLOWED_SECONDS: Final = {"quick": 2.0, "day": 60.0, "long": 1800.0}
 """How long one test may take in a lane, on two slow cores, before the run's summary names it."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from mldserver.admin.history import History
 from mldserver.admin.status import (
     SECONDS,
     Budget,
@@ -175,13 +174,12 @@ def failing(at_ms: int = NOW) -> Status:
     )
 
 
-def hour_before(make: Callable[[int], Status]) -> History:
-    """The history of a server that was healthy until half an hour ago, and then became what ``make`` makes."""
-    history = History()
+def hour_before(make: Callable[[int], Status]) -> list[Status]:
+    """An hour's documents, one each ten seconds: it was healthy until half an hour ago, and then grew as ``make`` makes it."""
+    hour = []
     for at_ms in range(NOW - HOUR - 10_000, NOW + 1, 10_000):
         status = make(at_ms)
         if make is not healthy:
-            # It began a while ago, and got worse step by step.
             worse = max(0.0, (at_ms - NOW + 24 * MINUTE) / (24 * MINUTE))
             shards = tuple(
                 msgspec.structs.replace(each, lag_ms=round(worse * each.lag_ms + 300 + 150 * _wave(at_ms, 7)))
@@ -189,15 +187,11 @@ def hour_before(make: Callable[[int], Status]) -> History:
                 else each
                 for each in status.shards
             )
-            watermark_ms = min(NOW - 13 * MINUTE, at_ms - 14_000 - at_ms % 5_000)
-            status = msgspec.structs.replace(
-                status,
-                ready=status.ready or worse < 0.7,
-                shards=shards,
-                watermark=Watermark(at_ms=watermark_ms),
-            )
-        history.add(status)
-    return history
+            watermark = Watermark(at_ms=min(NOW - 13 * MINUTE, at_ms - 14_000 - at_ms % 5_000))
+            ready = status.ready or worse < 0.7
+            status = msgspec.structs.replace(status, ready=ready, shards=shards, watermark=watermark)
+        hour.append(status)
+    return [*hour, make(NOW)]
 
 
 def _totals(at_ms: int, rate: int) -> Totals:

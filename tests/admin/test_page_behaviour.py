@@ -1,0 +1,303 @@
+"""The page in a real browser: what it tells and does, whatever the server tells and whatever becomes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from support.browser import Browser, browsing, serving
+from support.statuses import NOW, failing, healthy, hour_before, lagging
+
+from mldserver.admin import endpoint as module
+from mldserver.admin.status import (
+    DeadLetter,
+    DeadLetters,
+    Shard,
+    Spark,
+    Status,
+    Watermark,
+    Window,
+    Windows,
+    Worker,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+replace = msgspec.structs.replace
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as one:
+        yield one
+
+
+def simple(**changes: Any) -> Status:
+    """A server that has only just begun."""
+    about: dict[str, Any] = {
+        "taken_ms": NOW,
+        "pipeline": "departures",
+        "handler": "handlers.departures",
+        "version": "1",
+        "host": "here",
+        "pid": 1,
+        "server_id": "one",
+        "started_ms": NOW - 2_000,
+        "ready": True,
+    }
+    return Status(**about | changes)
+
+
+# What it tells
+
+
+def test_what_is_the_matter_is_told_in_words_the_worst_first(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, hour_before(failing)) as stage:
+        browser.open(stage.url)
+        browser.until_health("Not ready")
+        reasons = browser.text("#reasons").splitlines()
+        for part in (
+            "Spark's session is gone",
+            "2 shards are behind, the most shardId-000000000005: by 12 min 40 s.",
+            "1 shard has no connection: shardId-000000000006.",
+            "2 windows have failed, and are tried again. 2026-11-23T02-00-00Z: ConnectionError",
+            "2026-11-23T02-01-00Z is halted; those behind wait.",
+            "It stands still at 01:50:23, held by shardId-000000000005",
+            "ingest-4-1208 has not been heard of for 3 min 4 s.",
+            "37 records failed for good and wait for a person.",
+        ):
+            assert any(part in line for line in reasons), part
+        assert reasons[0].startswith("Not ready")
+        assert reasons[-1].startswith("Dead letters")
+        assert browser.run("return document.title") == "✕ departures: Not ready"
+
+
+def test_each_part_of_the_server_is_there(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, hour_before(failing)) as stage:
+        browser.open(stage.url)
+        browser.until_health("Not ready")
+        browser.until("document.querySelector('.chart .path')")
+        first, second, third = browser.text("#shards-table tbody").split("shardId-")[1:4]
+        assert ("missing" in first, "not told" in first) == (True, True)
+        assert ("held" in second, "12 min 40 s" in second) == (True, True)
+        assert ("connected" in third, "4 min 11 s" in third or "4 min 1" in third) == (True, True)
+        widths = browser.run(
+            "return [...document.querySelectorAll('#shards .gauge i')].map((bar) => parseFloat(bar.style.width))"
+        )
+        assert widths[:2] == [0, 100]
+        assert 30 < widths[2] < 36
+        assert "done 57" in browser.text("#legend")
+        assert "open 9" in browser.text("#legend")
+        assert browser.run("return document.querySelectorAll('#timeline .bar.failed').length") == 2
+        assert browser.run("return document.querySelectorAll('#timeline .late').length") == 1
+        assert "ConnectionError: the database answers nothing" in browser.text("#windows-table")
+        assert "48 s" in browser.text("#workers-table")
+        assert "it is started again in 32 s" in browser.text("#spark")
+        assert "963 MiB of 1 GiB (94 %)" in browser.text("#budgets")
+        assert "ingest-3-4711 (this)" in browser.text("#servers-table")
+        assert "37 waiting · 37 since the start · ValueError 29, KeyError 8" in browser.text("#letters")
+        assert "13 min" in browser.text("#watermark .big")
+        assert "listens on 127.0.0.1:7070" in browser.text("#about")
+        # Times of outage are marked in every chart.
+        assert browser.run("return document.querySelectorAll('.outage').length") == 4
+
+
+def test_a_server_that_has_only_just_begun_has_a_page_too(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, [simple(ready=False, reasons=("Spark's session starts",))]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Not ready")
+        browser.until("document.querySelector('#throughput svg text')")
+        assert "Spark's session starts" in browser.text("#reasons")
+        assert "The first point comes after ten seconds." in browser.text("#throughput")
+        assert "No window has been cut yet." in browser.text("#windows")
+        assert "No record has failed for good on this server." in browser.text("#letters")
+        assert browser.complaints() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word", "sentence"),
+    [
+        ({"paused": True}, "Paused", "mldserver resume"),
+        ({"stopping": True}, "Stopping", "ends"),
+        ({"stream_ended": True}, "Finished", "The stream has ended"),
+    ],
+)
+def test_what_is_meant_to_be_so_is_no_alarm(
+    browser: Browser, tmp_path: Path, changes: dict[str, bool], word: str, sentence: str
+) -> None:
+    with serving(tmp_path, [simple(**changes)]) as stage:
+        browser.open(stage.url)
+        browser.until_health(word)
+        assert sentence in browser.text("#sentence")
+        assert "bad" not in browser.run("return document.getElementById('health').className")
+
+
+def test_pointing_at_a_chart_tells_what_was_then_in_all_of_them(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, hour_before(lagging)) as stage:
+        browser.open(stage.url)
+        browser.until("document.querySelector('.chart .path')")
+        browser.run(
+            """const svg = document.querySelector("#lag svg"), { right, top } = svg.getBoundingClientRect();
+            svg.dispatchEvent(new PointerEvent("pointermove", { clientX: right - 1, clientY: top + 9 }));"""
+        )
+        assert browser.run("return document.querySelectorAll('.chart .at').length") == 4
+        assert "02:03:" in browser.text("#throughput")
+        assert "the shard that is most behind 12 min" in browser.text("#lag")
+        assert "behind the clock 12 min 50 s" in browser.text("#watermark")
+
+
+def test_many_shards_are_shown_when_asked_for_and_found_by_name(browser: Browser, tmp_path: Path) -> None:
+    shards = tuple(Shard(id=f"shard-{n}", state="connected", lag_ms=10 * n) for n in range(300))
+    with serving(tmp_path, [simple(shards=shards)]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Healthy")
+        rows = "document.querySelectorAll('#shards-table tbody tr').length"
+        assert browser.run(f"return {rows}") == 40
+        assert browser.text("#all") == "Show all 300"
+        browser.run("document.getElementById('all').click()")
+        assert browser.run(f"return {rows}") == 300
+        browser.driver.find_element("id", "filter").send_keys("d-29")
+        browser.until(f"{rows} === 11")
+
+
+# Whatever the server tells is text
+
+
+def test_what_users_name_and_write_never_becomes_markup(browser: Browser, tmp_path: Path) -> None:
+    evil = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
+    status = simple(
+        pipeline=evil,
+        handler=evil,
+        reasons=(evil,),
+        ready=False,
+        shards=(Shard(id=evil, state=evil, lag_ms=70_000),),
+        watermark=Watermark(at_ms=NOW, held_by=evil, reason=evil, stuck=True),
+        windows=Windows(halted=(evil,), latest=(Window(id=evil, state="failed", error=evil),)),
+        workers=(Worker(number=1),),
+        spark=Spark(ready=True, master=evil, ui="javascript:window.hurt = 1"),
+        dead_letters=DeadLetters(
+            waiting=1, latest=(DeadLetter(at_ms=NOW, shard=evil, sequence=evil, error=evil, traceback=evil),)
+        ),
+        failures={evil: 1},
+    )
+    with serving(tmp_path, [status]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Not ready")
+        browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        for place in ("#pipeline", "#reasons", "#shards-table", "#windows-table", "#spark", "#letters pre"):
+            assert evil in browser.text(place), place
+        assert browser.run("return document.querySelectorAll('main script, img').length") == 0
+        assert browser.run("return window.hurt") is None
+        assert browser.run("return document.getElementById('spark-ui').hidden") is True
+        assert browser.complaints() == []
+
+
+def test_sparks_own_page_is_a_link_when_it_is_served(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, [healthy()]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Healthy")
+        link = browser.driver.find_element("link text", "Spark's own page")
+        assert link.get_attribute("href") == "http://127.0.0.1:4040/"
+
+
+# As time passes
+
+
+def test_each_document_is_shown_as_it_comes_and_what_was_opened_stays_open(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with serving(tmp_path, [failing()]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Not ready")
+        browser.driver.find_element("css selector", "#letters summary").click()
+        assert "in on_record" in browser.text("#letters pre")
+        news = DeadLetter(at_ms=NOW + 900, shard="s", sequence="1", error="OSError: new", attempts=3)
+        later = failing(NOW + 1_000)
+        letters = replace(later.dead_letters, latest=(*later.dead_letters.latest, news))
+        stage.show(replace(later, dead_letters=letters, shards=later.shards[:2]))
+        browser.until("document.querySelectorAll('#letters li').length === 6")
+        assert "OSError: new" in browser.text("#letters li:first-child")
+        assert browser.run("return [...document.querySelectorAll('details')].map((each) => each.open)") == [
+            *(False, True),
+            *[False] * 4,
+        ]
+        assert browser.run("return document.querySelectorAll('#shards-table tbody tr').length") == 2
+
+
+def test_things_of_one_name_are_shown_as_often_as_they_are_told(browser: Browser, tmp_path: Path) -> None:
+    window = Window(id="w", state="failed")
+    with serving(tmp_path, [simple()]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Healthy")
+        for later in range(1, 4):
+            stage.show(simple(taken_ms=NOW + later, windows=Windows(latest=(window, window))))
+        browser.until_health("Needs a look")
+        stage.show(simple(taken_ms=NOW + 9, windows=Windows(latest=(window, window)), pipeline="last"))
+        browser.until("document.getElementById('pipeline').textContent === 'last'")
+        assert browser.run("return document.querySelectorAll('#windows-table tbody tr').length") == 2
+
+
+def test_where_no_events_come_it_asks(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_STREAMS", 0)
+    with serving(tmp_path, [simple()]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Healthy")
+        browser.until("stream.readyState === EventSource.CLOSED")
+        stage.show(simple(taken_ms=NOW + 1_000, paused=True))
+        browser.until_health("Paused")
+
+
+def test_a_server_that_says_nothing_more_is_told_and_what_is_old_looks_so(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with serving(tmp_path, [healthy()]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Healthy")
+        # Its clock is moved on by hand.
+        browser.run("const real = performance.now.bind(performance); performance.now = () => real() + 20e3;")
+        browser.until_health("No word")
+        assert "Below is what it told last, at 02:03:23 UTC." in browser.text("#sentence")
+        assert browser.run("return document.body.classList.contains('stale')") is True
+        assert browser.text("#live") == "as it was at 02:03:23 UTC"
+        stage.show(healthy(NOW + 1_000))
+        browser.until_health("Healthy")
+        assert browser.run("return document.body.classList.contains('stale')") is False
+
+
+# Without eyes
+
+
+def test_a_screen_reader_finds_landmarks_names_and_a_health_that_speaks(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with serving(tmp_path, hour_before(lagging)) as stage:
+        browser.open(stage.url)
+        browser.until_health("Needs a look")
+        browser.until("document.querySelector('.chart .path')")
+        found = browser.accessible()
+        roles = [role for role, _ in found]
+        assert [roles.count(role) for role in ("banner", "main", "contentinfo")] == [1, 1, 1]
+        assert {name for role, name in found if role == "region"} >= {
+            *("Needs a look", "Throughput", "Latency of batches", "Lag", "Watermark", "Windows", "Shards"),
+            *("Workers", "Spark", "Memory and disk", "Servers on the ledger", "Dead letters"),
+        }
+        pictures = [name.replace("\u00a0", " ") for role, name in found if role == "image"]
+        assert any(
+            name.startswith("Lag, the shard that is most behind, over the last hour: now 12 min")
+            for name in pictures
+        )
+        assert any(
+            name.startswith("The latest 61 windows: 60 done, 1 computing, 2 open") for name in pictures
+        )
+        assert all(pictures)
+        tables = [name for role, name in found if role == "table"]
+        assert len(tables) == 4
+        assert all(tables)
+        assert browser.text("#spoken") == "Needs a look. Lag, Watermark, Memory and disk"
+        spoken = browser.run("return [spoken.getAttribute('role'), spoken.getAttribute('aria-live')]")
+        assert spoken == ["status", "polite"]
