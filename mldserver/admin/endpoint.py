@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import hdrs, web
 
+from mldserver.admin import metrics
 from mldserver.admin.access import (
     Act,
     Credential,
@@ -82,7 +83,7 @@ _PAGE: Final = Path(__file__).with_name("page.html")
 _READS: Final = {
     "/livez": Act.LIVE,
     "/readyz": Act.LIVE,
-    **dict.fromkeys(("/", "/status", "/events", "/history"), Act.READ),
+    **dict.fromkeys(("/", "/status", "/events", "/history", "/metrics"), Act.READ),
 }
 
 
@@ -326,9 +327,10 @@ class Endpoint:
             return await self._steer(request, connection, who)
         if path == "/events":
             return await self._stream(request, connection)
-        return self._read(path, may_read=self._may(self.listener, credential, Act.READ) is None)
+        may_read = self._may(self.listener, credential, Act.READ) is None
+        return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=may_read)
 
-    def _read(self, path: str, *, may_read: bool) -> web.Response:
+    def _read(self, path: str, accept: str, *, may_read: bool) -> web.Response:
         silent = self.silent_seconds
         turns = silent < _SILENT_SECONDS
         still = f"the server's event loop has not turned for {silent:.0f} s"
@@ -349,6 +351,9 @@ class Endpoint:
             raise _Refused(503, "The server has only just started: there is no status yet.")
         if path == "/history":
             return _body(self._once("history", self._history.json), "application/json")
+        if path == "/metrics":
+            kind = metrics.content_type(accept)
+            return _body(self._once(kind, lambda: metrics.exposed(status, kind)), kind)
         return _body(self._document, "application/json")
 
     async def _stream(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:

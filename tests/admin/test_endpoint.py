@@ -16,6 +16,7 @@ from support.certificates import Certificates
 from support.raw_http import NOW_MS, Answer, Client, connected, document
 
 from mldserver.admin import endpoint as module
+from mldserver.admin import metrics
 from mldserver.admin.access import make_token, read_token
 from mldserver.admin.endpoint import Endpoint
 from mldserver.admin.wire import Answered
@@ -196,6 +197,32 @@ def test_the_last_hour_is_made_of_the_documents(tmp_path: Path) -> None:
     running(story())
 
 
+def test_metrics_are_made_once_of_a_document_in_the_format_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    exposed = metrics.exposed
+    monkeypatch.setattr(metrics, "exposed", lambda status, kind: made.append(kind) or exposed(status, kind))
+
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            assert (await server.ask("/metrics")).code == 503
+            for ready in (True, False):
+                server.endpoint.take(document(ready=ready))
+                for _ in range(3):
+                    plain = await server.ask("/metrics")
+                    assert plain.headers["content-type"] == metrics.TEXT
+                    assert f"mldserver_ready {float(ready)}\n".encode() in plain.body
+                    opened = await server.ask(
+                        "/metrics", Accept="application/openmetrics-text; version=1.0.0"
+                    )
+                    assert opened.headers["content-type"] == metrics.OPENMETRICS
+                    assert opened.body.endswith(b"# EOF\n")
+
+    running(story())
+    assert made == [metrics.TEXT, metrics.OPENMETRICS] * 2
+
+
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     async def story() -> None:
         async with served(tmp_path) as server:
@@ -243,7 +270,7 @@ def test_a_unix_socket_is_its_users_who_is_known_by_the_kernel(tmp_path: Path) -
     running(story())
 
 
-READS = ("/status", "/events", "/history", "/nowhere")
+READS = ("/status", "/events", "/history", "/metrics", "/nowhere")
 
 
 async def most(server: Served, tls: ssl.SSLContext | None = None, **headers: str) -> int:

@@ -1,0 +1,336 @@
+"""The status document as metrics for Prometheus: one table says what each is called, where it is read, and what it means.
+
+Names follow Prometheus' conventions: base units, ``_total`` for what only grows. Labels are bounded: shards beyond
+``MOST_SHARDS`` are one series, ``other``, which shows the worst of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from prometheus_client import exposition as text
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from mldserver.admin.status import SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client.core import Metric as Family
+
+    from mldserver.admin.status import Status
+
+MOST_SHARDS: Final = 200
+PREFIX: Final = "mldserver_"
+
+TABLE: Final = """
+info  INFO
+    What runs: version, pipeline, handler and its version, server and host.
+ready  ready
+    1 while the server is ready.
+paused  paused
+    1 while an operator has paused all shards.
+start_time_seconds  started_ms
+    When the server started, since the epoch.
+event_loop_lag_seconds  loop_lag_seconds
+    The longest that the event loop was late within the last second.
+resident_memory_bytes  resident_bytes
+    Memory of the server's process.
+log_lines_lost_total  totals.log_lines_lost
+    Lines that the log has lost.
+reloads_total  totals.reloads
+    Reloads of the handler.
+reloads_refused_total  totals.reloads_refused
+    Reloads that were refused: the old code went on.
+batches_total  totals.batches
+    Batches that held records.
+records_total  totals.records
+    Records that came, those within KPL aggregates counted singly.
+duplicate_records_total  totals.duplicates
+    Records that had been taken in before, and were dropped unseen.
+received_bytes_total  totals.bytes
+    Bytes of batches that held records, as they came.
+rows_total  totals.rows
+    Rows that the handler gave.
+durable_rows_total  totals.rows_durable
+    Rows that were made durable.
+late_rows_total  totals.rows_late
+    Rows that came after their window was cut.
+ahead_rows_total  totals.rows_ahead
+    Rows whose time ran too far ahead of their records' arrival.
+batch_seconds  batch_seconds
+    From the last byte of a batch that held records until it was done with.
+handler_seconds_total  totals.handler_seconds
+    Time in which batches were worked on by handlers.
+held_seconds_total  totals.held_seconds
+    Time in which answers were held back for want of memory or disk.
+early_answers_total  totals.answered_early
+    Batches that were answered before they were done.
+handler_retries_total  totals.retries
+    Calls of the handler that were made again after a failure.
+failed_records_total  OUTCOMES
+    Records that ended without a row: dead_letter, skipped, or discarded by the handler.
+dead_letter_errors_total  failures
+    Dead letters by the class of their error, at most a hundred classes.
+dead_letters_waiting  dead_letters.waiting
+    Dead letters that the ledger keeps.
+dead_letters_redriving  dead_letters.redriving
+    Dead letters that are to run once more.
+connections  connections
+    Connections by the state of the protocol.
+connections_accepted_total  totals.connections
+    Connections that were accepted.
+connection_failures_total  totals.connections_failed
+    Connections that were closed because of an error.
+shards  SHARDS
+    Shards of this server by their state, the missing ones among them.
+shard_lag_seconds  shards.lag_ms
+    How far a shard's latest batch was behind the stream's tip.
+shard_durable_age_seconds  shards.durable_age_seconds
+    How long a shard's oldest record that is not durable has been here.
+shard_checkpoint_age_seconds  shards.checkpoint_age_seconds
+    How long a shard's oldest durable position that no checkpoint covers has waited.
+checkpoints_total  totals.checkpoints
+    Checkpoints that daemons have stored.
+checkpoint_retries_total  totals.checkpoints_retried
+    Checkpoints that were asked for again.
+checkpoint_failures_total  totals.checkpoints_failed
+    Checkpoints that were given up for then.
+watermark_timestamp_seconds  watermark.at_ms
+    Up to which event time no more rows are expected, since the epoch.
+watermark_lag_seconds  WATERMARK_LAG
+    How far the watermark is behind the time of day.
+watermark_holder  HOLDER
+    1 for the shard that holds the watermark, the server that does if it is another, and why.
+watermark_stuck  watermark.stuck
+    1 while windows that are due wait for it for too long.
+stream_ended  stream_ended
+    1 once every shard has ended and every window is cut.
+windows  WINDOWS
+    Windows that are open, cut and not published yet (computing), or halted.
+windows_published_total  windows.published
+    Windows that this server has published.
+windows_set_aside_total  windows.set_aside
+    Windows that kept failing and were set aside.
+window_failures_total  totals.windows_failed
+    Attempts at windows that failed.
+window_rows_total  windows.rows_out
+    Rows of published windows.
+window_seconds  windows.seconds
+    From a window's cut to its visible output.
+flushes_total  totals.flushes
+    Flushes that made rows or positions durable.
+flush_failures_total  totals.flushes_failed
+    Cycles of the coordinator that failed, and were tried again.
+segments_total  totals.segments
+    Files of rows that were made durable.
+segment_bytes_total  totals.segment_bytes
+    Bytes of those files.
+budget_used_bytes  budgets.used_bytes
+    What is used of what is bounded: rows in memory (buffer), unread messages (lines), disk (segments).
+budget_limit_bytes  budgets.limit_bytes
+    The bounds of these.
+ledger_calls_total  totals.ledger_calls
+    Transactions of the ledger.
+ledger_faults_total  totals.ledger_faults
+    Transactions of the ledger that failed.
+ledger_seconds_total  totals.ledger_seconds
+    Time that transactions of the ledger took; they may overlap.
+servers  SERVERS
+    Servers on the ledger, this one included.
+worker_resident_memory_bytes  workers.resident_bytes
+    Memory of a worker's process.
+worker_running_seconds  workers.running_seconds
+    How long a worker's present call of the handler runs.
+worker_shards  workers.shards
+    Shards of a worker.
+worker_restarts_total  workers.restarts
+    Processes that a worker had before its present one.
+workers_lost_total  totals.workers_lost
+    Worker processes that died or were killed.
+workers_replaced_total  totals.workers_replaced
+    Worker processes that had grown beyond their memory limit.
+spark_ready  spark.ready
+    1 while a window's job would start at once.
+spark_jobs  spark.jobs
+    Jobs that Spark runs.
+spark_start_seconds  spark.start_seconds
+    How long Spark's latest start took.
+spark_starts_total  totals.spark_starts
+    Starts of Spark's driver.
+spark_lost_total  totals.spark_lost
+    Drivers of Spark that died.
+"""
+"""Of each metric: its name without ``PREFIX``, the field of ``Status`` that it is read from, and below what it means.
+
+A field in ms is exposed in seconds. ``shards.…``, ``workers.…`` and ``budgets.…`` are a series for each; what stands in
+capitals has a function of its own.
+"""
+
+
+class Series(NamedTuple):
+    """One series of a metric."""
+
+    labels: tuple[str, ...]
+    value: Any
+    """A number; a ``Histogram``; the labels of an info."""
+
+
+class Metric(NamedTuple):
+    """One metric."""
+
+    name: str
+    """With the prefix; that of a histogram without its suffixes."""
+    kind: str
+    """``counter``, ``gauge``, ``histogram`` or ``info``."""
+    labels: tuple[str, ...]
+    help: str
+    read: Callable[[Status], list[Series]]
+    """Returns nothing where there is nothing to tell."""
+
+
+def _info(status: Status) -> list[Series]:
+    names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
+    return [Series((), {name: getattr(status, name) for name in names})]
+
+
+def _by(counts: Mapping[str, float]) -> list[Series]:
+    return [Series((name,), count) for name, count in counts.items()]
+
+
+def _outcomes(status: Status) -> list[Series]:
+    totals = status.totals
+    return _by({"dead_letter": totals.dead_letters, "skipped": totals.skipped, "discarded": totals.discarded})
+
+
+def _shard_states(status: Status) -> list[Series]:
+    states = Counter(shard.state for shard in status.shards)
+    return _by(
+        {name: states[name] for name in ("connected", "held", "paused", "missing", "left_out", "ended")}
+    )
+
+
+def _window_states(status: Status) -> list[Series]:
+    windows = status.windows
+    return _by({"open": windows.open, "computing": windows.waiting, "halted": len(windows.halted)})
+
+
+def _holder(status: Status) -> list[Series]:
+    mark = status.watermark
+    return [Series((mark.held_by or "", mark.server or "", mark.reason), 1)]
+
+
+def _watermark_lag(status: Status) -> list[Series]:
+    at_ms = status.watermark.at_ms
+    return [] if at_ms is None else [Series((), (status.taken_ms - at_ms) / 1000)]
+
+
+_OWN: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Status], list[Series]]]]] = {
+    "INFO": ((), _info),
+    "OUTCOMES": (("outcome",), _outcomes),
+    "SHARDS": (("state",), _shard_states),
+    "WINDOWS": (("state",), _window_states),
+    "HOLDER": (("shard", "server", "reason"), _holder),
+    "WATERMARK_LAG": ((), _watermark_lag),
+    "SERVERS": ((), lambda status: [Series((), len(status.servers))]),
+    "failures": (("error",), lambda status: _by(status.failures)),
+    "connections": (("state",), lambda status: _by(status.connections)),
+}
+
+
+def _found(within: Any, field: str) -> Any:
+    """Return a field by its path, ms as seconds; None where it, or what it is in, is None."""
+    for name in field.split("."):
+        within = None if within is None else getattr(within, name)
+    return within / 1000 if field.endswith("_ms") and within is not None else within
+
+
+def _reader(field: str) -> tuple[tuple[str, ...], Callable[[Status], list[Series]]]:
+    """Return the labels of a row of the table, and what reads it."""
+    room, _, inner = field.partition(".")
+
+    def of_shards(status: Status) -> list[Series]:
+        known = [(shard.id, value) for shard in status.shards if (value := _found(shard, inner)) is not None]
+        known.sort(
+            key=lambda one: one[0] == "other"
+        )  # a shard may be called so: among others it is one of them
+        others = [value for _, value in known[MOST_SHARDS:]]
+        worst = [Series(("other",), max(others))] if others else []
+        return [Series((name,), value) for name, value in known[:MOST_SHARDS]] + worst
+
+    def of_workers(status: Status) -> list[Series]:
+        return [Series((str(worker.number),), _found(worker, inner)) for worker in status.workers]
+
+    def of_budgets(status: Status) -> list[Series]:
+        return [Series((name,), _found(budget, inner)) for name, budget in status.budgets.items()]
+
+    def alone(status: Status) -> list[Series]:
+        return [] if (value := _found(status, field)) is None else [Series((), value)]
+
+    if field in _OWN:
+        return _OWN[field]
+    rooms = {"shards": of_shards, "workers": of_workers, "budgets": of_budgets}
+    return ((room.removesuffix("s"),), rooms[room]) if room in rooms else ((), alone)
+
+
+def _kind(name: str) -> str:
+    histograms = {"batch_seconds": "histogram", "window_seconds": "histogram", "info": "info"}
+    return "counter" if name.endswith("_total") else histograms.get(name, "gauge")
+
+
+METRICS: Final = {
+    PREFIX + name: Metric(PREFIX + name, _kind(name), labels, meaning, read)
+    for name, field, meaning in re.findall(r"^(\w+)  ([\w.]+)\n    (.+)$", TABLE, re.MULTILINE)
+    for labels, read in (_reader(field),)
+}
+
+OPENMETRICS: Final = openmetrics.CONTENT_TYPE_LATEST
+TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def content_type(accept: str) -> str:
+    """Return which of the two formats a client's ``Accept`` asks for."""
+    return OPENMETRICS if "application/openmetrics-text" in accept else TEXT
+
+
+def exposed(status: Status, kind: str) -> bytes:
+    """Return a document's metrics in the format of a content type."""
+    generate = openmetrics.generate_latest if kind == OPENMETRICS else text.generate_latest
+    return bytes(generate(_Families(status)))
+
+
+class _Families(Collector):
+    """What prometheus-client asks for metrics."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Family]:
+        for metric in METRICS.values():
+            if series := metric.read(self._status):
+                yield _family(metric, series)
+
+
+def _family(metric: Metric, series: list[Series]) -> Family:
+    value = series[0].value
+    if metric.kind == "info":
+        return InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, value)
+    if metric.kind == "histogram":
+        bounds = [*map(str, SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+        return HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=value.sum_seconds)
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.labels)
+    for each in series:
+        family.add_metric(each.labels, each.value)
+    return family

@@ -1,0 +1,161 @@
+"""Metrics as Prometheus reads them: names, formats, bounds; and what stands beside them in ``deploy/``."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
+from mldserver.admin.status import (
+    SECONDS,
+    Budget,
+    DeadLetters,
+    Histogram,
+    Peer,
+    Shard,
+    Spark,
+    Status,
+    Watermark,
+    Windows,
+    Worker,
+)
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool, of Debian's package `prometheus`"
+)
+
+
+def status(*shards: Shard) -> Status:
+    """A document in which nothing is left out."""
+    return Status(
+        taken_ms=1_800_000_060_000,
+        pipeline="departures",
+        handler="handlers.departures",
+        version="1.0",
+        host="box",
+        pid=7,
+        server_id="box:7",
+        started_ms=1_800_000_000_000,
+        ready=True,
+        batch_seconds=Histogram(counts=(3, 2, *[0] * (len(SECONDS) - 2), 1), sum_seconds=70.5),
+        failures={"ValueError": 2},
+        connections={"idle": 3},
+        shards=shards
+        or (
+            Shard(
+                id="a", state="connected", lag_ms=1500, durable_age_seconds=2.5, checkpoint_age_seconds=1.0
+            ),
+        ),
+        watermark=Watermark(at_ms=1_800_000_000_000, held_by="a", reason="behind"),
+        windows=Windows(open=2, waiting=1, halted=("w",), seconds=Histogram(sum_seconds=0.0)),
+        workers=(Worker(number=0, pid=8, resident_bytes=1 << 20, restarts=2),),
+        spark=Spark(ready=True, start_seconds=12.5, jobs=1),
+        dead_letters=DeadLetters(waiting=4),
+        servers=(Peer(id="box:7", this=True),),
+        budgets={"buffer": Budget(used_bytes=1, limit_bytes=2)},
+    )
+
+
+def series(document: Status) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Read the text format back: each series' value by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in parse_text(exposed(document, TEXT).decode())
+        for sample in family.samples
+    }
+
+
+def test_every_metric_is_exposed_and_none_else() -> None:
+    families = parse_text(exposed(status(), TEXT).decode())
+    shown = {family.name + "_total" * (family.type == "counter"): family for family in families}
+    assert shown.keys() == METRICS.keys()
+    assert {name: family.documentation for name, family in shown.items()} == {
+        name: metric.help for name, metric in METRICS.items()
+    }
+
+
+def test_both_formats_say_the_same() -> None:
+    plain = {
+        (sample.name, *sample.labels.items()): sample.value
+        for family in parse_text(exposed(status(), TEXT).decode())
+        for sample in family.samples
+    }
+    opened = {
+        (sample.name, *sample.labels.items()): sample.value
+        for family in parse_openmetrics(exposed(status(), OPENMETRICS).decode())
+        for sample in family.samples
+    }
+    assert plain == opened
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", TEXT),
+        ("text/html, */*;q=0.1", TEXT),
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5", OPENMETRICS),
+    ],
+)
+def test_a_client_gets_openmetrics_when_it_asks_for_that(accept: str, kind: str) -> None:
+    assert content_type(accept) == kind
+
+
+def test_times_are_in_seconds_and_histograms_add_up() -> None:
+    seen = series(status())
+    assert seen["mldserver_shard_lag_seconds", (("shard", "a"),)] == 1.5
+    assert seen["mldserver_watermark_lag_seconds", ()] == 60
+    assert seen["mldserver_watermark_timestamp_seconds", ()] == seen["mldserver_start_time_seconds", ()]
+    buckets = [value for (name, _), value in seen.items() if name == "mldserver_batch_seconds_bucket"]
+    assert buckets == [3, *[5] * (len(SECONDS) - 1), 6]
+    assert seen["mldserver_batch_seconds_count", ()] == 6
+    assert seen["mldserver_batch_seconds_sum", ()] == 70.5
+
+
+def test_what_is_not_known_is_no_series() -> None:
+    bare = Status(
+        taken_ms=0,
+        pipeline="",
+        handler="",
+        version="",
+        host="",
+        pid=1,
+        server_id="",
+        started_ms=0,
+        ready=False,
+    )
+    names = {name for name, _ in series(bare)}
+    assert not {name for name in names if name.startswith(("mldserver_spark_r", "mldserver_watermark_lag"))}
+    assert series(bare)["mldserver_ready", ()] == 0
+
+
+def test_shards_beyond_the_limit_are_one_series_that_shows_the_worst() -> None:
+    shards = [
+        Shard(id=f"shard-{number:04}", state="connected", lag_ms=number * 1000)
+        for number in range(MOST_SHARDS + 50)
+    ]
+    seen = series(status(*shards, Shard(id="other", state="connected", lag_ms=7)))
+    lags = {dict(labels)["shard"]: value for (name, labels), value in seen.items() if "shard_lag" in name}
+    assert len(lags) == MOST_SHARDS + 1
+    assert lags["other"] == MOST_SHARDS + 49
+    assert seen["mldserver_shards", (("state", "connected"),)] == MOST_SHARDS + 51
+
+
+@pytest.mark.parametrize("shard_id", ['"}\n# HELP x', "\\", "\u2028ä", "a,b=c"])
+def test_a_shard_may_be_called_anything(shard_id: str) -> None:
+    seen = series(status(Shard(id=shard_id, state="connected", lag_ms=0)))
+    assert seen["mldserver_shard_lag_seconds", (("shard", shard_id),)] == 0
+
+
+@needs_promtool
+def test_promtool_finds_nothing_wrong_with_the_metrics() -> None:
+    promtool = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=exposed(status(), TEXT),
+        capture_output=True,
+        check=False,
+    )
+    assert (promtool.returncode, promtool.stdout + promtool.stderr) == (0, b"")
