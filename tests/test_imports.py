@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mldserver"
 
-ABOVE_ALL = ("assembly", "admin.gather", "admin.acts", "server", "testing", "cli")
+ABOVE_ALL = ("assembly", "admin.gather", "admin.acts", "server", "testing", "conformance", "cli")
 """Rooms that put the others together, from the ground up: each may import all that is below it."""
 
 _SETTINGS = ("config.settings", "config.kinds")

@@ -77,6 +77,7 @@ _COMMANDS: Final = {
     "dead-letters": "Show records that failed for good, run them again, or delete them.",
     "streams": "Show the stream of a table in DynamoDB, and how far it is read.",
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
+    "conformance": "Play the daemon's behaviour at any child of it, and judge how that takes it.",
 }
 
 _ELSEWHERE: Final = {

@@ -1,0 +1,161 @@
+"""``mldserver conformance``: plays a catalogue of the daemon's behaviour at any child, and judges it."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import os
+import sys
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import orjson
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from mldserver import __version__
+from mldserver.cli.ledger_tool import table, tell
+from mldserver.config.kinds import address
+from mldserver.conformance.life_cases import catalogue
+from mldserver.conformance.player import Result, Target, Verdict, counts, play_all
+from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, ConfigError, NotThereYet, leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HELP = """
+Play the MultiLangDaemon's behaviour at any child, and judge it.
+
+Each case is a conversation of its own, with a shard of its own: a connection to HOST:PORT or unix:PATH, or a process that
+COMMAND starts and that speaks on its standard streams. A child that has failed in one is fresh in the next.
+
+```
+mldserver serve handlers.raw --accept-gap --listen 127.0.0.1:7071 --out /tmp/trial
+mldserver conformance 127.0.0.1:7071
+mldserver conformance --json report.json -- python processor.py
+mldserver conformance 127.0.0.1:7071 --only 'G*'
+```
+
+A child takes what is played for records of its stream: never play at one that works. Cases of checkpoints show nothing
+unless its handler checkpoints. `mldserver help conformance` tells what the verdicts mean. Exit code 0 means that no case
+failed, 1 that one did.
+"""
+_AT_A_TIME: Final = 32
+"""Connections."""
+
+app = App(name="conformance", help=_HELP, help_format="markdown")
+
+
+@app.default
+def conformance(
+    *child: Annotated[
+        str,
+        Parameter(
+            help="`HOST:PORT`, `unix:PATH`, or a command with its arguments behind `--`.",
+            allow_leading_hyphen=True,
+        ),
+    ],
+    json: Annotated[Path | None, Parameter(help="Also write every case as JSON to this file.")] = None,
+    only: Annotated[
+        tuple[str, ...],
+        Parameter(help="Play cases with these numbers or sections (`*` for any); may be repeated."),
+    ] = (),
+    patience: Annotated[
+        float,
+        Parameter(help="Seconds that a child has for each of its lines.", validator=Number(gt=0)),
+    ] = 10.0,
+    at_a_time: Annotated[
+        int | None,
+        Parameter(help="Cases at a time. [default: 32; for processes twice as many as processors]"),
+    ] = None,
+) -> int:
+    """Play the catalogue and return the exit code."""
+    cases = [case for case in catalogue() if not only or _named(only, case.number, case.section)]
+    if not cases:
+        raise ConfigError(f"No case is named {' or '.join(only)}.", advice="Numbers are such as G07, or G*.")
+    target = _target(child)
+    many = at_a_time or (2 * (os.cpu_count() or 1) if target.command else _AT_A_TIME)
+    shown = sys.stderr.isatty()
+    done = 0
+
+    def count(_result: Result) -> None:
+        nonlocal done
+        done += 1
+        if shown:
+            sys.stderr.write(f"\r{done} of {len(cases)} cases{'' if done < len(cases) else chr(10)}")
+
+    try:
+        results = asyncio.run(play_all(cases, target, at_a_time=many, patience=patience, tell=count))
+    except ExceptionGroup as group:
+        error = next(leaves(group))
+        if not isinstance(error, OSError):
+            raise
+        raise NotThereYet(
+            f"The child cannot be reached: {error.strerror or error}.",
+            did="No more cases were played.",
+            advice="Name where it listens, or a command that starts it.",
+        ) from error
+    if json is not None:
+        json.write_bytes(orjson.dumps(report(results, child), option=orjson.OPT_INDENT_2))
+    tell(*_tables(results))
+    return EXIT_FAULT if any(result.verdict is Verdict.FAIL for result in results) else EXIT_CLEAN
+
+
+def _named(only: Sequence[str], number: str, section: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in (number, section))
+
+
+def _target(child: Sequence[str]) -> Target:
+    """Return where children are: one word that is an address, or a command. Raises ConfigError when nothing is named."""
+    if not child:
+        raise ConfigError("No child is named.", advice="Give HOST:PORT, unix:PATH, or -- COMMAND.")
+    if len(child) == 1 and ("/" not in child[0] or child[0].startswith("unix:")):
+        try:
+            return Target(str(address.parse(child[0])))
+        except ValueError:
+            pass  # a command
+    return Target(command=tuple(child))
+
+
+def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
+    """Return what became of each case, and how many of each section came to what, as one document."""
+    return {
+        "schema": 1,
+        "mldserver": __version__,
+        "child": list(child),
+        "sections": {
+            section: {verdict.value: count for verdict, count in row.items()}
+            for section, row in counts(results).items()
+        },
+        "cases": [
+            {
+                "number": result.case.number,
+                "section": result.case.section,
+                "title": result.case.title,
+                "source": result.case.source,
+                "verdict": result.verdict,
+                "why": result.why,
+                "seconds": round(result.seconds, 3),
+                "said": result.said,
+            }
+            for result in results
+        ],
+    }
+
+
+def _tables(results: Sequence[Result]) -> list[Any]:
+    rows = [
+        [section, str(sum(row.values())), *(str(row[verdict] or "") for verdict in Verdict)]
+        for section, row in counts(results).items()
+    ]
+    total = {verdict: sum(result.verdict is verdict for result in results) for verdict in Verdict}
+    rows.append(["all", str(len(results)), *(str(total[verdict] or "") for verdict in Verdict)])
+    parts: list[Any] = [table("", ["section", ">cases", *(f">{verdict}" for verdict in Verdict)], rows)]
+    others = [
+        [result.case.number, result.verdict, result.case.title, result.why, result.case.source]
+        for result in results
+        if result.verdict is not Verdict.PASS
+    ]
+    if others:
+        parts += ["", table("", ["case", "verdict", "what", "why", "source"], others)]
+    return parts

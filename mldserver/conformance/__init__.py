@@ -1,0 +1,1 @@
+"""A catalogue of what the MultiLangDaemon may say to a child, and a judge of how the child takes it."""

@@ -1,0 +1,177 @@
+"""The daemon's ears: what each line of a child does to a real daemon. No I/O.
+
+A child is read as the Java reads it. What would hurt there is a fault: the daemon waits for ever, its JVM exits with every
+shard of the host, records are acknowledged unread, a shard's children are blocked. What works and is a mistake all the same
+is a remark.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from mldserver.conformance.cases import Want
+from mldserver.testing.daemon import (
+    AskCheckpoint,
+    Form,
+    Ignored,
+    NullMessage,
+    Said,
+    Unreadable,
+    checkpoint_reply,
+    read_reply,
+)
+from mldserver.testing.fake_stream import SHARD_END, TRIM_HORIZON, JavaThrow, ShardCheckpointer, WorkerMistake
+
+if TYPE_CHECKING:
+    from mldserver.conformance.cases import Ask
+    from mldserver.testing.fake_stream import Place
+
+ENDLESS: Final = 60
+"""Checkpoints for one request, beyond which a child is taken never to stop."""
+AT_ONCE_SECONDS: Final = 0.01
+"""A checkpoint that was throttled and is asked for again sooner than this was not waited for."""
+
+_PASSING: Final = frozenset({"ThrottlingException", "KinesisClientLibDependencyException"})
+"""Errors that pass by themselves."""
+_GONE: Final = "ShutdownException"
+
+
+class Judge:
+    """One connection, as the daemon sees it."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self.faults: list[str] = []
+        self.remarks: list[str] = []
+        self.asking: Ask | None = None
+        """The request whose answer is awaited."""
+        self.asked = 0
+        """Checkpoints asked for since the request."""
+        self.refused = 0
+        """Replies of the case that were given, in all."""
+        self.skipped = ""
+        """The last line that the daemon could not read, and why; it explains a daemon that waits for ever."""
+        self._replies: deque[str | bytes | None] = deque()
+        self._delivered: set[tuple[str, int]] = set()
+        self._gone = False
+        self._throttled_at: float | None = None
+        self._error: str | None = None
+        self._begin(TRIM_HORIZON)
+
+    @property
+    def stored(self) -> Place:
+        """The last checkpoint that was stored."""
+        return self._checkpointer.last
+
+    def _begin(self, start: Place) -> None:
+        self._start = start
+        self._checkpointer = ShardCheckpointer(start, self._store)
+
+    def ask(self, request: Ask) -> None:
+        """Note that a request goes out."""
+        self.asking, self.asked, self.skipped = request, 0, ""
+        self._replies = deque(request.replies)
+        self._throttled_at = None
+        if request.start is not None:
+            self._begin(request.start)
+        for place in request.places:
+            self._checkpointer.delivered(place)
+            self._delivered.add((place.number.lstrip("0"), place.sub))
+        if request.ends:
+            self._checkpointer.reach_end()
+
+    def hear(self, text: str, now: float) -> bytes | None:
+        """Take a line; return the reply to it, if one is due. ``now``: seconds of steady time."""
+        reply = read_reply(self._form, text)
+        shown = text if len(text) <= 100 else f"{text[:100]}…"  # noqa: PLR2004  # as much as a report has room for
+        match reply:
+            case Ignored():
+                return None
+            case Unreadable(why):
+                self.skipped = f"{shown!r} is skipped: {why}"
+                self.remarks.append(f"wrote a line that the daemon skips ({why}): {shown!r}")
+                return None
+            case NullMessage():
+                self._fault("wrote a literal null: the JVM exits")
+                self.asking = None
+                return None
+        if reply.trailing:
+            self._fault(f"wrote two messages on a line: the second is lost: {shown!r}")
+        if self.asking is None:
+            self._fault(f"wrote a line that answers no request: it is taken for the next answer: {shown!r}")
+            return None
+        if isinstance(reply, Said):
+            self._status(self.asking, reply.response_for)
+            return None
+        return self._checkpoint(self.asking, reply, now)
+
+    def _fault(self, what: str) -> None:
+        """Note what would hurt. Where no daemon would have spoken so it cannot: then it is a mistake like others."""
+        refusable = self.asking is not None and self.asking.want is Want.REFUSAL
+        (self.remarks if refusable else self.faults).append(what)
+
+    def _status(self, request: Ask, response_for: str | None) -> None:
+        self.asking = None
+        if request.want is Want.REFUSAL:
+            self.remarks.append("answered what no daemon sends")
+        elif request.want is Want.NO_STATUS:
+            self._fault(f"answered {request.action} though its checkpoint was never stored")
+        elif response_for != request.action:
+            self._fault(f"answered {response_for}, not {request.action}: the JVM exits")
+        elif request.ends and self._checkpointer.last != SHARD_END and not self._gone:
+            self._fault("answered the shard's end without its checkpoint stored: its children are blocked")
+        elif request.covers and self._checkpointer.last != self._checkpointer.largest:
+            behind = f"{self._checkpointer.last} of {self._checkpointer.largest}"
+            self._fault(f"answered {request.action} with {behind} checkpointed: the rest is delivered again")
+
+    def _checkpoint(self, request: Ask, asked: AskCheckpoint, now: float) -> bytes:
+        self.asked += 1
+        if self.asked > ENDLESS:
+            self._fault(f"asked for more than {ENDLESS} checkpoints under one request")
+            self.asking = None
+        if self._gone:
+            self.remarks.append(f"asked for a checkpoint after {_GONE}: the lease is gone")
+        if self._throttled_at is not None and now - self._throttled_at < AT_ONCE_SECONDS:
+            self.remarks.append("asked again at once for a checkpoint that was throttled")
+        raw = self._replies.popleft() if self._replies else None
+        self.refused += raw is not None
+        self._error = _GONE if self._gone else raw if isinstance(raw, str) else None
+        error = self._outcome(request, asked)
+        self._gone |= error == _GONE
+        self._throttled_at = now if error in _PASSING else None
+        if isinstance(raw, bytes):
+            return raw
+        return checkpoint_reply(self._form, asked.number, asked.sub, error)
+
+    def _outcome(self, request: Ask, asked: AskCheckpoint) -> str | None:
+        if not request.checkpointable:
+            self.remarks.append(
+                f"asked for a checkpoint while answering {request.action}, where none is allowed"
+            )
+            return "InvalidStateException"
+        if asked.number is not None and not self._known(asked.number, asked.sub or 0):
+            told = asked.number if not asked.sub else f"{asked.number}/{asked.sub}"
+            self._fault(f"asked for a checkpoint at {told}, which was never delivered")
+        before = self._checkpointer.last
+        try:
+            self._checkpointer.checkpoint(asked.number, asked.sub)
+        except WorkerMistake as mistake:
+            self.remarks.append(f"asked for a checkpoint that cannot be: {mistake}")
+            return mistake.simple_name
+        except JavaThrow as thrown:
+            return thrown.simple_name
+        # The Java does not store the same place again, so it would not fail either; an error of the case's does all the same.
+        return self._error if before == self._checkpointer.last else None
+
+    def _known(self, number: str, sub: int) -> bool:
+        at_start = number == self._start.number
+        return (
+            at_start
+            or (number.lstrip("0"), sub) in self._delivered
+            or number in {"TRIM_HORIZON", "SHARD_END"}
+        )
+
+    def _store(self, _place: Place) -> None:
+        if self._error is not None:
+            raise JavaThrow(self._error, "so the case has it")

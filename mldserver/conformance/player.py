@@ -1,0 +1,410 @@
+"""Plays cases at a child: over TCP or a Unix socket with a connection each, or on the pipes of a process each.
+
+What comes is read as the Java's reader does: a line ends at CR, LF or both. A child is given ``patience`` for each of its
+lines; where none comes in time, the daemon would wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import enum
+import os
+import random
+import signal
+import socket
+import struct
+import tempfile
+from collections import deque
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Final
+
+from mldserver.conformance.cases import (
+    FIRST,
+    SHARD,
+    Ask,
+    EndsItself,
+    HangUp,
+    Provoke,
+    Quiet,
+    Reopen,
+    Resume,
+    Want,
+    Write,
+    batch,
+    initialize,
+    record,
+)
+from mldserver.conformance.judge import Judge
+from mldserver.testing.daemon import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from mldserver.conformance.cases import Case, Step
+
+_READ_BYTES: Final = 1 << 16
+_SURPLUS_SECONDS: Final = 0.01
+"""How long after each answer is listened for a second one."""
+_REFUSAL_SECONDS: Final = 2.0
+"""How long a child has to close where it is told what no daemon says; how long no status may come where none must."""
+_BETWEEN_BATCHES_SECONDS: Final = 0.05
+_PROVOKING: Final = 1_000
+"""The first record's place where nothing is checkpointed yet."""
+_SHORT: Final = frozenset({Want.REFUSAL, Want.NO_STATUS})
+_ERROR_BYTES: Final = 2000
+"""Of the end of a child's standard error."""
+
+
+class Verdict(enum.StrEnum):
+    """What a case came to, from best to worst."""
+
+    PASS = "pass"  # noqa: S105  # no secret
+    NON_STRICT = "non-strict"
+    """It works with a real daemon, and is a mistake all the same."""
+    NOT_SHOWN = "not shown"
+    """The child never asked for the checkpoint that the case is about."""
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a case."""
+
+    case: Case
+    verdict: Verdict
+    why: str
+    """The first thing that went wrong."""
+    seconds: float
+    said: str = ""
+    """The end of a child's standard error, where something went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where children are: ``host:port``, ``unix:PATH``, or a command that is run for each."""
+
+    address: str = ""
+    command: tuple[str, ...] = ()
+
+    async def open(self) -> Channel:
+        """Connect, or start a child. Raises OSError."""
+        if self.command:
+            errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the channel
+            pipe = asyncio.subprocess.PIPE
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command, stdin=pipe, stdout=pipe, stderr=errors
+                )
+            except BaseException:
+                errors.close()
+                raise
+            assert process.stdin is not None, "stdin is a pipe"
+            assert process.stdout is not None, "stdout is a pipe"
+            return Channel(process.stdout, process.stdin, process, errors)
+        if self.address.startswith("unix:"):
+            reader, writer = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
+        else:
+            host, _, port = self.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        return Channel(reader, writer)
+
+
+@dataclass(slots=True)
+class Channel:
+    """The daemon's ends of a child's input and output."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    process: asyncio.subprocess.Process | None = None
+    errors: IO[bytes] | None = None
+    ended: bool = False
+    """Whether the child has ended its output."""
+    _lines: deque[str] = field(default_factory=deque)
+    _partial: str = ""
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    async def write(self, data: bytes) -> None:
+        """Write; a child that is gone is found out by reading."""
+        with contextlib.suppress(OSError):
+            self.writer.write(data)
+            await self.writer.drain()
+
+    async def line(self, seconds: float) -> str | None:
+        """Return the next line, None at the end of the output. Raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            while not self._lines and not self.ended:
+                try:
+                    data = await self.reader.read(_READ_BYTES)
+                except OSError:  # a reset is an end
+                    data = b""
+                self.ended = not data
+                text = self._partial + self._decoder.decode(data, final=self.ended)
+                *lines, self._partial = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+                self._lines.extend(lines)
+        return self._lines.popleft() if self._lines else None
+
+    def end_input(self) -> None:
+        """End what the child reads."""
+        with contextlib.suppress(OSError):
+            if self.writer.can_write_eof():
+                self.writer.write_eof()
+
+    async def exit_code(self, seconds: float) -> int | None:
+        """Return a process's exit code, None for a connection. Raises TimeoutError."""
+        if self.process is None:
+            return None
+        async with asyncio.timeout(seconds):
+            return await self.process.wait()
+
+    async def close(self, *, cut: bool = False) -> str:
+        """Let go, by a reset with ``cut``; a process that still runs is killed. Return the end of its standard error."""
+        raw = self.writer.get_extra_info("socket")
+        if cut and raw is not None:
+            with contextlib.suppress(OSError):
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if self.process is None:
+            self.writer.transport.abort()
+        else:
+            self.writer.close()
+            if self.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    # Not ``kill``, which takes the exit code away from asyncio's own watcher.
+                    os.kill(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        if self.errors is None:
+            return ""
+        with self.errors as errors:
+            errors.seek(0)
+            return errors.read().decode(errors="replace")[-_ERROR_BYTES:]
+
+
+class _Over(Exception):
+    """The case is decided: nothing more of it can be played."""
+
+
+class _Play:
+    """One case at one child after the other."""
+
+    def __init__(self, case: Case, target: Target, shard_id: str, patience: float) -> None:
+        self._case = case
+        self._target = target
+        self._shard = shard_id.encode()
+        self._patience = patience * case.patience
+        self.judge = Judge(case.form)
+        self.not_shown = ""
+        self._deaf = False
+        """Whether a request is left unanswered on purpose: what still comes to it is nothing new."""
+        self.said = ""
+        self._channel: Channel | None = None
+
+    @property
+    def _child(self) -> Channel:
+        assert self._channel is not None, "a child is there while steps are played"
+        return self._channel
+
+    async def run(self) -> None:
+        """Play every step, and let go of the child. Raises OSError when there is none."""
+        try:
+            self._channel = await self._target.open()
+            for step in self._case.steps:
+                await self._step(step)
+        except _Over:
+            pass
+        finally:
+            if self._channel is not None:
+                self.said = await self._channel.close()
+
+    async def _step(self, step: Step) -> None:  # noqa: C901  # one case for each kind of step
+        match step:
+            case Ask():
+                await self._ask(step)
+            case Provoke():
+                await self._provoke(step)
+            case Quiet(seconds):
+                await self._quiet(seconds)
+            case Write(what):
+                if isinstance(what, Ask):
+                    self.judge.ask(what)
+                data = what if isinstance(what, bytes) else what.line
+                assert isinstance(data, bytes), "what is written so is short"
+                await self._child.write(data)
+            case EndsItself():
+                with contextlib.suppress(TimeoutError):
+                    if await self._child.line(_REFUSAL_SECONDS) is None:
+                        return
+                self.judge.remarks.append("leaves its output open after the last status")
+            case HangUp():
+                await self._hang_up()
+            case Reopen(cut):
+                await self._reopen(cut=cut)
+            case Resume(form):
+                place = self.judge.stored
+                await self._reopen()
+                await self._ask(initialize(form, place.number, place.sub))
+        if self.judge.faults:
+            raise _Over
+
+    async def _reopen(self, *, cut: bool = False) -> None:
+        await self._child.close(cut=cut)
+        judge = Judge(self._case.form)
+        judge.faults, judge.remarks = self.judge.faults, self.judge.remarks
+        self.judge, self._channel, self._deaf = judge, await self._target.open(), False
+
+    async def _ask(self, ask: Ask) -> None:
+        data = ask.line.replace(SHARD.encode(), self._shard) if isinstance(ask.line, bytes) else ask.line()
+        self.judge.ask(ask)
+        for at in range(0, len(data), ask.piece or len(data)):
+            if at and ask.pause:
+                await asyncio.sleep(ask.pause)
+            await self._child.write(data[at : at + (ask.piece or len(data))])
+        await self._answered(ask)
+        if ask.checkpoint and not self.judge.asked and not self.judge.faults:
+            self.not_shown = f"it asked for no checkpoint while answering {ask.action}"
+            raise _Over
+
+    async def _answered(self, ask: Ask) -> None:
+        """Play on until the request is answered, or the child has closed."""
+        judge = self.judge
+        now = asyncio.get_running_loop().time
+        patience = min(self._patience, _REFUSAL_SECONDS) if ask.want in _SHORT else self._patience
+        until = now() + patience if ask.want is Want.NO_STATUS else None
+        while judge.asking is not None and not judge.faults:
+            try:
+                text = await self._child.line(patience if until is None else max(0.0, until - now()))
+            except TimeoutError:
+                self._waits_for_ever(ask)
+                return
+            if text is None:
+                judge.asking = None
+                if ask.want is Want.STATUS:
+                    judge.faults.append(f"closed in place of answering {ask.action}: the JVM exits")
+                return
+            reply = judge.hear(text, now())
+            if reply is not None:
+                if ask.reply_after:
+                    await self._quiet(ask.reply_after, "asked again before the daemon had replied")
+                await self._child.write(reply.replace(SHARD.encode(), self._shard))
+        await self._quiet(_SURPLUS_SECONDS)
+
+    def _waits_for_ever(self, ask: Ask) -> None:
+        self._deaf = ask.want in _SHORT
+        if ask.want is Want.REFUSAL:
+            self.judge.remarks.append("neither closed nor answered")
+        elif ask.want is not Want.NO_STATUS:
+            because = f": {self.judge.skipped}" if self.judge.skipped else ""
+            self.judge.faults.append(
+                f"did not answer {ask.action} in time; the daemon waits for ever{because}"
+            )
+
+    async def _quiet(self, seconds: float, wrong: str = "") -> None:
+        """Listen for what must not come."""
+        now = asyncio.get_running_loop().time
+        until = now() + seconds
+        while (left := until - now()) > 0 and not self._child.ended and not self._deaf:
+            with contextlib.suppress(TimeoutError):
+                text = await self._child.line(left)
+                if text and wrong:
+                    self.judge.faults.append(f"{wrong}: {text!r}")
+                elif text:
+                    self.judge.hear(text, now())
+
+    async def _provoke(self, step: Provoke) -> None:
+        """Send batches until the child has been given every reply."""
+        judge, now = self.judge, asyncio.get_running_loop().time
+        until, left = now() + self._patience, list(step.replies)
+        # Records go on behind the checkpoint: a daemon delivers none twice that lies before it.
+        stored = judge.stored.number
+        place = int(stored) - FIRST + 1 if stored.isdigit() else _PROVOKING
+        while left:
+            ask = batch(
+                record(place, None if step.form is not Form.KCL3 else 0),
+                form=step.form,
+                replies=tuple(left),
+                reply_after=step.reply_after,
+                want=step.want,
+            )
+            await self._ask(ask)
+            if judge.faults or self._child.ended:
+                return
+            del left[: judge.asked]
+            place += 1
+            if left and now() > until:
+                self.not_shown = "it asked for too few checkpoints while answering processRecords"
+                raise _Over
+            await self._quiet(_BETWEEN_BATCHES_SECONDS)
+
+    async def _hang_up(self) -> None:
+        self._child.end_input()
+        try:
+            while (text := await self._child.line(self._patience)) is not None:
+                if not self._deaf:
+                    self.judge.hear(text, asyncio.get_running_loop().time())
+            code = await self._child.exit_code(self._patience)
+        except TimeoutError:
+            self.judge.faults.append(
+                "leaves its output open after the daemon has gone: the daemon drains it for ever"
+            )
+            return
+        refused = any(isinstance(step, Ask) and step.want is not Want.STATUS for step in self._case.steps)
+        if code and not refused:
+            self.judge.remarks.append(f"exited with {code}")
+
+
+async def play(case: Case, target: Target, shard_id: str, patience: float) -> Result:
+    """Play one case; ``patience``: seconds for each line of the child. Raises OSError when there is no child."""
+    now = asyncio.get_running_loop().time
+    began = now()
+    one = _Play(case, target, shard_id, patience)
+    await one.run()
+    faults, remarks = one.judge.faults, one.judge.remarks
+    verdict, why = Verdict.PASS, ""
+    if faults:
+        verdict, why = Verdict.FAIL if case.strict else Verdict.NON_STRICT, faults[0]
+    elif one.not_shown:
+        verdict, why = Verdict.NOT_SHOWN, one.not_shown
+    elif remarks:
+        verdict, why = Verdict.NON_STRICT, remarks[0]
+    return Result(case, verdict, why, now() - began, one.said if why else "")
+
+
+async def play_all(
+    cases: Sequence[Case],
+    target: Target,
+    *,
+    at_a_time: int,
+    patience: float,
+    tell: Callable[[Result], None] = lambda _result: None,
+) -> list[Result]:
+    """Play cases, so many at a time, each with a shard of its own; return what became of them in their order.
+
+    Raises OSError when the child cannot be reached or started.
+    """
+    run = random.randrange(10**8)  # noqa: S311  # shards of two runs must not meet; it guards nothing
+    slots = asyncio.Semaphore(at_a_time)
+
+    async def one(place: int, case: Case) -> Result:
+        async with slots:
+            result = await play(case, target, f"shardId-{run:08d}{place:04d}", patience)
+            tell(result)
+            return result
+
+    # Those that take long begin first.
+    order = sorted(enumerate(cases), key=lambda pair: -pair[1].patience)
+    async with asyncio.TaskGroup() as group:
+        tasks = {place: group.create_task(one(place, case)) for place, case in order}
+    return [tasks[place].result() for place in sorted(tasks)]
+
+
+def counts(results: Iterable[Result]) -> dict[str, dict[Verdict, int]]:
+    """Return for each section how many cases came to what."""
+    table: dict[str, dict[Verdict, int]] = {}
+    for result in results:
+        row = table.setdefault(result.case.section, dict.fromkeys(Verdict, 0))
+        row[result.verdict] += 1
+    return table

@@ -1,0 +1,431 @@
+"""The judge catches what a child does wrong, each kind of it; a child that does all right, and the server, pass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance.children import Child, listening
+from support.serving import KEEP_EVERYTHING, quick, serving
+
+from mldserver import cli
+from mldserver.conformance.life_cases import catalogue
+from mldserver.conformance.player import Result, Target, Verdict, play, play_all
+
+CASES = {case.title: case for case in catalogue()}
+PROCESSOR = Path(__file__).parent / "record_processor.py"
+
+
+async def played(kind: type[Child], title: str, patience: float = 0.5) -> Result:
+    async with listening(kind) as address:
+        return await play(CASES[title], Target(address), "shardId-000000000001", patience)
+
+
+# The catalogue.
+
+
+def test_every_case_has_a_number_a_title_of_its_own_and_a_source() -> None:
+    cases = catalogue()
+    assert len(cases) >= 200
+    assert len({case.number for case in cases}) == len({case.title for case in cases}) == len(cases)
+    assert all(case.source for case in cases)
+    # Long lines are made when they are played, each by a function of its own.
+    assert len({(case.form, case.strict, case.steps) for case in cases}) == len(cases)
+
+
+def test_a_line_is_as_long_as_its_case_says() -> None:
+    for length in (2**16 - 1, 2**16, 2**16 + 1):
+        case = CASES[f"a line of {length:,} bytes"]
+        assert len(case.steps[1].line) == length + 1  # type: ignore[union-attr]  # a batch, and its line feed
+
+
+# A child that does everything right.
+
+
+@pytest.mark.parametrize("section", ["checkpoints", "answers", "endings", "batches", "framing"])
+async def test_a_child_that_does_everything_right_passes(section: str) -> None:
+    cases = [case for case in catalogue() if case.section == section]
+    async with listening(Child) as address:
+        results = await play_all(cases, Target(address), at_a_time=64, patience=20)
+    assert [(result.case.title, result.why) for result in results if result.verdict is not Verdict.PASS] == []
+
+
+# Children that do one thing wrong.
+
+
+class Silent(Child):
+    async def answer(self, action: str) -> None:
+        if action != "processRecords":
+            await super().answer(action)
+
+
+class Mistaken(Child):
+    async def answer(self, action: str) -> None:
+        await super().answer("processRecords" if action == "leaseLost" else action)
+
+
+class Twice(Child):
+    async def answer(self, action: str) -> None:
+        await super().answer(action)
+        await super().answer(action)
+
+
+class TwiceMuchLater(Child):
+    async def answer(self, action: str) -> None:
+        await super().answer(action)
+        if action == "processRecords":
+            await asyncio.sleep(0.1)
+            await super().answer(action)
+
+
+class Talkative(Child):
+    async def answer(self, action: str) -> None:
+        await self.say({"action": "status", "responseFor": action, "took": 7})
+
+
+class Printing(Child):
+    async def answer(self, action: str) -> None:
+        await self.write(b"handled " + action.encode() + b"\n")
+        await super().answer(action)
+
+
+class Null(Child):
+    async def answer(self, action: str) -> None:
+        await self.say(None)
+
+
+class OnOneLine(Child):
+    async def answer(self, action: str) -> None:
+        status = json.dumps({"action": "status", "responseFor": action}).encode()
+        await self.write(status + status + b"\n")
+
+
+class Crashing(Child):
+    async def answer(self, action: str) -> None:
+        if action == "processRecords":
+            raise RuntimeError
+        await super().answer(action)
+
+
+class Rounding(Child):
+    async def ask(self, number: str | None, sub: int | None) -> str | None:
+        return await super().ask(number and str(int(float(number))), sub)
+
+
+class Backward(Child):
+    asked: tuple[str | None, ...] = ()
+
+    async def ask(self, number: str | None, sub: int | None) -> str | None:
+        self.asked += (number,)
+        return await super().ask(self.asked[0] if len(self.asked) > 2 else number, sub)
+
+
+class OldForm(Child):
+    async def ask(self, number: str | None, sub: int | None) -> str | None:
+        self.v1 = True
+        return await super().ask(number, sub)
+
+
+class Early(Child):
+    async def request(self, action: str, message: dict[str, Any]) -> None:
+        if action == "initialize":
+            await self.ask(None, None)
+        await super().request(action, message)
+
+
+class Clinging(Child):
+    async def request(self, action: str, message: dict[str, Any]) -> None:
+        if action == "leaseLost":
+            await self.ask(None, None)
+        await super().request(action, message)
+
+
+class Impatient(Child):
+    async def pause(self, attempt: int) -> None:
+        pass
+
+
+class Endless(Child):
+    retries = 10_000
+
+    async def pause(self, attempt: int) -> None:
+        await asyncio.sleep(0)
+
+
+class NeverGone(Child):
+    async def checkpoint(self, number: str | None, sub: int | None) -> bool:
+        await self.ask(number, sub)
+        return True
+
+
+class NoCheckpoint(Child):
+    async def checkpoint(self, number: str | None, sub: int | None) -> bool:
+        return True
+
+
+class Truthy(Child):
+    async def ask(self, number: str | None, sub: int | None) -> str | None:
+        return await super().ask(number, sub) or None
+
+
+class OneTry(Child):
+    async def end(self) -> None:
+        await self.ask(None, None)
+
+
+class Hasty(Child):
+    async def end(self) -> None:
+        await self.say({"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None})
+        await super().end()
+
+
+class NoLastCheckpoint(Child):
+    async def request(self, action: str, message: dict[str, Any]) -> None:
+        if action != "processRecords":
+            await super().request(action, message)
+            return
+        first = message["records"][0]
+        await self.checkpoint(first["sequenceNumber"], first["subSequenceNumber"])
+        await self.answer(action)
+
+    async def checkpoint(self, number: str | None, sub: int | None) -> bool:
+        return await super().checkpoint(number or self.last, sub)
+
+    last = ""
+
+    async def ask(self, number: str | None, sub: int | None) -> str | None:
+        self.last = str(number)
+        return await super().ask(number, sub)
+
+
+class Stubborn(Child):
+    async def run(self) -> None:
+        await super().run()
+        await asyncio.sleep(3600)
+
+
+class Waiting(Child):
+    async def run(self) -> None:
+        await super().run()
+        await self.reader.read()
+
+
+class Lenient(Child):
+    async def run(self) -> None:
+        while raw := await self.reader.readline():
+            await self.answer(json.loads(raw).get("action"))
+
+
+class Ignorant(Child):
+    async def run(self) -> None:
+        while raw := await self.reader.readline():
+            message = json.loads(raw)
+            if message.get("action") in {"initialize", "leaseLost", "processRecords"}:
+                await self.request(message["action"], message)
+
+
+class TakesHalves(Child):
+    async def run(self) -> None:
+        while raw := await self.reader.readline():
+            message = json.loads(raw)
+            await self.answer(message["action"])
+
+
+class SplitsLines(Child):
+    async def run(self) -> None:
+        text = ""
+        while raw := await self.reader.readline():
+            for text in raw.decode().splitlines():
+                message = json.loads(text)
+                await self.request(message["action"], message)
+
+
+BATCHES = "three batches of ten records"
+ENDS_WITH_BATCH = "the shard ends after a batch"
+WRONG: list[tuple[type[Child], str, Verdict, str]] = [
+    (Silent, BATCHES, Verdict.FAIL, "did not answer processRecords in time"),
+    (Mistaken, BATCHES, Verdict.FAIL, "answered processRecords, not leaseLost"),
+    (Twice, BATCHES, Verdict.FAIL, "answers no request"),
+    (TwiceMuchLater, "processRecords is answered once, and by its name", Verdict.FAIL, "answers no request"),
+    (Talkative, BATCHES, Verdict.FAIL, "status has no property took"),
+    (Printing, BATCHES, Verdict.NON_STRICT, "skips (not JSON"),
+    (Null, BATCHES, Verdict.FAIL, "a literal null"),
+    (OnOneLine, BATCHES, Verdict.FAIL, "two messages on a line"),
+    (Crashing, BATCHES, Verdict.FAIL, "closed in place of answering processRecords"),
+    (
+        *(Rounding, "neighbours that differ in their last digit alone are told apart"),
+        *(Verdict.FAIL, "which was never delivered"),
+    ),
+    (Backward, "checkpoints under batches never go back", Verdict.NON_STRICT, "a checkpoint that cannot be"),
+    (OldForm, BATCHES, Verdict.FAIL, "checkpoint has no property checkpoint"),
+    (Early, BATCHES, Verdict.NON_STRICT, "while answering initialize"),
+    (Clinging, BATCHES, Verdict.NON_STRICT, "while answering leaseLost"),
+    (
+        *(Impatient, "under a batch: after ThrottlingException processing goes on"),
+        *(Verdict.NON_STRICT, "asked again at once"),
+    ),
+    (Endless, "under a batch: InvalidStateException for ever ends in a status", Verdict.FAIL, "more than 60"),
+    (
+        *(NeverGone, "once the lease is gone, shutdownRequested is answered without a checkpoint"),
+        *(Verdict.NON_STRICT, "after ShutdownException"),
+    ),
+    (NoCheckpoint, BATCHES, Verdict.PASS, ""),
+    (
+        NoCheckpoint,
+        "a checkpoint under a batch has exactly the keys of its version",
+        Verdict.NOT_SHOWN,
+        "too few",
+    ),
+    (
+        NoCheckpoint,
+        "a sub-sequence number is 1",
+        Verdict.NOT_SHOWN,
+        "no checkpoint while answering shutdownRequested",
+    ),
+    (NoCheckpoint, ENDS_WITH_BATCH, Verdict.FAIL, "its children are blocked"),
+    (
+        Truthy,
+        "at the shard's end: an empty name is not taken for stored",
+        Verdict.FAIL,
+        "its children are blocked",
+    ),
+    (
+        OneTry,
+        "at the shard's end: ThrottlingException is not taken for stored",
+        Verdict.FAIL,
+        "children are blocked",
+    ),
+    (
+        OneTry,
+        "at the shard's end: ThrottlingException for ever never ends in a status",
+        Verdict.FAIL,
+        "never stored",
+    ),
+    (
+        *(Hasty, "a slow reply at the shard's end is waited for"),
+        *(Verdict.FAIL, "asked again before the daemon had replied"),
+    ),
+    (
+        *(NoLastCheckpoint, "before the lease goes all that was delivered is checkpointed"),
+        *(Verdict.NON_STRICT, "the rest is delivered again"),
+    ),
+    (Stubborn, BATCHES, Verdict.FAIL, "drains it for ever"),
+    (
+        *(Waiting, "when the lease is lost the output ends by itself: some bridges end by nothing else"),
+        *(Verdict.NON_STRICT, "leaves its output open after the last status"),
+    ),
+    (Lenient, "leaseLost comes before initialize", Verdict.NON_STRICT, "answered what no daemon sends"),
+    (Ignorant, "there comes a status", Verdict.NON_STRICT, "neither closed nor answered"),
+    (
+        TakesHalves,
+        "the daemon closes before the line feed of a batch",
+        Verdict.NON_STRICT,
+        "answers no request",
+    ),
+    (
+        *(SplitsLines, "a partition key is LINE SEPARATOR (U+2028), which some readers take for a line end"),
+        *(Verdict.FAIL, "closed in place of answering processRecords"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "title", "verdict", "why"), WRONG, ids=lambda value: getattr(value, "__name__", None)
+)
+async def test_what_a_child_does_wrong_is_caught(
+    kind: type[Child], title: str, verdict: Verdict, why: str
+) -> None:
+    result = await played(kind, title)
+    assert result.verdict is verdict, result.why
+    assert why in result.why
+
+
+async def test_a_child_that_is_not_there_is_an_error_and_no_verdict(unused_tcp_port: int) -> None:
+    with pytest.raises(OSError, match="Connect"):
+        await play(CASES[BATCHES], Target(f"127.0.0.1:{unused_tcp_port}"), "shardId-000000000001", 1)
+
+
+# On the pipes of a process, and as a command.
+
+COMMAND = (sys.executable, str(PROCESSOR))
+
+
+@pytest.mark.parametrize(
+    ("title", "verdict", "why", "said"),
+    [
+        (BATCHES, Verdict.PASS, "", ""),
+        ("the shard ends after a batch", Verdict.PASS, "", ""),
+        (
+            "the arrival time is null",
+            Verdict.FAIL,
+            "closed in place of answering processRecords",
+            "TypeError",
+        ),
+        ("the daemon closes inside a line", Verdict.NON_STRICT, "exited with 1", "JSONDecodeError"),
+    ],
+)
+async def test_a_command_is_played_at_on_its_pipes(title: str, verdict: Verdict, why: str, said: str) -> None:
+    result = await play(CASES[title], Target(command=COMMAND), "shardId-000000000001", 30)
+    assert (result.verdict, result.why.startswith(why)) == (verdict, True), result.why
+    assert said in result.said
+
+
+def test_the_command_tells_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    only = ["--only", CASES[BATCHES].number, "--only", CASES["the arrival time is null"].number]
+    assert cli.run(["conformance", "--json", str(file), *only, "--", *COMMAND]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"^records and nulls +1 +1$", told, re.MULTILINE)
+    assert re.search(r"^all +2 +1 +1$", told, re.MULTILINE)
+    assert "the arrival time is null" in told
+    assert BATCHES not in told
+    report = json.loads(file.read_text("utf-8"))
+    assert report["schema"] == 1
+    assert report["child"] == list(COMMAND)
+    assert report["sections"]["batches"] == {"pass": 1, "non-strict": 0, "not shown": 0, "fail": 0}
+    assert {case["verdict"] for case in report["cases"]} == {"pass", "fail"}
+    assert all(case["source"] for case in report["cases"])
+
+
+def test_a_run_without_a_failure_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["conformance", "--only", CASES[BATCHES].number, "--", *COMMAND]) == 0
+    assert "all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ([], 2, "No child is named."),
+        (["127.0.0.1:1", "--only", "Z99"], 2, "No case is named Z99."),
+        (["127.0.0.1:1"], 1, "The child cannot be reached"),
+        (["--", "/no/such/program"], 1, "The child cannot be reached"),
+    ],
+)
+def test_what_cannot_be_played_at_is_told(
+    arguments: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["conformance", *arguments]) == code
+    assert told in capsys.readouterr().err
+
+
+# The server.
+
+
+async def test_the_server_passes_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keeps_everything.py").write_text(KEEP_EVERYTHING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # The catalogue begins shards in their middle, as daemons do whose checkpoints were made by another child.
+    settings = quick(tmp_path / "out", "keeps_everything", accept_gap=True)
+    async with serving(settings) as server:
+        results = await play_all(catalogue(), Target(await server.listening()), at_a_time=32, patience=60)
+    others = [
+        (one.case.number, one.case.title, one.verdict, one.why) for one in results if one.verdict != "pass"
+    ]
+    assert others == []
