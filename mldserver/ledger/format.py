@@ -1,6 +1,7 @@
 """Between a ledger's changes and what stores keep of them: rows of plain values, and bytes. Pure.
 
-Format 6, which every kind of ledger shares. Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
+Format 6, which every kind of ledger shares, and which is that of the segments that it names too: who changes what is in
+one raises it, and keeps what the version before has left (``tests/formats``). Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
 ``windows``, ``servers``, ``late``, ``letters``, ``shapes``: each row, a list of values, by its key; null: it went.
 Sequence numbers are decimal text. The last value of a window are its segments, ``[n, [segment …]]``: the first n that the
 version before held, then these, so that a flush into a window of a thousand segments writes one.

@@ -238,12 +238,20 @@ def _read(store: OutputStore) -> Owner | None:
     # An empty file was cut off by a crash, on a file system that shows files before they are whole.
     if not data:
         return None
+    form = _FORMAT
     try:
         fields = json.loads(data)
-        if fields.pop("format") == _FORMAT:
+        form = int(fields.pop("format"))
+        if form == _FORMAT:
             return Owner(**fields)
     except (ValueError, TypeError, AttributeError, KeyError):
         pass
+    if form > _FORMAT:
+        raise OperatorError(
+            f"The output folder {store.uri()} has format {form}; this program knows format {_FORMAT}.",
+            did="Nothing was touched.",
+            advice="Run the version of mldserver that wrote it, or a later one.",
+        )
     raise OperatorError(
         f"The output folder {store.uri()} belongs to something unknown: {OWNER} in it cannot be read.",
         did="Nothing was touched.",

@@ -1,0 +1,162 @@
+"""What a released version has left behind goes on under this one; what a newer one has left is refused in a sentence.
+
+``<format>.tar.gz`` holds the output folder of a server that was stopped in the midst of a stream: windows published and
+open, positions, dead letters. The ledger's format is that of its segments too, which nothing else names. When it rises,
+``write`` makes the next one: ``PYTHONPATH=tests python3 -m formats.test_formats FOLDER``, in an empty folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import sys
+import tarfile
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from support.serving import quick, serving, until
+from support.store import SqliteStore
+
+from mldserver import cli
+from mldserver.errors import EXIT_OPERATOR
+from mldserver.ledger.format import FORMAT
+from mldserver.output.layout import LEDGER, OWNER, SEGMENTS
+from mldserver.testing import FakeMLD, FakeStream
+
+if TYPE_CHECKING:
+    from mldserver.config.settings import Settings
+
+HERE = Path(__file__).parent
+KEPT = sorted(HERE.glob("*.tar.gz"), key=lambda path: int(path.name.partition(".")[0]))
+HANDLER = '''
+"""A row for each record; some are poison."""
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at")
+
+
+def process_record(record):
+    event = record.json()
+    if event["id"] % 10 == 3:
+        raise ValueError("poison")
+    return event["id"], event["at"]
+'''
+BEFORE, RECORDS = 40, 60
+"""Records that came before the server was stopped, and all."""
+
+
+def stream_of(records: int) -> FakeStream:
+    """Return the stream as far as it has come, which is always the same."""
+    stream = FakeStream(2, seed=1, start_ms=1_800_000_000_000)
+    for number in range(records):
+        event = {"id": number, "at": f"2027-01-15T08:00:{number:02d}Z"}
+        stream.put(json.dumps(event).encode(), f"key-{number}")
+    return stream
+
+
+def settings_of(out: Path) -> Settings:
+    """Return settings in which no host's name and no path comes into what is kept."""
+    return replace(quick(out, "story", attempts=1), server_id="server-1")
+
+
+async def write(out: Path) -> None:
+    """Leave an output folder as a server leaves it that is stopped in the midst of a stream."""
+    stream = stream_of(BEFORE)
+    async with serving(settings_of(out), stream=stream) as server:
+        daemon = FakeMLD(stream, await server.listening())
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(daemon.run())
+            await until(lambda: len(list(out.glob("window=*"))) == 3 and not server.status().buffered_bytes)
+            playing.cancel()
+
+
+def ids(out: Path) -> Counter[int]:
+    files = [str(path) for path in out.glob("window=*/*.parquet")]
+    return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
+
+
+def segments(out: Path) -> list[Path]:
+    return sorted((out / SEGMENTS).rglob("*.parquet"))
+
+
+@pytest.fixture
+def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What was kept of a version; by default that of this format."""
+    with tarfile.open(getattr(request, "param", KEPT[-1])) as kept:
+        kept.extractall(tmp_path, filter="data")
+    (tmp_path / "story.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "out"
+
+
+def test_what_this_version_leaves_is_kept_for_those_to_come() -> None:
+    assert KEPT[-1].name == f"{FORMAT}.tar.gz", "the format has risen: see the head of this file"
+
+
+@pytest.mark.parametrize("out", KEPT, indirect=True, ids=lambda path: path.name)
+async def test_what_a_version_has_left_goes_on_as_if_nothing_had_been(out: Path) -> None:
+    assert len(set(ids(out))) == 27, "three windows were published"
+    stream = stream_of(RECORDS)
+    async with serving(settings_of(out), stream=stream) as server, asyncio.timeout(60):
+        daemon = FakeMLD(stream, await server.listening())
+        stream.end()
+        await daemon.run()
+        await server.finished()
+        assert daemon.violations == []
+    assert ids(out) == Counter(number for number in range(RECORDS) if number % 10 != 3)
+    store = SqliteStore(out / LEDGER, pipeline="story", server_id="tool")
+    store.peek()
+    letters = [each.letter for each in store.letters(limit=RECORDS)]
+    store.close()
+    assert sorted(json.loads(letter.data)["id"] for letter in letters) == list(range(3, RECORDS, 10))
+
+
+async def test_segments_have_the_columns_of_those_that_were_kept(out: Path, tmp_path: Path) -> None:
+    """Or the format must rise: a segment has no number of its own."""
+    await write(tmp_path / "now")
+    kept, now = (pq.read_schema(segments(folder)[0]) for folder in (out, tmp_path / "now"))
+    assert now.equals(kept)
+
+
+def newer_ledger(out: Path) -> str:
+    with closing(sqlite3.connect(out / LEDGER)) as ledger, ledger:
+        ledger.execute("UPDATE meta SET format = format + 1")
+    return f"The ledger has format {FORMAT + 1}; this program knows format {FORMAT}."
+
+
+def newer_folder(out: Path) -> str:
+    owner = json.loads((out / OWNER).read_bytes())
+    (out / OWNER).write_text(json.dumps(owner | {"format": owner["format"] + 1}))
+    return "out has format 3; this program knows format 2."
+
+
+@pytest.mark.parametrize("age", [newer_ledger, newer_folder])
+def test_what_a_newer_version_has_left_is_refused_in_a_sentence(
+    age: object, out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(age)
+    sentence = age(out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
+    options = ["--out", str(out), "--listen", "127.0.0.1:0", "--workers", "inline"]
+    assert cli.run(["serve", "story", *options]) == EXIT_OPERATOR
+    assert sentence in capfd.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")} == before
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    Path("story.py").write_text(HANDLER)
+    sys.path.insert(0, "")
+    asyncio.run(write(Path("out").absolute()))
+    with tarfile.open(HERE / f"{FORMAT}.tar.gz", "w:gz") as new:
+        new.add("out")
