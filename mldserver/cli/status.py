@@ -22,14 +22,16 @@ from mldserver.cli.ledger_tool import (
     details,
     moment,
     plain,
-    settings_at,
     table,
     tell,
     tell_json,
 )
 from mldserver.config.kinds import Address, TcpAddress, is_local
+from mldserver.config.locations import SqlitePlace
+from mldserver.config.resolve import ledger_file
 from mldserver.config.settings import specs
 from mldserver.errors import EXIT_CLEAN, ConfigError, OperatorError
+from mldserver.ledger.sqlite_file import pipeline_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -110,9 +112,14 @@ class At(Where):
         tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
         return Client(address, token=token, tls=tls)
 
-    def names_pipeline(self) -> bool:
-        """Whether these words say which pipeline is meant, beside where its server answers."""
-        return self.admin is None and any((self.out, self.ledger, self.pipeline))
+    def meant_pipeline(self) -> str | None:
+        """Return the pipeline whose server is meant; None: whichever answers, because nothing names one, or an address does."""
+        settings = self.resolved()
+        if self.admin is not None and not any((self.out, self.ledger, self.pipeline)):
+            return None
+        in_ledger = pipeline_of(ledger_file(settings)) if isinstance(settings.ledger, SqlitePlace) else None
+        named = settings.pipeline if {"pipeline", "handler"} & settings.origins.keys() else None
+        return self.pipeline or in_ledger or named
 
 
 HERE: Final = At()
@@ -130,16 +137,16 @@ def _address(text: str) -> Address:
     return address
 
 
-def ask(at: At, client: Client) -> tuple[bytes, Status]:
+def ask(client: Client, pipeline: str | None) -> tuple[bytes, Status]:
     """Return a server's status, as it came and as it is meant.
 
-    Raises NoAnswer when none answers, or one of another pipeline than ``at`` names; Refused when it lets nobody in.
+    Raises NoAnswer when none answers, or one of another ``pipeline``; Refused when it lets nobody in.
     """
     document = client.status()
     status = read_status(document)
-    if at.names_pipeline() and (wanted := settings_at(at).pipeline) != status.pipeline:
+    if pipeline not in {None, status.pipeline}:
         raise NoAnswer(
-            f"The server at {client.address} is of the pipeline {status.pipeline}, not of {wanted}.",
+            f"The server at {client.address} is of the pipeline {status.pipeline}, not of {pipeline}.",
             advice="Name its endpoint with --admin.",
         )
     return document, status
@@ -149,7 +156,7 @@ def ask(at: At, client: Client) -> tuple[bytes, Status]:
 def show_status(*, at: At = HERE, as_json: AsJson = False) -> int:
     """Show a server's status, or the ledger when none answers."""
     try:
-        document, status = ask(at, at.client())
+        document, status = ask(at.client(), at.meant_pipeline())
     except NoAnswer as error:
         return _show_ledger(at, error, as_json=as_json)
     if as_json:

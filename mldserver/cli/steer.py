@@ -38,7 +38,7 @@ def _app(name: str, what: str, example: str, more: str = "") -> App:
 def _act(name: str, argument: str, at: At, *, as_json: bool) -> int:
     """Let the server act, and tell what became of it."""
     client = at.client(steers=True)
-    ask(at, client)  # another pipeline's is left alone
+    ask(client, at.meant_pipeline())  # another pipeline's is left alone
     answer = client.act(name, argument, seconds=_ACT_SECONDS)
     if as_json:
         tell_json({"done": answer.done, "text": answer.text})

@@ -119,6 +119,7 @@ class Screen:
 
     at: At
     client: Client
+    pipeline: str | None
     _status: Status | None = None
     _rates: dict[str, Rates] = field(default_factory=dict)
     _total: Rates = _NOTHING
@@ -131,7 +132,7 @@ class Screen:
         Raises OperatorError when the server refuses, and when there has been nothing to show yet.
         """
         try:
-            _, seen = status.ask(self.at, self.client)
+            _, seen = status.ask(self.client, self.pipeline)
         except NoAnswer as error:
             known = self._status is not None or bool(self._instead)
             self._status = None
@@ -237,7 +238,7 @@ def top(
     from rich.live import Live  # noqa: PLC0415  # see above
 
     console = Console(file=sys.stdout, highlight=False)
-    screen, keys, view = Screen(at, at.client()), Keys(), View(sort, part=shard)
+    screen, keys, view = Screen(at, at.client(), at.meant_pipeline()), Keys(), View(sort, part=shard)
     due = time.monotonic() + screen.look()
     with keys.read_singly(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

@@ -132,6 +132,15 @@ def test_a_server_of_another_pipeline_is_none(
     text = told(capsys, "--out", "out", code=3)
     assert "is of the pipeline orders, not of trips." in text
     assert "shardId-7" in text
+    # Also where the settings alone name it; an address alone is what is meant.
+    monkeypatch.setenv("MLDSERVER_OUT", "out")
+    assert "shardId-7" in told(capsys, code=3)
+    assert "4711" in told(capsys, "--admin", server.address)
+    monkeypatch.delenv("MLDSERVER_OUT")
+    assert "4711" in told(capsys)
+    monkeypatch.setenv("MLDSERVER_HANDLER", "handlers.trips")
+    assert "not of trips" in told(capsys, code=2)
+    assert "not of rides" in told(capsys, "--admin", server.address, "--pipeline", "rides", code=2)
 
 
 # Without a server

@@ -107,7 +107,7 @@ def test_the_keys_and_what_they_have_done_are_shown() -> None:
 
 def screen(server: Endpoint | None, out: str | None = None) -> Screen:
     at = At(admin=server.address if server else "127.0.0.1:1", out=out)
-    return Screen(at, at.client())
+    return Screen(at, at.client(), at.meant_pipeline())
 
 
 def text(screen: Screen, view: View | None = None, height: int = 50) -> str:
