@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
+from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import DynamoPlace, RemoteOut, SqlitePlace
@@ -77,6 +78,8 @@ class Parts:
     """Engine and runner are None for a handler without rows."""
     polling: ShardPolling | None
     """None where no stream is named."""
+    tls: ServerTLS | None
+    """Of the listener; None for clear text."""
     handler_version: str
     """The version of the handler that was loaded."""
 
@@ -228,8 +231,12 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     )
     owners = ShardOwners()
     place = settings.source
+    tls = None
+    if settings.tls_certificate is not None and place == "mld" and not around.drain:
+        files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        tls = await aside(partial(ServerTLS, *files, names=settings.tls_names), name="mldserver-tls")
     make_source = around.source or (
-        partial(_listener, settings) if place == "mld" else partial(_reader, settings, place)
+        partial(_listener, settings, tls) if place == "mld" else partial(_reader, settings, place)
     )
     redriver = Redriver(
         ledger=ledger,
@@ -250,6 +257,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         engine,
         runner,
         polling,
+        tls,
         spec.version,
     )
 
@@ -286,11 +294,13 @@ def destination_of(
     )
 
 
-def _listener(settings: Settings, parts: SourceParts) -> Source:
+def _listener(settings: Settings, tls: ServerTLS | None, parts: SourceParts) -> Source:
     listen = settings.listen
     return MLDListener(
         (listen.path,) if isinstance(listen, UnixAddress) else (listen.host, listen.port),
         limits=settings.part(ConnectionLimits),
+        tls=tls,
+        allow_shards=settings.allow_shards,
         connection_limit=settings.connection_limit,
         answer_deadline=settings.answer_deadline_seconds,
         progress_seconds=settings.flush_interval_ms / 1000,

@@ -391,6 +391,8 @@ class Server:
     def _hang_up(self) -> None:
         with self._service.reloading():
             reopen()
+            if self._parts is not None and self._parts.tls is not None:
+                self._parts.tls.read_again()
 
     # Watching.
 

@@ -96,6 +96,7 @@ class Batches:
         """Whether no batch may begin any more."""
         self.quiet = Flag()
         """Set while no request is outstanding."""
+        self.quiet.set()
         self.under_way = UnderWay(
             self._work,
             late=lambda batch, done: self._note(done, clock.steady_ms(), late=batch.late),

@@ -8,6 +8,7 @@ daemon delivers it again.
 from __future__ import annotations
 
 import asyncio
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mldserver.base.clock import first_of
@@ -30,6 +31,8 @@ from mldserver.sources.link import CheckpointOutcome
 from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import RequestMessage
     from mldserver.runtime.interface import Runtime
@@ -53,13 +56,18 @@ class Conductor:
         early: EarlyAnswers,
         progress: ProgressLog,
         clock: Clock,
+        allow_shards: Collection[str] = (),
     ) -> None:
-        """Take the parts that the requests run through; ``early`` and ``progress`` are shared by all connections."""
+        """Take the parts that the requests run through; ``early`` and ``progress`` are shared by all connections.
+
+        ``allow_shards``: patterns of the shards that may be connected for; none: any.
+        """
         self._link = link
         self._runtime = runtime
         self._intake = intake
         self._owners = owners
         self._clock = clock
+        self._allow_shards = allow_shards
         self._deadline = early.deadline_seconds
         self._claim: Claim | None = None
         self._shard: ShardIntake | None = None
@@ -180,6 +188,13 @@ class Conductor:
     async def _open(self, message: Initialize) -> None:
         shard_id = self.shard_id = message.shard_id
         v2 = message.version is Version.V2
+        if self._allow_shards and not any(fnmatchcase(shard_id, pattern) for pattern in self._allow_shards):
+            raise PeerError(
+                f"A daemon connected for shard {shard_id}, which allow_shards does not name.",
+                did="The connection was closed, and nothing of the shard was taken.",
+                advice="Find out who connects there; if it is a shard of this pipeline's stream, name it in allow_shards.",
+                shard=shard_id,
+            )
         opening = ShardOpening(shard_id, _start(message), tells_lag=v2, within_aggregates=v2)
         await self._intake.check(opening)
         claim = self._claim = self._owners.take(shard_id)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 import structlog
 
 from mldserver.base.clock import Flag, Slot
+from mldserver.base.tls import names_of
 from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
@@ -25,6 +26,7 @@ from mldserver.protocol.states import State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mldserver.base.tls import ServerTLS
     from mldserver.errors import MldserverError
     from mldserver.protocol.connection import ConnectionLimits
     from mldserver.protocol.messages import Line, RequestMessage
@@ -61,10 +63,12 @@ class Link(asyncio.BufferedProtocol):
         random: Callable[[], float],
         budget: ReadBudget,
         buffer: bytearray,
+        tls: ServerTLS | None = None,
     ) -> None:
         """``name`` and ``peer`` are for the log; must be made on the loop that it will live on.
 
-        ``buffer`` is received into; all connections of a loop may share one, of which they keep nothing.
+        ``buffer`` is received into; all connections of a loop may share one, of which they keep nothing. ``tls`` says who may
+        stay after the handshake.
         """
         self.peer = peer
         self.log = log.bind(connection=name)
@@ -74,6 +78,9 @@ class Link(asyncio.BufferedProtocol):
         self._partial_seconds = limits.partial_line_timeout_seconds
         self._budget = budget
         self._buffer = buffer
+        self._offered = memoryview(buffer)
+        """TLS cuts off what it has filled: of a bytearray that would be a copy."""
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
@@ -105,14 +112,18 @@ class Link(asyncio.BufferedProtocol):
     # The loop's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the clock on the peer."""
+        """Start the clock on the peer; with TLS, one that may not stay is cut off before its first byte is looked at."""
         self._transport = cast("asyncio.Transport", transport)
+        certificate = transport.get_extra_info("ssl_object")
+        self.peer += "".join(f" ({name})" for name in names_of(certificate)[:1])
         self.log.debug("connection.opened", peer=self.peer)
         self._pump()
+        if self._tls is not None and (refusal := self._tls.refusal(certificate)) is not None:
+            self.abort(PeerError(refusal, did=_CLOSED, advice=PROVE))
 
-    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002  # the loop's wish; all of it is offered
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  # the loop's wish; all of it is offered
         """Offer the buffer that all connections share: the loop fills it and tells of it in one go."""
-        return self._buffer
+        return self._offered
 
     def buffer_updated(self, nbytes: int) -> None:
         """Pass bytes on to the core."""
@@ -123,10 +134,13 @@ class Link(asyncio.BufferedProtocol):
             self._budget.set_partial(self, partial)
 
     def eof_received(self) -> bool:
-        """Pass EOF on; the core closes, and the transport stays open until what is left is written."""
+        """Pass EOF on; the core closes, and the transport stays open until what is left is written.
+
+        With TLS that is the transport's own affair: it knows no half-closed connections.
+        """
         self._core.receive_eof()
         self._pump()
-        return True
+        return self._tls is None
 
     def pause_writing(self) -> None:
         """Close: a peer that has not read an answer has nothing to ask, so what is unread is never more than a line."""
@@ -319,6 +333,9 @@ class Link(asyncio.BufferedProtocol):
 
     def _end_output(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
+            if self._tls is not None:  # with TLS: what is left goes out, and then the end
+                self._transport.close()
+                return
             # A peer that has reset the connection by now: the loop is about to find out.
             with contextlib.suppress(OSError):
                 self._transport.write_eof()
@@ -360,6 +377,9 @@ _FLAT_FIELDS: Final = frozenset(
 """What ``connection.failed`` tells as fields of its own; where else an error was is in ``where``."""
 _CLOSED: Final = "The connection was closed."
 _MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."
+PROVE: Final = (
+    "Find out who connects there. A daemon shows its certificate with --tls-certificate and --tls-ca."
+)
 _CUT: Final = "The server stops and cut the connection; what was not checkpointed will be delivered again."
 _STRANGER: Final = "Find out who connects to this port: it does not speak as a MultiLangDaemon does."
 

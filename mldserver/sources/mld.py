@@ -1,6 +1,6 @@
 """The MultiLangDaemon listener: TCP or a Unix socket, one connection for each shard.
 
-    accept loop ── a slot first, then accept ──▶ Link (bytes, timers) ◀──▶ Conductor (requests, one by one)
+    accept loop ── a slot first, then accept ── TLS ──▶ Link (bytes, timers) ◀──▶ Conductor (requests, one by one)
 
 One task group owns the accept loop and every connection, so nothing outlives ``run``.
 """
@@ -11,7 +11,7 @@ import asyncio
 import random as _random
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -20,16 +20,17 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
 from mldserver.sources.intake import SourceStatus
-from mldserver.sources.link import Link
+from mldserver.sources.link import PROVE, Link
 from mldserver.sources.progress_log import ProgressLog
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.sources.unread import ReadBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mldserver.base.clock import Clock
     from mldserver.base.listening import Address
+    from mldserver.base.tls import ServerTLS
     from mldserver.protocol.connection import ConnectionLimits
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake
@@ -43,6 +44,8 @@ _RECEIVE_BYTES: Final = 256 * 1024
 """Of the one buffer that all connections receive into: larger gains nothing, smaller costs system calls."""
 _ACCEPT_PAUSE_SECONDS: Final = 0.5
 """After a failed accept, e.g. when the process is out of file descriptors."""
+_HANDSHAKE_SECONDS: Final = 10.0
+"""Whoever has shown no certificate by then gives its slot back."""
 _NOTICE_SILENCE: Final = tuple(
     (getattr(socket, name), value)
     for name, value in {
@@ -70,6 +73,8 @@ class MLDListener:
         intake: Intake,
         clock: Clock,
         limits: ConnectionLimits,
+        tls: ServerTLS | None = None,
+        allow_shards: Sequence[str] = (),
         connection_limit: int = 1024,
         read_bytes: int = DEFAULT_READ_BYTES,
         answer_deadline: float | None = None,
@@ -79,7 +84,8 @@ class MLDListener:
     ) -> None:
         """Listen at ``address`` once ``run`` is called.
 
-        At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
+        ``tls``: None for clear text; on a Unix socket it always is. ``allow_shards``: patterns of the shards that may be
+        connected for; none: any. At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
         all connections but one wait with theirs. ``answer_deadline``: seconds after which a batch is answered though
         its records are still worked on; None: never. ``progress_seconds``: how often the log tells of a shard's batches.
         """
@@ -88,6 +94,8 @@ class MLDListener:
         self._intake = intake
         self._clock = clock
         self._limits = limits
+        self._tls = tls if len(address) > 1 else None
+        self._allow_shards = allow_shards
         self._connection_limit = connection_limit
         self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
         self._progress = ProgressLog(clock=clock, seconds=progress_seconds)
@@ -99,6 +107,7 @@ class MLDListener:
         self._slots = asyncio.Semaphore(connection_limit)
         self._accepted = 0
         self._serving: dict[Link, Conductor] = {}
+        self._handshakes: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._accepting: asyncio.Task[None] | None = None
@@ -167,8 +176,10 @@ class MLDListener:
             self._close_listener(listener)
 
     def stop_accepting(self) -> None:
-        """Take no more connections; those that are there go on."""
+        """Take no more connections; those that are there go on, but for those that are not proven yet."""
         self._stopped = True
+        for handshake in self._handshakes:
+            handshake.cancel()
         if self._accepting is not None:
             self._accepting.cancel()
 
@@ -261,7 +272,13 @@ class MLDListener:
         # The peer of a Unix socket has no name.
         shown = shown_address((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
         link = Link(
-            name, shown, limits=self._limits, random=self._random, budget=self._budget, buffer=self._buffer
+            name,
+            shown,
+            limits=self._limits,
+            random=self._random,
+            budget=self._budget,
+            buffer=self._buffer,
+            tls=self._tls,
         )
         conductor = Conductor(
             link,
@@ -271,13 +288,14 @@ class MLDListener:
             early=self._early,
             progress=self._progress,
             clock=self._clock,
+            allow_shards=self._allow_shards,
         )
         self._serving[link] = conductor
         self._empty.clear()
         try:
-            await self._connect(peer_socket, link)
-            await conductor.run()
-            await link.wait_gone()
+            if await self._connect(peer_socket, link):
+                await conductor.run()
+                await link.wait_gone()
         except Exception:
             # The conductor's own errors are told and end there; this is what fails in letting go of a shard.
             link.log.exception("connection.failed", peer=shown)
@@ -288,11 +306,38 @@ class MLDListener:
                 self._empty.set()
             self._slots.release()
 
-    async def _connect(self, peer_socket: socket.socket, link: Link) -> None:
+    async def _connect(self, peer_socket: socket.socket, link: Link) -> bool:
+        """Give the link its transport, behind a handshake where TLS is spoken; return whether it came about."""
         peer_socket.setblocking(False)
         if peer_socket.family != socket.AF_UNIX:
             peer_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _NOTICE_SILENCE:
                 peer_socket.setsockopt(socket.IPPROTO_TCP, option, value)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: link, peer_socket)
+        loop = asyncio.get_running_loop()
+        if self._tls is None:
+            await loop.connect_accepted_socket(lambda: link, peer_socket)
+            return True
+        task = asyncio.current_task()
+        assert task is not None
+        self._handshakes.add(task)
+        try:
+            await loop.connect_accepted_socket(
+                lambda: link,
+                peer_socket,
+                ssl=self._tls.context,
+                ssl_handshake_timeout=min(_HANDSHAKE_SECONDS, self._limits.initialize_timeout_seconds),
+                ssl_shutdown_timeout=self._limits.close_timeout_seconds,
+            )
+        except OSError as error:  # ssl.SSLError is one
+            if isinstance(error, ConnectionResetError):  # somebody only looks whether there is a server
+                link.log.debug("tls.failed", peer=link.peer, what="The peer went away in the handshake.")
+            else:
+                why = getattr(error, "reason", None) or error
+                link.log.warning(
+                    "tls.failed", peer=link.peer, what=f"The handshake failed: {why}.", advice=PROVE
+                )
+            return False
+        finally:
+            self._handshakes.discard(task)
+        return True

@@ -15,10 +15,13 @@ from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.sources.mld import MLDListener
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import Sequence as Several
     from pathlib import Path
 
     from mldserver.base.clock import Clock
+    from mldserver.base.tls import ServerTLS
     from mldserver.records import Hook, Sequence, Shard
     from mldserver.runtime.interface import Delivery
     from mldserver.sources.intake import ShardOpening
@@ -283,13 +286,15 @@ class House:
     address: str
     running: asyncio.Task[None]
     daemons: list[Daemon] = field(default_factory=list)
+    client: ssl.SSLContext | None = None
+    """What daemons show; None: they speak clear text."""
 
     async def connect(self) -> Daemon:
         if self.address.startswith("unix:"):
             streams = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
         else:
             host, port = self.address.rsplit(":", 1)
-            streams = await asyncio.open_connection(host, int(port))
+            streams = await asyncio.open_connection(host, int(port), ssl=self.client)
         daemon = Daemon(*streams)
         self.daemons.append(daemon)
         return daemon
@@ -322,6 +327,8 @@ async def serving(
     read_bytes: int = 2**20,
     clock: Clock | None = None,
     answer_deadline: float | None = None,
+    tls: tuple[ServerTLS | None, ssl.SSLContext | None] = (None, None),
+    allow_shards: Several[str] = (),
     **limits: Any,
 ) -> AsyncIterator[House]:
     runtime, intake = FakeRuntime(), FakeIntake()
@@ -334,10 +341,12 @@ async def serving(
         limits=replace(QUICK, **limits),
         connection_limit=connection_limit,
         read_bytes=read_bytes,
+        tls=tls[0],
+        allow_shards=allow_shards,
         random=lambda: 0.5,
     )
     running = asyncio.create_task(listener.run())
-    house = House(listener, runtime, intake, await listener.listening(), running)
+    house = House(listener, runtime, intake, await listener.listening(), running, client=tls[1])
     try:
         yield house
     finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+from support.certificates import Certificates
 
 from tests.sources.house import serving
 
@@ -76,8 +77,12 @@ async def a_drain(house: House) -> None:
 async def a_limit_of_one(house: House) -> None:
     first = await house.connect()
     await first.initialize("shardId-1")
-    second = await house.connect()
-    ready = asyncio.create_task(second.initialize("shardId-2"))
+
+    async def comes() -> None:
+        second = await house.connect()  # with TLS it waits in the handshake
+        await second.initialize("shardId-2")
+
+    ready = asyncio.create_task(comes())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not ready.done()
@@ -108,12 +113,13 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_on_uvloop(tmp_path: Path, scenario: Callable[[House], Awaitable[None]], unix: bool) -> None:
+def test_on_uvloop(tmp_path: Path, scenario: Callable[[House], Awaitable[None]], kind: str) -> None:
     async def play() -> None:
-        address = (tmp_path / "s",) if unix else ("127.0.0.1", 0)
-        async with asyncio.timeout(120), serving(address, **SCENARIOS[scenario]) as house:
+        address = (tmp_path / "s",) if kind == "unix" else ("127.0.0.1", 0)
+        tls = Certificates(tmp_path).both() if kind == "tls" else (None, None)
+        async with asyncio.timeout(120), serving(address, tls=tls, **SCENARIOS[scenario]) as house:
             await scenario(house)
 
     uvloop.run(play())

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import ipaddress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from mldserver.base.tls import ServerTLS, client_context
+
 if TYPE_CHECKING:
+    import ssl
     from pathlib import Path
 
 Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
@@ -51,6 +54,11 @@ class Certificates:
         self.server = self.write("server", authority)
         self.client = self.write("client", authority)
         self.stranger = self.write("stranger", f"not {authority}")
+
+    def both(self, client: str = "client", **more: Any) -> tuple[ServerTLS, ssl.SSLContext]:
+        """The server's side, and a client's with this certificate; ``more``: what else the server's takes."""
+        show = self.folder / f"{client}.pem" if client else None
+        return ServerTLS(self.server, client_ca=self.ca, **more), client_context(show, None, self.ca)
 
     def write(self, name: str, by: str = "authority", *, days: int = 2, password: bytes = b"") -> Path:
         """Write ``NAME.pem`` with certificate and key, readable by this user alone."""

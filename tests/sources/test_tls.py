@@ -1,0 +1,219 @@
+"""The listener behind TLS, on both event loops: who gets in, who does not, and what that costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+from support.certificates import Certificates
+
+from mldserver.base.tls import client_context
+from tests.sources.house import serving
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+
+    from tests.sources.house import Daemon, House
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def on(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
+    """Runs a story on one of the loops, and gives it up after 20 seconds."""
+
+    def run(story: Coroutine[Any, Any, None]) -> None:
+        request.param(asyncio.wait_for(story, 5))
+
+    return run
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path)
+
+
+def told(logged: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [entry for entry in logged if entry["event"] == event]
+
+
+async def is_turned_away(house: House, client: ssl.SSLContext | None) -> None:
+    """A daemon that comes with this gets no answer to ``initialize``."""
+    house.client = client
+    with contextlib.suppress(OSError, AssertionError):
+        stranger = await house.connect()
+        await stranger.initialize()
+        raise RuntimeError("it was let in")
+    await house.empty()
+    assert house.runtime.calls == []
+
+
+async def streams_in_clear(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = house.address.rsplit(":", 1)
+    return await asyncio.open_connection(host, int(port))
+
+
+def test_a_daemon_with_a_certificate_of_ours_is_served_and_named(
+    on: Any, files: Certificates, logged: list[dict[str, Any]]
+) -> None:
+    async def story() -> None:
+        async with serving(tls=files.both()) as house:
+            daemon = await house.connect()
+            await daemon.initialize()
+            await daemon.process(*range(1, 201))
+            await daemon.checkpointed()
+            await daemon.answered("processRecords")
+            await daemon.send({"action": "leaseLost"})
+            await daemon.answered("leaseLost")
+            await daemon.sees_the_end()
+            await daemon.close()
+            await house.empty()
+            house.listener.stop_accepting()
+
+    on(story())
+    assert told(logged, "connection.closed")[0]["reason"] == "finished"
+    assert told(logged, "tls.failed") == []
+
+
+@pytest.mark.parametrize("show", ["stranger", ""], ids=["of another authority", "none"])
+def test_without_a_certificate_of_ours_no_shard_is_named(
+    on: Any, files: Certificates, logged: list[dict[str, Any]], show: str
+) -> None:
+    tls, stranger = files.both(show)
+    ours = files.both()[1]
+
+    async def story() -> None:
+        async with serving(tls=(tls, None)) as house:
+            await is_turned_away(house, stranger)
+            house.client = ours
+            await (await house.connect()).initialize()
+
+    on(story())
+    (failed,) = told(logged, "tls.failed")
+    assert failed["level"] == "warning"
+    assert "The handshake failed: " in failed["what"]
+
+
+def test_a_certificate_with_another_name_than_those_allowed_names_no_shard(
+    on: Any, files: Certificates, logged: list[dict[str, Any]]
+) -> None:
+    files.write("intruder")
+    tls, intruder = files.both("intruder", names=["client"])
+
+    async def story() -> None:
+        async with serving(tls=(tls, None)) as house:
+            await is_turned_away(house, intruder)
+            house.client = files.both()[1]
+            await (await house.connect()).initialize()
+
+    on(story())
+    (failed,) = told(logged, "connection.failed")
+    assert (failed["level"], failed["error"]) == ("warning", "PeerError")
+    assert failed["what"] == "Its certificate is for intruder, 127.0.0.1, and tls_names allows none of that."
+    assert failed["peer"].endswith(" (intruder)")
+
+
+def test_clear_text_is_not_understood_behind_tls(
+    on: Any, files: Certificates, logged: list[dict[str, Any]]
+) -> None:
+    async def story() -> None:
+        async with serving(tls=files.both()) as house:
+            await is_turned_away(house, None)
+
+    on(story())
+    assert [entry["level"] for entry in told(logged, "tls.failed")] == ["warning"]
+
+
+def test_a_handshake_that_never_ends_gives_its_slot_back_in_time(on: Any, files: Certificates) -> None:
+    async def story() -> None:
+        async with serving(tls=files.both(), connection_limit=1, initialize_timeout_seconds=0.2) as house:
+            reader, writer = await streams_in_clear(house)
+            writer.write(b"\x16\x03\x01")  # the beginning of a handshake
+            await (await house.connect()).initialize()
+            with contextlib.suppress(OSError):
+                assert await reader.read() == b"" or not reader.at_eof()
+            writer.close()
+
+    on(story())
+
+
+def test_a_stop_does_not_wait_for_handshakes(on: Any, files: Certificates) -> None:
+    async def story() -> None:
+        async with serving(tls=files.both()) as house:
+            reader, writer = await streams_in_clear(house)
+            await house.holds_connections(1)
+            await house.listener.drain()
+            await house.running
+            with contextlib.suppress(OSError):
+                assert await reader.read() == b""
+            writer.close()
+
+    on(story())
+
+
+def test_whoever_only_looks_whether_there_is_a_server_is_no_warning(
+    on: Any, files: Certificates, logged: list[dict[str, Any]]
+) -> None:
+    async def story() -> None:
+        async with serving(tls=files.both()) as house:
+            _, writer = await streams_in_clear(house)
+            await house.holds_connections(1)
+            writer.close()
+            await house.empty()
+
+    on(story())
+    assert [entry["level"] for entry in logged if entry["event"] != "server.listening"] == ["debug"]
+
+
+def test_certificates_that_are_read_again_count_for_the_next_connection(on: Any, files: Certificates) -> None:
+    tls, former = files.both()
+
+    async def story() -> None:
+        async with serving(tls=(tls, former)) as house:
+            daemon = await house.connect()
+            await daemon.initialize()
+            renewed = Certificates(files.folder, "next authority")
+            tls.read_again()
+            house.client = client_context(renewed.client, None, renewed.ca)
+            await (await house.connect()).initialize("shardId-1")
+            await daemon.process(1)
+            await daemon.checkpointed()
+            await daemon.answered("processRecords")
+
+    on(story())
+
+
+def test_on_a_unix_socket_nothing_is_encrypted(tmp_path: Path, on: Any, files: Certificates) -> None:
+    async def story() -> None:
+        async with serving((tmp_path / "s",), tls=(files.both()[0], None)) as house:
+            await (await house.connect()).initialize()
+            assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+
+    on(story())
+
+
+# Shards
+
+
+@pytest.mark.parametrize(
+    ("shard", "let_in"), [("shardId-7", True), ("other-1", True), ("shardId-70", False), ("x", False)]
+)
+def test_only_shards_that_are_allowed_are_taken(
+    on: Any, logged: list[dict[str, Any]], shard: str, let_in: bool
+) -> None:
+    async def opens(daemon: Daemon) -> bool:
+        message = {"action": "initialize", "shardId": shard, "sequenceNumber": "TRIM_HORIZON"}
+        await daemon.send(message | {"subSequenceNumber": 0})
+        return bool(await daemon.reader.readline())
+
+    async def story() -> None:
+        async with serving(allow_shards=["shardId-?", "other-*"]) as house:
+            assert await opens(await house.connect()) is let_in
+            assert [call[0] for call in house.runtime.calls] == ["open"] * let_in
+
+    on(story())
+    refused = told(logged, "connection.failed")
+    assert [(entry["error"], entry["shard"]) for entry in refused] == [("PeerError", shard)] * (not let_in)
