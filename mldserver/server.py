@@ -335,12 +335,12 @@ class Server:
 
     def _unfinished(self, parts: Parts) -> dict[str, object]:
         status = parts.coordinator.status()
-        waiting_for: dict[str, object] = {
+        return {
             "connections": parts.source.connections,
             "buffered_bytes": status.buffered_bytes,
             "windows": status.windows_waiting,
+            **({"servers": status.servers - 1} if self._drain else {}),
         }
-        return waiting_for | ({"servers": status.servers - 1} if self._drain else {})
 
     @contextlib.asynccontextmanager
     async def _until(
@@ -376,16 +376,14 @@ class Server:
         loop = asyncio.get_running_loop()
         handlers: dict[signal.Signals, Callable[[], None]] = {signal.SIGHUP: self._hang_up}
         handlers |= {number: partial(self.stop, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
-        installed = []
         for number, handler in handlers.items():
             # Only the main thread may take signals: a server inside someone's thread leaves them alone.
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, handler)
-                installed.append(number)
         try:
             yield
         finally:
-            for number in installed:
+            for number in handlers:  # nothing happens for one that it has not
                 loop.remove_signal_handler(number)
 
     def _hang_up(self) -> None:
@@ -393,6 +391,8 @@ class Server:
             reopen()
             if self._parts is not None and self._parts.tls is not None:
                 self._parts.tls.read_again()
+            if self._endpoint is not None:
+                self._endpoint.renew()
 
     # Watching.
 
