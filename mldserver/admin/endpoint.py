@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import traceback
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -152,15 +152,24 @@ class Connection:
         peer, uid = self.peer
         if self._endpoint.listener is Listener.UNIX:
             return (Credential.OWNER if uid in {0, self._endpoint.uid} else Credential.STRANGER), peer
-        scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        right = scheme.lower() == "bearer" and self._endpoint.is_token(token.strip())
-        if scheme and not right:
+        authorization = request.headers.get(hdrs.AUTHORIZATION, "")
+        right = bool(authorization) and self._endpoint.is_token(_token(authorization))
+        if authorization and not right:
             return Credential.WRONG_TOKEN, peer
         tls, proof = self._endpoint.tls, request.get_extra_info("ssl_object")
         if tls is not None and proof.getpeercert():
             named = Credential.CERTIFICATE if tls.refusal(proof) is None else Credential.WRONG_NAME
             return named, f"certificate of {', '.join(names_of(proof)[:1]) or 'nobody'}, {peer}"
         return (Credential.TOKEN, f"token, {peer}") if right else (Credential.NONE, peer)
+
+
+def _token(authorization: str) -> str:
+    """Return the token that a client shows: as it is, or as the password that a browser asks for."""
+    scheme, _, shown = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):  # neither base64 nor text
+            return b64decode(shown.strip(), validate=True).decode().partition(":")[2]
+    return shown.strip() if scheme.lower() == "bearer" else ""
 
 
 def _peer(peer_socket: socket.socket) -> tuple[str, int | None]:
@@ -315,7 +324,8 @@ class Endpoint:
         credential, who = connection.shown(request)
         why = self._may(self.listener, credential, wanted or Act.READ)
         if why is not None and "token" in why:
-            raise _Refused(401, why, WWW_Authenticate="Bearer")
+            realm = "mldserver: any name, and the token as the password"
+            raise _Refused(401, why, WWW_Authenticate=f'Basic realm="{realm}"')
         if why is not None:
             raise _Refused(403, why)
         if wanted is None:

@@ -10,6 +10,7 @@ from support.browser import Browser, browsing, serving
 from support.statuses import NOW, failing, healthy, hour_before, lagging
 
 from mldserver.admin import endpoint as module
+from mldserver.admin.access import read_token
 from mldserver.admin.status import (
     DeadLetter,
     DeadLetters,
@@ -248,6 +249,17 @@ def test_where_no_events_come_it_asks(
         browser.open(stage.url)
         browser.until_health("Healthy")
         browser.until("stream.readyState === EventSource.CLOSED")
+        stage.show(simple(taken_ms=NOW + 1_000, paused=True))
+        browser.until_health("Paused")
+
+
+def test_with_the_token_as_its_password_a_browser_sees_a_guarded_server(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with serving(tmp_path, [simple()], guarded=True) as stage:
+        token = read_token(tmp_path / "admin.token")
+        browser.open(stage.url.replace("//", f"//me:{token}@"))
+        browser.until_health("Healthy")
         stage.show(simple(taken_ms=NOW + 1_000, paused=True))
         browser.until_health("Paused")
 
