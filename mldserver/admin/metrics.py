@@ -40,6 +40,8 @@ ready  ready
     1 while the server is ready.
 paused  paused
     1 while an operator has paused all shards.
+status_timestamp_seconds  taken_ms
+    When the server told all this, since the epoch: it stands still while the server's event loop does.
 start_time_seconds  started_ms
     When the server started, since the epoch.
 event_loop_lag_seconds  loop_lag_seconds

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.pages import ROOT, examples
 
 from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
 from mldserver.admin.status import (
@@ -23,6 +27,11 @@ from mldserver.admin.status import (
     Windows,
     Worker,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEPLOY: Final = ROOT / "deploy"
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs promtool, of Debian's package `prometheus`"
@@ -159,3 +168,80 @@ def test_promtool_finds_nothing_wrong_with_the_metrics() -> None:
         check=False,
     )
     assert (promtool.returncode, promtool.stdout + promtool.stderr) == (0, b"")
+
+
+# What stands beside them.
+
+_NAME = re.compile(r"\bmldserver_\w+")
+_PART = re.compile(r"_(bucket|count|sum)$")
+
+
+def named(text: str) -> set[str]:
+    """The metrics that a text names, histograms without their suffixes."""
+    found = set(_NAME.findall(text))
+    return {name if name in METRICS else _PART.sub("", name) for name in found}
+
+
+def alerts() -> set[str]:
+    return set(re.findall(r"- alert: (\w+)", (DEPLOY / "prometheus-alerts.yml").read_text("utf-8")))
+
+
+def expressions() -> list[str]:
+    """What the dashboard asks Prometheus for."""
+    panels = json.loads((DEPLOY / "grafana-dashboard.json").read_text("utf-8"))["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+@pytest.mark.parametrize(
+    "file", ["prometheus-alerts.yml", "prometheus-alerts-test.yml", "grafana-dashboard.json"]
+)
+def test_what_is_deployed_names_metrics_that_there_are(file: str) -> None:
+    found = named((DEPLOY / file).read_text("utf-8"))
+    assert len(found) > 5
+    assert found - METRICS.keys() == set()
+
+
+def test_each_alert_is_tested_as_it_fires_and_as_it_does_not() -> None:
+    text = (DEPLOY / "prometheus-alerts-test.yml").read_text("utf-8")
+    assert len(alerts()) == 8
+    assert set(re.findall(r"alertname: (\w+), exp_alerts: \[\]", text)) == alerts()
+    assert set(re.findall(r"alertname: (\w+)\n +exp_alerts:\n +- exp_labels", text)) == alerts()
+
+
+def promtool(*arguments: str, cwd: Path) -> None:
+    told = subprocess.run(["promtool", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@needs_promtool
+def test_prometheus_takes_the_configuration_on_the_page(tmp_path: Path) -> None:
+    (shown,) = (one.text for one in examples() if one.page == "monitoring.md" and one.language == "yaml")
+    (tmp_path / "prometheus.yml").write_text(shown, "utf-8")
+    promtool("check", "config", "prometheus.yml", cwd=tmp_path)
+
+
+@needs_promtool
+def test_promtool_runs_the_alerts_and_their_test() -> None:
+    promtool("check", "rules", "prometheus-alerts.yml", cwd=DEPLOY)
+    promtool("test", "rules", "prometheus-alerts-test.yml", cwd=DEPLOY)
+
+
+@needs_promtool
+def test_the_test_of_the_alerts_misses_each_that_does_not_fire(tmp_path: Path) -> None:
+    rules = (DEPLOY / "prometheus-alerts.yml").read_text("utf-8")
+    silent = re.sub(r"expr: (>-\n.*\n.*|.*)", "expr: vector(0) > 1", rules)
+    (tmp_path / "prometheus-alerts.yml").write_text(silent, "utf-8")
+    shutil.copy(DEPLOY / "prometheus-alerts-test.yml", tmp_path)
+    with pytest.raises(AssertionError) as missed:
+        promtool("test", "rules", "prometheus-alerts-test.yml", cwd=tmp_path)
+    assert {alert for alert in alerts() if f"alertname: {alert}" in str(missed.value)} == alerts()
+
+
+@needs_promtool
+def test_the_dashboard_asks_what_prometheus_understands(tmp_path: Path) -> None:
+    asked = [expr.replace("$__rate_interval", "5m") for expr in expressions()]
+    rules = [{"record": f"panel:{number}", "expr": expr} for number, expr in enumerate(asked)]
+    groups = {"groups": [{"name": "dashboard", "rules": rules}]}
+    (tmp_path / "rules.yml").write_text(json.dumps(groups), "utf-8")  # JSON is YAML
+    assert len(rules) > 30
+    promtool("check", "rules", "rules.yml", cwd=tmp_path)

@@ -66,7 +66,8 @@ def test_no_block_of_code_is_left_out() -> None:
     fences = sum(line.startswith("```") for page in PAGES for line in page.read_text("utf-8").splitlines())
     assert len(EXAMPLES) * 2 == fences
     tested = {"sh", "python", "toml", "json", "properties"}
-    shown = {"", "mermaid"}  # drawings, output, and the diagram that tests/protocol holds
+    # Drawings, output, and what tests/protocol (the diagram) and tests/admin (Prometheus' configuration) hold.
+    shown = {"", "mermaid", "yaml"}
     assert {one.language for one in EXAMPLES} == tested | shown
     assert [one for one in EXAMPLES if not one.language and one.text.startswith("mldserver ")] == []
     python = [one.text for one in EXAMPLES if one.language == "python"]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from support.pages import DOCS
 
+from mldserver.admin.metrics import METRICS
 from mldserver.config.settings import specs
 from mldserver.observe import log_events
 from mldserver.protocol import states
@@ -148,7 +149,22 @@ def _arrows(state: str, row: dict[Input, Transition]) -> list[str]:
     ]
 
 
-PAGES: Final = {"settings.md": settings_page, "events.md": events_page, "protocol.md": protocol_page}
+def monitoring_page() -> str:
+    """Return the page with its table of metrics made anew; the rest of it is written by hand."""
+    before, _, rest = (DOCS / "monitoring.md").read_text("utf-8").partition("| metric |")
+    table = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    for metric in METRICS.values():
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        table.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    return f"{before}{chr(10).join(table)}\n\n{rest.partition(chr(10) * 2)[2]}"
+
+
+PAGES: Final = {
+    "settings.md": settings_page,
+    "events.md": events_page,
+    "protocol.md": protocol_page,
+    "monitoring.md": monitoring_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
