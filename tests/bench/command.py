@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import structlog
-from bench import catch_up, checkpoints, per_row, poison, retained, small_windows, streams, windows
+from bench import (
+    admin_load,
+    catch_up,
+    checkpoints,
+    per_row,
+    poison,
+    retained,
+    small_windows,
+    streams,
+    windows,
+)
 from bench.hot import measure as hot
 from bench.hot.lines import SHAPES
 from bench.hot.matrix import CONNECTIONS, Chosen
@@ -52,6 +62,7 @@ PARTS = (
     "catch_up",
     "poison",
     "streams",
+    "admin_load",
     "hot",
 )
 MATRIX = "matrix"
@@ -106,6 +117,9 @@ def _run(given: argparse.Namespace) -> int:
             document["streams"] = streams.measure(given.records, given.rounds)
             console.print(merge_table(document["streams"]["merge"], given.records))
             console.print(read_table(document["streams"]["read"]))
+        if "admin_load" in parts:
+            document["admin_load"] = admin_load.measure(given.rounds, given.share, given.requests)
+            console.print(admin_table(document["admin_load"], given.requests))
         if "hot" in parts:
             document["hot"] = hot.everything(Effort(given.rounds, given.share), _cells(given), hush.print)
             for table in (*hot_tables(document["hot"]), *matrix_tables(document["hot"]["matrix"])):
@@ -141,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
+    parser.add_argument("--requests", type=int, default=10_000, help="to the admin endpoint")
     parser.add_argument("--disk", type=int, default=32, help="budget of segments of the catch-up, in MiB")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
@@ -357,6 +372,26 @@ def poison_table(measured: dict[str, float]) -> Table:
     good, poisoned = measured["good"], measured["poison"]
     table.add_row("each a row", f"{good:,.0f}", "")
     table.add_row("each a dead letter", f"{poisoned:,.0f}", f"{poisoned / good:.2f} x good; at least 0.20")
+    return table
+
+
+def admin_table(measured: dict[str, float], requests: int) -> Table:
+    """Show what clients of the admin endpoint cost."""
+    table = Table(
+        title="Fifty clients of the admin endpoint, beside saturating daemons", title_justify="left"
+    )
+    for name in ("", "without", "with", "ratio"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, key in (("records a second", "records_s"), ("the server's CPU, ns a record", "parent_ns")):
+        alone, beside = measured[f"alone {key}"], measured[f"beside {key}"]
+        table.add_row(name, f"{alone:,.0f}", f"{beside:,.0f}", f"{beside / alone:.3f}")
+    table.add_row("the endpoint's share of a processor", "", f"{measured['endpoint']:.3f}", "")
+    for name, key in (("/livez, median ms", "livez_seconds"), ("longest", "longest_livez_seconds")):
+        table.add_row(name, "", f"{measured[key] * 1000:.1f}", "")
+    for name in ("server", "endpoint"):
+        before, after = measured[f"{name} bytes before"], measured[f"{name} bytes after"]
+        title = f"{name}: MiB before and after {requests:,} requests"
+        table.add_row(title, f"{before / 2**20:.1f}", f"{after / 2**20:.1f}", f"{after / before:.3f}")
     return table
 
 

@@ -59,6 +59,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "500",
         "--records",
         "3000",
+        "--requests",
+        "50",
         "--disk",
         "2",
         "--share",
@@ -87,6 +89,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert set(document["poison"]) == {"good", "poison", "share"}
     assert set(document["streams"]["merge"]) == {"8", "64", "512"}
     assert set(document["streams"]["read"]) == {"1", "8", "64"}
+    assert document["admin_load"]["beside records_s"] > 0
     caught = document["catch_up"]
     assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
     assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000

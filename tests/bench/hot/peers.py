@@ -80,7 +80,7 @@ class Peer:
 
     def parent_bytes(self) -> int:
         """Return the resident memory of the process that has the connections."""
-        return _status_bytes(self.processes[0], "VmRSS")
+        return resident(self.processes[0])
 
     def peak_bytes(self) -> int:
         """Return the most that the process with the connections ever held."""
@@ -118,6 +118,11 @@ def _proportional_bytes(process: int) -> int:
     return 0
 
 
+def resident(process: int) -> int:
+    """Return the resident memory of a process."""
+    return _status_bytes(process, "VmRSS")
+
+
 def _status_bytes(process: int, name: str) -> int:
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -152,7 +157,7 @@ async def _serving(name: str, *arguments: str) -> AsyncIterator[Peer]:
         path = f"{folder}/socket"
         command = [sys.executable, *arguments, path]
         process = await asyncio.create_subprocess_exec(
-            *command, env=_environment(), stdin=asyncio.subprocess.PIPE, cwd=folder
+            *command, env=environment(), stdin=asyncio.subprocess.PIPE, cwd=folder
         )
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -187,12 +192,12 @@ async def relay() -> AsyncIterator[Peer]:
 
 @contextlib.asynccontextmanager
 async def mldserver(
-    workers: str = "inline", handler: str = "touch", *, watched: bool = False
+    workers: str = "inline", handler: str = "touch", *, watched: bool = False, shown: bool = False
 ) -> AsyncIterator[Peer]:
     """Run a whole server, its engine a small one in the same process. ``watched``, which costs it 4 % of a processor:
-    ``busy_ms`` can be asked.
+    ``busy_ms`` can be asked. ``shown``: with an admin endpoint on loopback, whose address its log tells.
     """
-    arguments = ("bench.hot.whole_server", workers, handler, "yes" if watched else "no")
+    arguments = ("bench.hot.whole_server", workers, handler, "watched" * watched + "shown" * shown)
     async with _serving(f"mldserver, {workers}", "-m", *arguments) as peer:
         yield peer
 
@@ -212,7 +217,7 @@ async def prober(server: Peer) -> AsyncIterator[list[float]]:
         "-m",
         "bench.hot.prober",
         server.path,
-        env=_environment(),
+        env=environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -224,7 +229,8 @@ async def prober(server: Peer) -> AsyncIterator[list[float]]:
     found.append(float(printed))
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return what a script of the benchmarks runs with."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
 
 

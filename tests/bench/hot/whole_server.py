@@ -11,7 +11,9 @@ from typing import Final
 
 import uvloop
 
-from mldserver.config.kinds import UnixAddress
+from mldserver.admin.process import AdminEndpoint
+from mldserver.base.clock import SystemClock
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
@@ -23,8 +25,8 @@ BUSY: Final = "busy"
 LONG_MS: Final = 2.0
 
 
-def main(workers: str, handler: str, watched: str, path: str) -> int:
-    """Run it until it is told to stop; ``watched``: "yes" or "no"."""
+def main(workers: str, handler: str, how: str, path: str) -> int:
+    """Run it until it is told to stop; ``how``: "watched", "shown", or neither."""
     folder = Path(path).parent
     settings = Settings(
         handler=f"bench.hot.handlers.{handler}",
@@ -34,18 +36,21 @@ def main(workers: str, handler: str, watched: str, path: str) -> int:
         log_format="json",
         connection_limit=4096,
         workers=None if workers == "inline" else int(workers),
+        admin=TcpAddress("127.0.0.1", 0) if how == "shown" else None,
     )
     gc.freeze()  # as `mldserver serve` does
     with logging_to(settings):
-        return uvloop.run(_serve(settings, folder / BUSY if watched == "yes" else None))
+        return uvloop.run(_serve(settings, folder / BUSY if how == "watched" else None))
 
 
 async def _serve(settings: Settings, busy: Path | None) -> int:
+    endpoint = None if settings.admin is None else AdminEndpoint(settings, SystemClock())
+    server = Server(settings, engine=LocalEngine(), endpoint=endpoint)
     if busy is None:
-        return await Server(settings, engine=LocalEngine()).run()
+        return await server.run()
     async with asyncio.TaskGroup() as group:
         watch = group.create_task(_watch(busy))
-        code = await Server(settings, engine=LocalEngine()).run()
+        code = await server.run()
         watch.cancel()
     return code
 

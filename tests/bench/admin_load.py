@@ -1,0 +1,208 @@
+"""What clients of the admin endpoint cost the pipeline: fifty of them, half of whom behave, beside daemons that saturate it.
+
+Rounds with and without them take turns on one server. Then 10,000 requests, and what memory is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bench.hot import peers
+from bench.hot.lines import SHAPES
+from bench.hot.runs import Run, connect
+from bench.rounds import in_turn
+from support.raw_http import connected
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+__all__ = ["measure"]
+
+DAEMONS: Final = 4
+_SECOND: Final = 1.0
+_SCRAPE: Final = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def measure(rounds: int, share: float, requests: int) -> dict[str, float]:
+    """Return medians of the rounds: records a second and the server's CPU (ns) a record, ``alone`` and ``beside`` clients;
+    the endpoint's own CPU as a share of a processor, seconds until ``/livez`` answers meanwhile, and bytes that server and
+    endpoint hold before and after so many ``requests``.
+    """
+    return asyncio.run(_measure(rounds, share, requests))
+
+
+async def _measure(rounds: int, share: float, requests: int) -> dict[str, float]:
+    shape = SHAPES[1]
+    async with peers.mldserver(shown=True) as server:
+        address = await _address(server)
+        endpoint = next(each for each in server.children() if each != server.processes[0])
+        runs = {
+            name: Run(server, await connect(server, DAEMONS, name), shape, shape.batches_each(share, DAEMONS))
+            for name in ("alone", "beside")
+        }
+        answered: list[float] = []
+        shares: list[float] = []
+        for run in runs.values():
+            await run.warm_up()
+        async with _clients(address) as let:
+            for name in in_turn(tuple(runs), rounds):
+                run = runs[name]
+                if name == "alone":
+                    await run.round()
+                    continue
+                await let(True)
+                began, before = time.perf_counter(), peers.process_cpu_ns(endpoint)
+                asking = asyncio.create_task(_probe(address, answered))
+                await run.round()
+                asking.cancel()
+                shares.append((peers.process_cpu_ns(endpoint) - before) / 1e9 / (time.perf_counter() - began))
+                await let(False)
+        await _ask(address, requests // 10)
+        held = {"server": peers.resident(server.processes[0]), "endpoint": peers.resident(endpoint)}
+        await _ask(address, requests)
+        return {
+            **{
+                f"{name} {key}": run.result()[key]
+                for name, run in runs.items()
+                for key in ("records_s", "parent_ns")
+            },
+            "endpoint": statistics.median(shares),
+            "livez_seconds": statistics.median(answered),
+            "longest_livez_seconds": max(answered),
+            "server bytes before": held["server"],
+            "server bytes after": peers.resident(server.processes[0]),
+            "endpoint bytes before": held["endpoint"],
+            "endpoint bytes after": peers.resident(endpoint),
+        }
+
+
+async def _address(server: peers.Peer) -> str:
+    log = Path(server.path).parent / "log"  # type: ignore[attr-defined]  # it listens on a Unix socket
+    while True:
+        for line in log.read_text().splitlines():
+            if (event := json.loads(line))["event"] == "admin.listening":
+                return str(event["address"])
+        await asyncio.sleep(0.05)
+
+
+async def _probe(address: str, answered: list[float]) -> None:
+    while True:
+        began = time.perf_counter()
+        client = await connected(address)
+        await client.ask("/livez")
+        answered.append(time.perf_counter() - began)
+        client.writer.transport.abort()
+        await asyncio.sleep(0.1)
+
+
+async def _ask(address: str, requests: int) -> None:
+    """Ask for everything, over connections that are kept and others."""
+    paths = itertools.cycle(("/metrics", "/status", "/livez", "/readyz", "/history", "/", "/none"))
+    client = await connected(address)
+    for number in range(requests):
+        await client.ask(next(paths))
+        if number % 50 == 0:
+            client.writer.transport.abort()
+            client = await connected(address)
+    client.writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def _clients(address: str) -> AsyncIterator[Callable[[bool], Awaitable[None]]]:
+    """Run the fifty in a process of their own; what is yielded lets them come or go."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.admin_load", address),
+        env=peers.environment(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    async def let(come: bool) -> None:
+        stdin.write(b"come\n" if come else b"go\n")
+        await stdout.readline()
+
+    try:
+        yield let
+    finally:
+        stdin.close()
+        await process.wait()
+
+
+# The clients' process.
+
+
+async def _scrape(address: str) -> None:
+    client = await connected(address)
+    while True:
+        await client.ask("/metrics")
+        await asyncio.sleep(_SECOND)
+
+
+async def _watch(address: str) -> None:
+    client = await connected(address)
+    client.writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    while await client.reader.read(1 << 16):
+        pass
+
+
+async def _garble(address: str) -> None:
+    while True:
+        client = await connected(address)
+        client.writer.write(random.randbytes(512) + b"\r\n\r\n")
+        await client.ended()
+        await asyncio.sleep(_SECOND)
+
+
+async def _dawdle(address: str) -> None:
+    """Send and read a byte a second."""
+    client = await connected(address)
+    for byte in itertools.chain(_SCRAPE, itertools.repeat(10)):
+        client.writer.write(bytes([byte]))
+        await asyncio.sleep(_SECOND)
+
+
+async def _hang(address: str) -> None:
+    """Ask for much, and read a byte a second of it."""
+    client = await connected(address)
+    client.reader._limit = 1  # type: ignore[attr-defined]  # nothing is read ahead
+    client.writer.write(_SCRAPE * 50)
+    while await client.reader.read(1):  # noqa: ASYNC110  # it is the pace that counts
+        await asyncio.sleep(_SECOND)
+
+
+async def _again(kind: Callable[[str], Awaitable[None]], address: str) -> None:
+    while True:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await kind(address)
+        await asyncio.sleep(_SECOND)
+
+
+async def _come_and_go(address: str) -> None:
+    kinds = itertools.cycle((_scrape, _watch, _garble, _dawdle, _hang))
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+    while said := await loop.run_in_executor(None, sys.stdin.readline):
+        if said == "come\n":
+            tasks = [asyncio.create_task(_again(next(kinds), address)) for _ in range(50)]
+            await asyncio.sleep(_SECOND)
+        else:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        print(said, end="", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_come_and_go(sys.argv[1]))
