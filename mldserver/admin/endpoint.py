@@ -335,7 +335,7 @@ class Endpoint:
             raise _Refused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
         if wanted is Act.STEER:
             return await self._steer(request, connection, who)
-        if path == "/events":
+        if path == "/events" and request.method == "GET":
             return await self._stream(request, connection)
         may_read = self._may(self.listener, credential, Act.READ) is None
         return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=may_read)

@@ -382,7 +382,11 @@ def admin_table(measured: dict[str, float], requests: int) -> Table:
     )
     for name in ("", "without", "with", "ratio"):
         table.add_column(name, justify="right" if name else "left")
-    for name, key in (("records a second", "records_s"), ("the server's CPU, ns a record", "parent_ns")):
+    for name, key in zip(
+        ("records a second", "best round", "the server's CPU, ns a record", "best round"),
+        admin_load.KEYS,
+        strict=True,
+    ):
         alone, beside = measured[f"alone {key}"], measured[f"beside {key}"]
         table.add_row(name, f"{alone:,.0f}", f"{beside:,.0f}", f"{beside / alone:.3f}")
     table.add_row("the endpoint's share of a processor", "", f"{measured['endpoint']:.3f}", "")
