@@ -79,29 +79,33 @@ class Client:
 
     def _ask(self, method: str, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
         """Make one request; return the answer's status and body."""
-        connection = _Connection(self.address, self._tls, seconds)
+        connection, connected = _Connection(self.address, self._tls, seconds), False
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
+            connection.connect()
+            connected = True
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             data = answer.read(_LARGEST)
-        except ssl.SSLError as error:
-            raise Refused(
-                f"The server at {self.address} and this command do not trust each other: {error}.",
-                advice="--admin names the server as its certificate does, --ca who signed that; --certificate and --key are the "
-                "caller's own.",
-            ) from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
+            # A certificate that it does not trust, or misses, may be no more to a server than a reason to hang up.
+            hung_up = connected and isinstance(error, ConnectionError)
+            if isinstance(error, ssl.SSLError) or (hung_up and self._tls is not None):
+                raise Refused(
+                    f"The server at {self.address} and this command do not trust each other: {_reason(error)}.",
+                    advice="--admin names the server as its certificate does, --ca who signed that; --certificate and --key "
+                    "are the caller's own.",
+                ) from error
+            if hung_up or isinstance(error, http.client.HTTPException):
+                raise NoAnswer(
+                    f"What answers at {self.address} is no admin endpoint of mldserver, or speaks TLS where none was asked for."
+                ) from error
             why = f"it did not within {seconds:g} s" if isinstance(error, TimeoutError) else _reason(error)
             raise NoAnswer(f"No server answers at {self.address}: {why}.") from error
-        except http.client.HTTPException as error:
-            raise NoAnswer(
-                f"What answers at {self.address} is no admin endpoint of mldserver, or speaks TLS where none was asked for."
-            ) from error
         finally:
             connection.close()
         if answer.status in {http.client.UNAUTHORIZED, http.client.FORBIDDEN}:
@@ -149,8 +153,8 @@ class _Schema(msgspec.Struct):
     schema: int
 
 
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error) or type(error).__name__).rstrip(".")
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
 
 
 def _sentence(status: int, body: bytes) -> str:

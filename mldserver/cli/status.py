@@ -97,20 +97,18 @@ class At(Where):
                 f"admin = none ({settings.origin('admin')}): there is no endpoint to ask.",
                 advice="Name the server's with --admin.",
             )
-        token_file = self.admin_token_file or settings.admin_token_file
-        if token_file is None and steers and isinstance(address, TcpAddress) and is_local(address):
+        token_file, tls = self.admin_token_file or settings.admin_token_file, None
+        plain = is_local(address) or self.insecure or settings.insecure
+        if self.ca is not None or self.certificate is not None or not plain:
+            certificate, key = settings.tls_certificate, settings.tls_key
+            if self.certificate is not None:
+                certificate, key = self.certificate, self.key
+            tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
+        elif token_file is None and steers and isinstance(address, TcpAddress):
             from mldserver.admin.process import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
 
             token_file = made(settings)
-        token = None if token_file is None else read_token(token_file)
-        plain = is_local(address) or self.insecure or settings.insecure
-        if plain and self.ca is None and self.certificate is None:
-            return Client(address, token=token)
-        certificate, key = settings.tls_certificate, settings.tls_key
-        if self.certificate is not None:
-            certificate, key = self.certificate, self.key
-        tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
-        return Client(address, token=token, tls=tls)
+        return Client(address, token=None if token_file is None else read_token(token_file), tls=tls)
 
     def meant_pipeline(self) -> str | None:
         """Return the pipeline whose server is meant; None: whichever answers, because nothing names one, or an address does."""

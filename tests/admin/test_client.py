@@ -86,14 +86,20 @@ def test_nobody_at_the_address_is_no_answer(
 
 
 @contextmanager
-def saying(data: bytes, *, then_close: bool = True) -> Iterator[Client]:
+def saying(
+    data: bytes,
+    *,
+    then_close: bool = True,
+    tls: ssl.SSLContext | None = None,
+    ours: ssl.SSLContext | None = None,
+) -> Iterator[Client]:
     """The client of something that says this to whoever connects."""
     done = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             peer, _ = listener.accept()
-            with peer:
+            with tls.wrap_socket(peer, server_side=True) if tls else peer as peer:
                 peer.recv(4096)
                 peer.sendall(data)
                 if not then_close:
@@ -102,13 +108,15 @@ def saying(data: bytes, *, then_close: bool = True) -> Iterator[Client]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield Client(address.parse(f"127.0.0.1:{listener.getsockname()[1]}"), seconds=0.05)
+            yield Client(
+                address.parse(f"127.0.0.1:{listener.getsockname()[1]}"), seconds=5 if tls else 0.05, tls=ours
+            )
         finally:
             done.set()
             thread.join()
 
 
-@pytest.mark.parametrize("data", [b"\x15\x03\x03\x00\x02\x02\x46", b"SSH-2.0-OpenSSH\r\n"])
+@pytest.mark.parametrize("data", [b"\x15\x03\x03\x00\x02\x02\x46", b"SSH-2.0-OpenSSH\r\n", b""])
 def test_what_is_no_endpoint_is_told(data: bytes) -> None:
     with saying(data) as wrong, pytest.raises(NoAnswer, match="is no admin endpoint of mldserver"):
         wrong.status()
@@ -151,3 +159,15 @@ def test_where_one_side_proves_nothing_neither_is_told_a_word(
     with pytest.raises(Refused, match=r"do not trust each other: .* --admin names the server"):
         client(guarded, tls=tls).status()
     assert guarded.asked == []
+
+
+def test_a_server_that_hangs_up_after_the_handshake_has_refused(files: Certificates) -> None:
+    ours = client_context(files.client, None, files.ca)
+    hangs_up = saying(b"", tls=ServerTLS(files.server).context, ours=ours)
+    with hangs_up as refusing, pytest.raises(Refused, match="do not trust each other: Remote end closed"):
+        refusing.status()
+
+
+def test_plain_http_to_a_server_with_tls_is_told(guarded: Endpoint) -> None:
+    with pytest.raises(NoAnswer, match="or speaks TLS where none was asked for"):
+        client(guarded).status()

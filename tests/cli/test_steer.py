@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
+from support.certificates import Certificates
 
 from mldserver import cli
 from mldserver.admin.access import make_token, read_token
+from mldserver.base.tls import ServerTLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,3 +117,12 @@ def test_a_token_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str],
     assert "may be read by others (mode 644)" in capsys.readouterr().err
     assert cli.run(["flush", "--admin", "127.0.0.1:1", "--out", "out"]) == 2
     assert "admin.token cannot be read" in capsys.readouterr().err
+
+
+def test_a_client_certificate_needs_no_token(tmp_path: Path) -> None:
+    files = Certificates(tmp_path)
+    with endpoint(tls=ServerTLS(files.server, client_ca=files.ca).context) as server:
+        server.answers["/act/flush"] = 200, {"done": True, "text": "It is done."}
+        own = ["--ca", str(files.ca), "--certificate", str(files.client)]
+        assert cli.run(["flush", "--admin", server.address, *own]) == 0
+        assert server.asked[-1] == ("/act/flush", {"argument": ""}, None)
