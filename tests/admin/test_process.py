@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import stat
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.certificates import Certificates
-from support.raw_http import Answer, connected, status
+from support.raw_http import Answer, asked, status
 from support.serving import quick, until
 
 from mldserver.admin.access import read_token
@@ -73,11 +75,8 @@ class Shown:
         **headers: str,
     ) -> Answer:
         assert self.endpoint.address is not None
-        client = await connected(self.endpoint.address.replace("0.0.0.0", "127.0.0.1"), tls)
-        try:
-            return await client.ask(path, method, body, **headers)
-        finally:
-            client.writer.transport.abort()
+        address = self.endpoint.address.replace("0.0.0.0", "127.0.0.1")
+        return await asked(address, path, method, body, tls, **headers)
 
     async def steer(self, act: str, body: bytes = b"") -> Answer:
         return await self.ask(f"/act/{act}", "POST", body, Authorization=f"Bearer {self.token}")
@@ -322,3 +321,50 @@ async def test_a_server_whose_endpoint_cannot_be_ends_in_order(tmp_path: Path, l
         assert await server.run() == 1
     (failed,) = events(logged, "server.failed")
     assert "The admin endpoint cannot listen" in failed["what"]
+
+
+async def test_in_real_life_the_endpoint_outlives_its_process_and_tells_of_a_server_that_hangs_and_ends_with_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "shown_handler.py").write_text("def process_record(record): ...")
+    address = f"unix:{tmp_path}/admin.sock"
+    options = {"--listen": "127.0.0.1:0", "--admin": address, "--workers": "inline", "--log-file": "log"}
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "mldserver", "serve", "shown_handler", "--out", "out"),
+        *itertools.chain.from_iterable(options.items()),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}"},
+    )
+
+    async def code(path: str) -> int:
+        try:
+            return (await asked(address, path)).code
+        except (OSError, asyncio.IncompleteReadError):  # not yet, or not any more
+            return 0
+
+    async def comes(path: str, wanted: int) -> None:
+        while await code(path) != wanted:
+            await SystemClock().sleep(0.1)
+
+    def endpoint() -> int:
+        (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        return int(child)
+
+    try:
+        async with asyncio.timeout(120):
+            await comes("/readyz", 200)
+            first = endpoint()
+            os.kill(first, signal.SIGKILL)
+            await comes("/readyz", 200)
+            second = endpoint()
+            assert first != second
+            server.send_signal(signal.SIGSTOP)
+            await comes("/livez", 503)
+            server.send_signal(signal.SIGCONT)
+            await comes("/livez", 200)
+            server.kill()
+            await comes("/livez", 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.kill()
+        await server.wait()

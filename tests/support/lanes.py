@@ -28,6 +28,7 @@ __all__ = [
 TESTS: Final = Path(__file__).parents[1]
 
 QUICK: Final = (
+    "admin/test_access.py",
     "admin/test_history.py",
     "base",
     "children",

@@ -89,3 +89,19 @@ async def connected(address: str, tls: ssl.SSLContext | None = None) -> Client:
         return Client(*await asyncio.open_unix_connection(address.removeprefix("unix:"), limit=_LIMIT))
     host, _, port = address.rpartition(":")
     return Client(*await asyncio.open_connection(host, int(port), ssl=tls, limit=_LIMIT))
+
+
+async def asked(
+    address: str,
+    path: str,
+    method: str = "GET",
+    body: bytes = b"",
+    tls: ssl.SSLContext | None = None,
+    **headers: str,
+) -> Answer:
+    """What a client is answered that asks once and goes."""
+    client = await connected(address, tls)
+    try:
+        return await client.ask(path, method, body, **headers)
+    finally:
+        client.writer.transport.abort()
