@@ -76,7 +76,7 @@ def healthy(at_ms: int = NOW) -> Status:
 
 
 def lagging(at_ms: int = NOW) -> Status:
-    """Two shards fall behind, and one of them holds the watermark of two servers."""
+    """Two shards fall behind, and one of them holds the watermark of two servers; memory is nearly full."""
     behind = {3: 4 * MINUTE + 11_000, 5: 12 * MINUTE + 40_000}
     shards = tuple(
         _shard(n, at_ms, lag_ms=behind.get(n, 300 + 70 * n), state="held" if n == 5 else "connected")
@@ -89,8 +89,7 @@ def lagging(at_ms: int = NOW) -> Status:
         watermark=Watermark(
             at_ms=NOW - 13 * MINUTE,
             held_by="shardId-000000000005",
-            reason="its rows are 13 minutes old",
-            stuck=True,
+            reason="behind",
         ),
         servers=(
             Peer(id="ingest-3-4711", this=True, watermark_ms=NOW - 13 * MINUTE),
@@ -136,8 +135,9 @@ def failing(at_ms: int = NOW) -> Status:
         base,
         ready=False,
         reasons=(
-            "Spark's session is gone, and cannot be started: the driver ended with exit code 137 (out of memory?)",
-            "the window 2026-11-23T02-01-00Z keeps failing: ConnectionError: the database answers nothing",
+            "window 2026-11-23T02-01-00Z keeps failing and every other waits for it",
+            "shard shardId-000000000005 stands still (behind), and windows that are due wait for it",
+            "Spark computes no window. The driver ended with exit code 137: windows wait for it, rows go on being stored",
         ),
         shards=(
             *base.shards[:6],
@@ -154,7 +154,7 @@ def failing(at_ms: int = NOW) -> Status:
         ),
         spark=Spark(
             ready=False,
-            trouble="the driver ended with exit code 137; it is started again in 32 s",
+            trouble="The driver ended with exit code 137",
             master="local[2]",
             start_seconds=6.4,
         ),
@@ -169,7 +169,7 @@ def failing(at_ms: int = NOW) -> Status:
         dead_letters=DeadLetters(waiting=37, latest=letters),
         servers=(
             base.servers[0],
-            msgspec.structs.replace(base.servers[1], beat_age_seconds=184.0, reason="leaves"),
+            msgspec.structs.replace(base.servers[1], beat_age_seconds=184.0, reason="silent"),
         ),
     )
 
