@@ -67,6 +67,11 @@ class Client:
             raise NoAnswer(f"The server at {self.address} has no status to show: {_sentence(status, body)}")
         return body
 
+    def silence(self) -> str | None:
+        """Return why the server does not live, though its endpoint answers, in words; None: it lives. Raises as ``status``."""
+        status, body = self._ask("GET", "/livez", self._seconds)
+        return None if status == http.client.OK else _sentence(status, body)
+
     def act(self, name: str, argument: str, *, seconds: float) -> Answer:
         """Let the server act, and return what became of it. Raises NoAnswer, also after ``seconds``, and Refused."""
         asked = json.dumps({"argument": argument}).encode()
@@ -163,5 +168,5 @@ def _sentence(status: int, body: bytes) -> str:
         document: Any = json.loads(body)
     except ValueError:
         document = body.decode("utf-8", "replace").strip()
-    text = document.get("error") if isinstance(document, dict) else document
+    text = document.get("error") or document.get("reason") if isinstance(document, dict) else document
     return harmless(str(text)) if text else f"HTTP status {status}."

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
+import msgspec
 from cyclopts import App, Group, Parameter
 
 from mldserver.admin.access import read_token
@@ -135,8 +136,8 @@ def _address(text: str) -> Address:
     return address
 
 
-def ask(client: Client, pipeline: str | None) -> tuple[bytes, Status]:
-    """Return a server's status, as it came and as it is meant.
+def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
+    """Return a server's status, as it came and as it is meant; one that does not live is not ready, whatever it said last.
 
     Raises NoAnswer when none answers, or one of another ``pipeline``; Refused when it lets nobody in.
     """
@@ -147,7 +148,11 @@ def ask(client: Client, pipeline: str | None) -> tuple[bytes, Status]:
             f"The server at {client.address} is of the pipeline {status.pipeline}, not of {pipeline}.",
             advice="Name its endpoint with --admin.",
         )
-    return document, status
+    raw: dict[str, Any] = json.loads(document)
+    if (silence := client.silence()) is not None:
+        changes: dict[str, Any] = {"ready": False, "reasons": (silence, *status.reasons)}
+        return raw | changes, msgspec.structs.replace(status, **changes)
+    return raw, status
 
 
 @app.default
@@ -158,7 +163,7 @@ def show_status(*, at: At = HERE, as_json: AsJson = False) -> int:
     except NoAnswer as error:
         return _show_ledger(at, error, as_json=as_json)
     if as_json:
-        tell_json(json.loads(document))
+        tell_json(document)
     else:
         tell(*whole(status))
     return EXIT_CLEAN if status.ready else EXIT_NOT_READY

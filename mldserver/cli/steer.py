@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
+from mldserver.admin.client import NoAnswer
 from mldserver.cli.ledger_tool import AsJson, plain, tell, tell_json
 from mldserver.cli.status import HERE, At, ask
 from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the annotations
@@ -39,6 +40,8 @@ def _act(name: str, argument: str, at: At, *, as_json: bool) -> int:
     """Let the server act, and tell what became of it."""
     client = at.client(steers=True)
     ask(client, at.meant_pipeline())  # another pipeline's is left alone
+    if (silence := client.silence()) is not None:
+        raise NoAnswer(f"The server at {client.address} cannot act: {silence.rstrip('.')}.")
     answer = client.act(name, argument, seconds=_ACT_SECONDS)
     if as_json:
         tell_json({"done": answer.done, "text": answer.text})

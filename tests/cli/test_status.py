@@ -105,6 +105,17 @@ def test_the_exit_code_tells_ready_from_not_and_the_reasons_are_shown(
     assert "No worker has loaded it." in text
 
 
+def test_a_server_that_hangs_is_not_ready_whatever_it_said_last(
+    server: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["/livez"] = 503, {"live": False, "reason": "The event loop has not turned for 9 s."}
+    text = told(capsys, "--admin", server.address, code=3)
+    assert line(text, "state").split(None, 1)[1] == "NOT READY"
+    assert "The event loop has not turned for 9 s." in text
+    document = json.loads(told(capsys, "--admin", server.address, "--json", code=3))
+    assert (document["ready"], document["reasons"]) == (False, ["The event loop has not turned for 9 s."])
+
+
 def test_as_json_it_is_the_document_with_what_this_program_does_not_know_of(
     server: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:

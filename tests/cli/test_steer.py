@@ -105,6 +105,16 @@ def test_a_server_of_another_pipeline_is_left_alone(
     assert [path for path, *_ in server.asked] == ["/status"]
 
 
+def test_a_server_that_hangs_is_not_waited_for(
+    server: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_token(tmp_path / "token")
+    server.answers["/livez"] = 503, {"live": False, "reason": "The event loop has not turned for 9 s."}
+    assert cli.run(["flush", "--admin", server.address, "--admin-token-file", "token"]) == 1
+    assert "cannot act: The event loop has not turned for 9 s." in capsys.readouterr().err
+    assert "/act/flush" not in [path for path, *_ in server.asked]
+
+
 def test_without_a_server_nothing_is_steered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make_token(tmp_path / "token")
     assert cli.run(["flush", "--admin", "127.0.0.1:1", "--admin-token-file", "token"]) == 1

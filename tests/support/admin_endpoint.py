@@ -76,7 +76,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.address = ""
         self.document: Any = DOCUMENT
-        self.answers: dict[str, tuple[int, Any]] = {}
+        self.answers: dict[str, tuple[int, Any]] = {"/livez": (200, {"live": True})}
         """By path: another status, and a body: bytes, or what becomes JSON."""
         self.asked: list[tuple[str, Any, str | None]] = []
         """Path, body, and the header Authorization."""
