@@ -44,7 +44,7 @@ Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 Mi
 
 SIGTERM and SIGINT stop the server: shards finish their request, closed windows are committed, positions
 checkpointed; one that comes while the server still starts gives the start up. A second signal forces, whatever is
-waited for. SIGHUP opens the log file again.
+waited for. SIGHUP opens the log file again, and reads certificates again.
 
 Exit codes: 0 clean; 1 a fault, or something that is not there yet (a folder, a port, the ledger's network): start it again;
 2 what only a person can mend (settings, handler, Java, a damaged ledger, no region or credentials for `stream`); 3 forced
