@@ -175,8 +175,15 @@ def test_many_shards_are_shown_when_asked_for_and_found_by_name(browser: Browser
 # Whatever the server tells is text
 
 
-def test_what_users_name_and_write_never_becomes_markup(browser: Browser, tmp_path: Path) -> None:
-    evil = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    "evil",
+    ["<script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>", "long" * 100],
+    ids=["markup", "long"],
+)
+def test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout(
+    browser: Browser, tmp_path: Path, evil: str, width: int
+) -> None:
     status = simple(
         pipeline=evil,
         handler=evil,
@@ -193,11 +200,12 @@ def test_what_users_name_and_write_never_becomes_markup(browser: Browser, tmp_pa
         failures={evil: 1},
     )
     with serving(tmp_path, [status]) as stage:
-        browser.open(stage.url)
+        browser.open(stage.url, width=width)
         browser.until_health("Not ready")
         browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         for place in ("#pipeline", "#reasons", "#shards-table", "#windows-table", "#spark", "#letters pre"):
             assert evil in browser.text(place), place
+        assert browser.run("return document.documentElement.scrollWidth") == width
         assert browser.run("return document.querySelectorAll('main script, img').length") == 0
         assert browser.run("return window.hurt") is None
         assert browser.run("return document.getElementById('spark-ui').hidden") is True

@@ -34,7 +34,7 @@ _SECONDS: Final = 60
 def require() -> None:
     """Without the browser skip the test, which CI may not."""
     if lacks := [package for name, package in PROGRAMS.items() if shutil.which(name) is None]:
-        said = f"Debian's {' and '.join(lacks)} is not installed: apt-get install {' '.join(lacks)}"
+        said = f"there is no browser: apt-get install {' '.join(lacks)}"
         assert os.environ.get("CI") != "true", said
         pytest.skip(said)
 
