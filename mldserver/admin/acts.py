@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from mldserver.base.clock import first_of
 from mldserver.config.settings import Level
-from mldserver.errors import OperatorError
+from mldserver.errors import HandlerError, OperatorError
 from mldserver.observe.logging import Logger, set_level
 from mldserver.sources.link import Link
 from mldserver.workers.runtime import WorkerRuntime
@@ -55,10 +55,12 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
                 text = acts.log_level(argument)
             case "flush" if not argument:
                 text = await acts.flush()
+            case "reload" if not argument:
+                text = await acts.reload()
             case _:
                 asked = f"{act} {argument}".strip()
                 return False, f"There is no act {asked!r}. Acts are {', '.join(ACTS)}."
-    except OperatorError as error:
+    except (OperatorError, HandlerError) as error:
         return False, str(error)
     return True, text
 
@@ -144,6 +146,24 @@ class _Acts:
         if isinstance(runtime, WorkerRuntime):
             runtime.set_log_level(number)
         return f"What is at {level} or above is logged from now on (before: {logging.getLevelName(before).lower()})."
+
+    async def reload(self) -> str:
+        """Raises HandlerError, too."""
+        runtime, engine = self._parts.runtime, self._parts.engine
+        if not isinstance(runtime, WorkerRuntime):
+            raise OperatorError(
+                "The handler runs in the server's own process, which cannot load it twice.",
+                advice="Stop and start the server, or let it have workers (`--workers 1`).",
+            )
+        before = runtime.version
+        await runtime.reload()
+        text = f"Workers run {runtime.spec.path} as it is now ({runtime.version}; before: {before})."
+        if engine is None:
+            return text
+        engine.renew()
+        return (
+            f"{text} Spark's driver starts afresh with it once the windows that are being computed are done."
+        )
 
     def _session(self, shard_id: str) -> Session:
         """Raise OperatorError for a shard that this server does not have."""

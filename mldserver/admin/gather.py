@@ -199,7 +199,9 @@ class Gatherer:
             budgets["lines"] = status.Budget(used_bytes=source.lines[0], limit_bytes=source.lines[1])
         return status.Status(
             paused=parts.coordinator.shards.backpressure.paused,
-            handler_version=parts.handler_version,
+            handler_version=getattr(
+                parts.runtime, "version", parts.handler_version
+            ),  # it changes with a reload
             server_id=parts.ledger.server_id,
             listening=source.address,
             ready=not reasons,

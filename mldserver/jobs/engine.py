@@ -147,5 +147,8 @@ class Engine(Protocol):
         nothing was written, and DriverLost when the engine died and that is not known; cancelling the call cancels it.
         """
 
+    def renew(self) -> None:
+        """Import the handler anew: what was asked for by now ends as it is, what is asked for later waits for the new one."""
+
     async def close(self) -> None:
         """Stop what runs and leave nothing behind."""

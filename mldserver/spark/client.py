@@ -140,6 +140,10 @@ class SparkEngine:
         """How the last driver ended, until another is warm."""
         self._was_ready = False
         self._start_seconds: float | None = None
+        self._outdated = asyncio.Event()
+        """Set when the present driver is to be followed by one that imports the handler as it is then."""
+        self._retired: Life | None = None
+        """The driver that was stopped for that."""
 
     @property
     def is_ready(self) -> bool:
@@ -150,7 +154,7 @@ class SparkEngine:
     @property
     def trouble(self) -> str | None:
         """Why no job would start, in words: what the driver says, or how the last one ended."""
-        if (life := self._life) is not None:
+        if (life := self._life) is not None and life is not self._retired:
             return life.reason(briefly=True) if life.over.is_set() else life.trouble or self._lost
         return self._lost
 
@@ -215,6 +219,10 @@ class SparkEngine:
             life = await self._ready()
             await life.publish(job, deadline_seconds(self.job_deadline, (job,)))
 
+    def renew(self) -> None:
+        """Start the driver afresh between two jobs. See ``Engine.renew``."""
+        self._outdated.set()
+
     async def close(self) -> None:
         """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
         self._closing.set()
@@ -254,6 +262,8 @@ class SparkEngine:
             else:
                 if self._closing.is_set():
                     return
+                if life is self._retired:
+                    continue
                 self._give_up(life)
                 if life.jobs_done:
                     backoff.worked()
@@ -291,6 +301,7 @@ class SparkEngine:
     async def _one_life(self, java: Java | None) -> Life:
         """Start a driver and see it through to its end. Raises OSError when there is none to start."""
         self._starts += 1
+        self._outdated.clear()
         began = time.monotonic()
         start, around, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
@@ -311,19 +322,34 @@ class SparkEngine:
                 life.kill("The engine is closing.")
             async with asyncio.TaskGroup() as tasks:
                 follow = tasks.create_task(self._follow(life, began, java, wanted))
+                retire = tasks.create_task(self._retire(life))
                 await life.live(self.start_deadline)
                 follow.cancel()
+                retire.cancel()
         finally:
-            if self._life is not None:
+            if self._life is not None and self._life is not self._retired:
                 self._lost = self._life.reason(briefly=True)
             self._life = None
             self._announce(None)
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
-        if start.archive is not None and not life.jobs_done and not self._closing.is_set():
+        meant = self._closing.is_set() or life is self._retired
+        if start.archive is not None and not life.jobs_done and not meant:
             # A truncated file was seen to crash the JVM instead of being declined: the next start goes without.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(Path(start.archive).unlink, missing_ok=True)
         return life
+
+    async def _retire(self, life: Life) -> None:
+        """Once the driver is outdated, stop it when nobody has a job there any more."""
+        await self._outdated.wait()
+        async with contextlib.AsyncExitStack() as slots:
+            for _ in range(self.concurrency):
+                await slots.enter_async_context(self._slots)
+            self._retired = life
+            life.stop()
+            await self.clock.sleep(self.stop_grace)
+            life.kill("Spark did not stop in time.")
+            await life.over.wait()
 
     async def _follow(self, life: Life, began: float, java: Java | None, wanted: Path | None) -> None:
         """Say when the driver is ready; later, make the class archive that is ``wanted``."""

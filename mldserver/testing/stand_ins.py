@@ -123,6 +123,9 @@ class LocalEngine:
         except (OSError, sqlite3.Error) as error:
             raise WindowFailed(f"Window {job.window.id} could not be published: {error}") from error
 
+    def renew(self) -> None:
+        """Do nothing: it has no handler."""
+
     async def close(self) -> None:
         """Let ``run`` return."""
         self._closed.set()

@@ -29,10 +29,11 @@ from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.shared_memory import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
+    from mldserver.records import Sequence, Shard
     from mldserver.runtime.interface import BatchOutcome, Delivery
     from mldserver.workers.shared_memory import Held
 
@@ -131,6 +132,8 @@ class WorkerProcess:
         self.is_open = True
         """Whether it takes requests."""
         self._closed = False
+        self.blamed = True
+        """Whether its end may be the doing of what it has in hand."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when it takes no requests any more."""
         self.again = True
@@ -211,17 +214,20 @@ class WorkerProcess:
     async def run(self) -> None:
         """Wait until it has ended; then every request that is unanswered raises WorkerGone."""
         try:
-            # Without its socket it is of no use, whatever it still does.
-            await first_of(self._child.wait(), self._gone.wait())
+            await self.ended()
         finally:
             await self.close()
+
+    async def ended(self) -> None:
+        """Return once it has ended; without its socket it is of no use, whatever it still does."""
+        await first_of(self._child.wait(), self._gone.wait())
 
     async def close(self) -> None:
         """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
         await self._child.close()
         self._channel.drain()
         ended = await self.ending()
-        alone = len(self._requests) == 1 and self.is_busy
+        alone = len(self._requests) == 1 and self.is_busy and self.blamed
         if not self._closed:
             self._closed = True
             self._channel.close()
@@ -305,6 +311,12 @@ class WorkerProcess:
         """Tell it which worker it is."""
         if self.is_open and not self._closed:
             self._channel.send(wire.Number(number))
+
+    async def open(self, shard: Shard, parked: Mapping[str, Sequence] | None) -> None:
+        """Open a shard here, some of whose keys may be ``parked``. Raises WorkerGone, HandlerHalted."""
+        await self.ask(wire.Open(next(self.ids), shard.id, shard.start, shard.start_sub))
+        if parked:
+            await self.ask(wire.Park(next(self.ids), shard.id, wire.packed_keys(parked)))
 
     def forget(self, shard_id: str) -> None:
         """Let it drop a shard's handler. Nobody waits for that: it may be in a call that hangs, and is no work of its own."""

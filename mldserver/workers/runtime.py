@@ -23,7 +23,7 @@ import structlog
 from msgspec.structs import replace
 
 from mldserver.base.clock import SystemClock
-from mldserver.errors import HandlerLost, InternalError
+from mldserver.errors import HandlerLost, InternalError, OperatorError
 from mldserver.handler.failure import Failure
 from mldserver.records import Hook
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
@@ -32,6 +32,7 @@ from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan, Facts
 from mldserver.workers import wire
 from mldserver.workers.process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of, sent
+from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker, place, spread
@@ -99,6 +100,14 @@ class WorkerRuntime:
         self._parked: dict[str, dict[str, Sequence]] = {}
         self._owing: set[str] = set()
         """Shards whose processor was given records that only its own process knows whether they are done."""
+        self._reloading = asyncio.Lock()
+        self.spec: HandlerSpec
+        """What was loaded, without code."""
+
+    @property
+    def version(self) -> str:
+        """The version of the handler that workers run."""
+        return self.spec.version
 
     @property
     def trouble(self) -> str | None:
@@ -113,7 +122,20 @@ class WorkerRuntime:
 
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
-        return wire.spec_of(self._spares.handler, await self._spares.first())
+        self.spec = wire.spec_of(self._spares.handler, await self._spares.first())
+        return self.spec
+
+    async def reload(self) -> None:
+        """Let new processes take over that have loaded the handler as it is now: ``spec`` is theirs then.
+
+        Raises HandlerError where it cannot be loaded or opened, OperatorError where it cannot take over: then nothing has
+        changed.
+        """
+        if self._reloading.locked():
+            raise OperatorError("Another reload is under way.")
+        async with self._reloading:
+            reload = Reload(self._spares, self._workers, self._shards, self._parked, self._owing)
+            self.spec = await reload.run(self.spec)
 
     async def start(self) -> None:
         """Do nothing more: ``load`` has."""
@@ -134,6 +156,8 @@ class WorkerRuntime:
 
     async def close(self) -> None:
         """End what is left of the processes."""
+        for worker in self._workers:
+            await worker.close()
         await self._spares.close()
 
     async def open(self, shard: Shard) -> None:
@@ -369,9 +393,7 @@ class WorkerRuntime:
         if shard_id in worker.opened:
             log.info("shard.reopened", shard=shard_id, worker=worker.number)
         try:
-            await process.ask(wire.Open(next(process.ids), shard_id, shard.start, shard.start_sub))
-            if keys := self._parked.get(shard_id):
-                await process.ask(wire.Park(next(process.ids), shard_id, wire.packed_keys(keys)))
+            await process.open(shard, self._parked.get(shard_id))
         except WorkerGone as gone:
             raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation

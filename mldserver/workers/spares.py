@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -12,13 +13,14 @@ from msgspec.structs import replace
 
 from mldserver.base.backoff import Backoff
 from mldserver.errors import HandlerError, HandlerInvalid
+from mldserver.workers import wire
 from mldserver.workers.process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from mldserver.base.clock import Clock
-    from mldserver.workers import wire
+    from mldserver.handler.spec import HandlerSpec
 
 log = structlog.get_logger("mldserver")
 
@@ -44,6 +46,8 @@ class Spares:
         """How many wait for one."""
         self._wanted_since_ms: int | None = None
         self._making = 0
+        self._round = 0
+        """Processes of earlier rounds have loaded what the handler was."""
         self._changed = asyncio.Event()
         self._backoff = Backoff(base=_PAUSE_SECONDS, cap=15.0, free=2)
 
@@ -82,6 +86,44 @@ class Spares:
                         traceback=process.last_words or None,
                     ) from gone
                 await self._pause(_loading(gone))
+
+    @contextlib.asynccontextmanager
+    async def anew(self, count: int) -> AsyncIterator[tuple[HandlerSpec, list[WorkerProcess]]]:
+        """Give so many new processes, and what they found in the handler as it is now. Raises HandlerError.
+
+        What is in the list when the block ends is closed.
+        """
+        made: list[WorkerProcess] = []
+        try:
+            loaded = [await self._load_anew(made) for _ in range(count)]
+            if any(each != loaded[0] for each in loaded):
+                raise HandlerInvalid("The handler has changed while it was loaded.", advice="Ask again.")
+            yield wire.spec_of(self.handler, loaded[0]), made
+        finally:
+            for process in made:
+                await process.close()
+
+    async def _load_anew(self, made: list[WorkerProcess]) -> wire.Loaded:
+        process = await WorkerProcess.start(self._start, self._clock)
+        process.again = bool(made)
+        made.append(process)
+        try:
+            async with asyncio.timeout(_LOAD_SECONDS):
+                return await process.loaded()
+        except TimeoutError:
+            raise HandlerInvalid(f"Loading the handler took longer than {_LOAD_SECONDS:g} s.") from None
+        except WorkerGone as gone:
+            raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
+
+    def renew(self, processes: Iterable[WorkerProcess]) -> list[WorkerProcess]:
+        """Keep these ready, and none that began to load before; return those that were kept."""
+        old = list(self._ready)
+        self._ready = deque(processes)
+        for process in self._ready:
+            process.on_end = self._changed.set
+        self._round += 1
+        self._changed.set()
+        return old
 
     async def take(self) -> WorkerProcess:
         """Return a process that has loaded the handler."""
@@ -142,12 +184,16 @@ class Spares:
 
     async def _load(self, process: WorkerProcess, seconds: float | None) -> wire.Loaded:
         """Keep a process once it has loaded the handler, else close it. Raises TimeoutError, and as ``loaded`` does."""
+        round_ = self._round
         try:
             async with asyncio.timeout(seconds):
                 loaded = await process.loaded()
         except BaseException:
             await process.close()
             raise
+        if round_ != self._round:
+            await process.close()
+            return loaded
         process.on_end = self._changed.set
         process.set_log_level(self._start.log_level)  # it may have changed meanwhile
         self._ready.append(process)

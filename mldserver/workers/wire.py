@@ -138,6 +138,7 @@ class Loaded(Message, frozen=True):
     tumbling: Tumbling | None
     batches: Batches | None
     warnings: tuple[Finding, ...]
+    version: str = ""
 
 
 class Done(Message, frozen=True):
@@ -236,6 +237,7 @@ def loaded_of(spec: HandlerSpec) -> Loaded:
         windows if isinstance(windows, Tumbling) else None,
         windows if isinstance(windows, Batches) else None,
         spec.warnings,
+        spec.version,
     )
 
 
@@ -251,6 +253,7 @@ def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
         windows=loaded.tumbling or loaded.batches,
         warnings=loaded.warnings,
         concurrency=loaded.concurrency,
+        version=loaded.version,
     )
 
 

@@ -160,6 +160,8 @@ class Worker:
         self._clock = clock
         self._deaths = Deaths()
         self._process: WorkerProcess | None = None
+        self._next: WorkerProcess | None = None
+        """What takes over as soon as the present process has ended."""
         self._there = asyncio.Event()
         self._retiring = False
         self.searches = 0
@@ -178,8 +180,9 @@ class Worker:
 
     @property
     def present(self) -> WorkerProcess | None:
-        """Its process while that lives, be it to be replaced soon."""
-        return self._process if self._process is not None and self._process.is_open else None
+        """Its process while that lives, be it to be replaced soon; what takes over, once that is decided."""
+        process = self._next or self._process
+        return process if process is not None and process.is_open else None
 
     @property
     def ready(self) -> WorkerProcess | None:
@@ -201,6 +204,35 @@ class Worker:
         process = self.present
         return process is not None and not (self._retiring or process.is_busy)
 
+    def has_open(self, shard_id: str) -> bool:
+        """Whether a shard is open in the present process."""
+        return self.present is not None and self.opened.get(shard_id) == self.generation
+
+    def take_over(self, process: WorkerProcess, shard_ids: Collection[str]) -> bool:
+        """Let another process, in which shards are open, take the place of the present one. False: there is none.
+
+        The gate must be held: what is in hand all the same, since it waits itself, is made again.
+        """
+        present = self.present
+        if present is None:
+            return False
+        self._next, self._retiring = process, True
+        self.opened = dict.fromkeys(shard_ids, self.generation + 1)
+        present.is_open, present.blamed = False, False
+        present.kill()
+        return True
+
+    async def taken_over(self) -> None:
+        """Return once no process waits to take over."""
+        while self._next is not None:
+            self._there.clear()
+            await self._there.wait()
+
+    async def close(self) -> None:
+        """End what was to take over and has not come to it."""
+        if self._next is not None:
+            await self._next.close()
+
     async def process(self) -> WorkerProcess:
         """Return the present process, once there is one that takes requests."""
         while (process := self.ready) is None:
@@ -211,7 +243,7 @@ class Worker:
     async def run(self) -> None:
         """Keep a process running until cancelled."""
         while True:
-            process = await self._fresh()
+            process = self._heir() or await self._fresh()
             self._process, self._retiring = process, False
             self.generation += 1
             process.number(self.number)
@@ -222,7 +254,14 @@ class Worker:
             finally:
                 self._process = None
                 await process.close()
-            await self._clock.sleep(await self._tell_death(process, cause, stacks))
+            if self._next is None:
+                await self._clock.sleep(await self._tell_death(process, cause, stacks))
+            else:
+                self.suspects, self._deaths = set(), Deaths()
+
+    def _heir(self) -> WorkerProcess | None:
+        heir, self._next = self._next, None
+        return heir
 
     async def _live(self, process: WorkerProcess) -> tuple[Cause | None, str]:
         """Return once the process has ended, by itself or by us: why then, and where it was."""

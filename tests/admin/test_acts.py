@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections import Counter
@@ -134,3 +135,80 @@ async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_
         await server.carry_out("resume", "")
         await playing
     assert 0 < len(named(logged, "library.log")) < RECORDS
+
+
+RELOADED = '''
+"""{note}"""
+from mldserver import batches
+
+class Handler:
+    schema = "id BIGINT NOT NULL, version BIGINT"
+    windows = batches(max_rows=1000, max_age="1 hour")
+    version = {version}
+
+    def process_record(self, record):
+        return record.json()["id"], {version}
+'''
+
+
+@pytest.mark.timeout(600)
+async def test_reloads_under_load_lose_double_and_reorder_no_row_and_drop_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]], *, long: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reloads = 50 if long else 3
+    numbers = itertools.count()
+
+    def write(version: int, harm: str = "") -> None:
+        (tmp_path / "mine.py").write_text(RELOADED.format(note="." * version, version=version) + harm)
+
+    write(1)
+    given = FakeStream(4, seed=1, start_ms=1_800_000_000_000)
+
+    def put() -> None:
+        for number in itertools.islice(numbers, 40):
+            given.put(json.dumps({"id": number}).encode(), f"key-{number}")
+
+    async def load() -> None:
+        """Let there be some records, but not too many, that are not delivered yet."""
+        while True:
+            put()
+            await until(lambda: daemon.records_sent > given.records - 40)
+
+    async with serving(quick(tmp_path / "out", "mine:Handler", workers=2)) as server, asyncio.timeout(580):
+        daemon = FakeMLD(given, await server.listening(), habits=Habits(max_records=4))
+        put()
+        playing, loading = asyncio.create_task(daemon.run()), asyncio.create_task(load())
+        for number in range(1, reloads + 1):
+            write(number + 1, "(" if number == 2 else "")
+            done, text = await server.carry_out("reload", "")
+            assert done is (number != 2), text
+            sent = daemon.records_sent
+            await until(lambda sent=sent: daemon.records_sent > sent + 100)  # type: ignore[misc]  # mypy does not infer it
+        loading.cancel()
+        given.end()
+        await playing
+        await server.finished()
+    assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
+    assert named(logged, "connection.failed", "worker.lost", "handler.dead_letter", "shard.taken_over") == []
+    assert ids(tmp_path / "out") == Counter(range(given.records))
+    files = sorted(str(path) for path in (tmp_path / "out").glob("window=*/*.parquet"))
+    rows = ds.dataset(files, format="parquet").to_table().sort_by("_clock").to_pylist()
+    versions: dict[str, list[int]] = {}
+    order: dict[str, list[int]] = {}
+    for row in rows:
+        versions.setdefault(row["_shard"], []).append(row["version"])
+        order.setdefault(row["_shard"], []).append(int(row["_sequence"]))
+    assert all(numbers == sorted(numbers) for numbers in order.values())
+    assert all(numbers == sorted(numbers) for numbers in versions.values()), "no version comes back"
+    ran = {version for numbers in versions.values() for version in numbers}
+    assert ran == set(range(1, reloads + 2)) - {3}, "each that loads has worked, and no other"
+
+
+async def test_where_the_handler_runs_in_the_server_itself_a_reload_is_refused(
+    tmp_path: Path, handler: str
+) -> None:
+    async with serving(quick(tmp_path / "out", handler)) as server:
+        done, text = await server.carry_out("reload", "")
+    assert not done
+    assert text.startswith("The handler runs in the server's own process")

@@ -160,3 +160,33 @@ async def test_a_driver_that_waits_for_the_cluster_at_its_start_is_not_replaced(
     assert await clock.end_sleep() == 600
     await late
     assert killed == ["late"]
+
+
+async def test_an_outdated_driver_ends_between_two_jobs_and_nobody_takes_that_for_a_loss(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    it = Bench(tmp_path, "good")
+    async with it.running(), asyncio.TaskGroup() as group:
+        running = group.create_task(it.engine.compute(job("hangs")))
+        await it.engine.ready()
+        await until(lambda: bool(it.engine._life and it.engine._life._waiting))
+        it.engine.renew()
+        later = group.create_task(it.engine.compute(job("later")))
+        await asyncio.sleep(0)
+        assert not it.engine._life.over.is_set(), "a job is under way"  # type: ignore[union-attr]
+        running.cancel()
+        assert (await later).files == ("later.parquet",)
+        assert len(it.lives) == 2
+        assert it.engine.trouble is None
+    assert [event for event in logged if event["event"] == "spark.lost"] == []
+    assert [event["start"] for event in logged if event["event"] == "spark.starting"] == [1, 2]
+
+
+async def test_an_outdated_driver_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    it = Bench(tmp_path, "stubborn", stop_grace=0.01)
+    async with it.running():
+        await it.engine.ready()
+        it.engine.renew()
+        assert await it.clock.end_sleep() == 0.01
+        await until(lambda: len(it.lives) == 2)
+        await it.engine.ready()

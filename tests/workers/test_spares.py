@@ -103,6 +103,9 @@ class Loading:
     async def loaded(self) -> None:
         await asyncio.sleep(3600 if self.hangs else 0)
 
+    def set_log_level(self, level: int) -> None:
+        """Take note of nothing."""
+
     async def close(self) -> None:
         self.is_open = False
 

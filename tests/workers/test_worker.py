@@ -34,14 +34,23 @@ class Process:
         self.last_words = ""
         self.closed = False
         self._ended = asyncio.Event()
+        self.blamed = True
         self.code = "exit code 1"
 
     @property
     def is_open(self) -> bool:
         return not self._ended.is_set()
 
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        if not value:
+            self._ended.set()
+
     async def run(self) -> None:
         await self._ended.wait()
+
+    def number(self, number: int) -> None:
+        """Take note of which worker it is."""
 
     def end(self, *lost: str) -> None:
         self.lost = Counter(lost)
@@ -279,3 +288,32 @@ async def test_a_process_is_not_taken_for_silent_whose_beats_wait_behind_a_loop_
     stage.process.silent_ms, stage.process.beats_wait = 6_000, True
     await stage.later()
     assert (stage.worker.generation, stage.worker.present) == (1, stage.process)
+
+
+async def test_another_process_takes_over_at_once_and_the_end_of_the_present_one_is_no_death(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    stage.process.in_hand = 1
+    stage.process.lost["waits"] = 1
+    stage.worker.opened = {"gone": 1}
+    new = Process(99)
+    assert stage.worker.take_over(new, {"s"})  # type: ignore[arg-type]  # see Process
+    assert stage.worker.ready is None
+    assert stage.worker.present is new  # type: ignore[comparison-overlap]  # see Process
+    await stage.worker.taken_over()
+    assert (stage.worker.ready, stage.worker.generation, stage.worker.opened) == (new, 2, {"s": 2})
+    assert (stage.worker.suspects, stage.process.blamed, stage.process.closed) == (set(), False, True)
+    assert named(logged, "worker.lost") == []
+    stage.processes.append(new)
+    await stage.die()
+    assert stage.worker.generation == 3
+
+
+async def test_where_there_is_no_process_none_can_take_over_and_one_that_has_not_come_to_it_is_ended() -> (
+    None
+):
+    worker, new = Stage().worker, Process(1)
+    assert not worker.take_over(new, ())  # type: ignore[arg-type]  # see Process
+    worker._next = new  # type: ignore[assignment]  # see Process
+    await worker.close()
+    assert new.closed

@@ -1,0 +1,139 @@
+"""A handler's new code for workers that run: new processes load it, prove it, and take over all at once.
+
+    load       a new process for each worker; the old ones work on meanwhile
+    wait       until the workers have finished what they have in hand; nothing new begins from here on
+    open       their shards in the new processes, whose ``initialize`` runs there; the old ones stand by
+    take over  without anything in between
+
+Whatever goes wrong before the last step leaves the old processes as they are, with the state of their shards, and what
+waited goes on there. So a batch is never in two hands, and two versions never work at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from mldserver.base.clock import first_of
+from mldserver.errors import HandlerError, OperatorError
+from mldserver.handler.spec import windows_text
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from mldserver.handler.spec import HandlerSpec
+    from mldserver.records import Sequence as Position
+    from mldserver.records import Shard
+    from mldserver.workers.process import WorkerProcess
+    from mldserver.workers.spares import Spares
+    from mldserver.workers.worker import Worker
+
+WAIT_SECONDS: Final = 30.0
+"""How long shards may wait for calls that take long, and then once more for ``initialize``, until the reload is given up."""
+_DID: Final = "Nothing has changed: the old version goes on."
+
+
+def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
+    """Return what the server would have to be started anew for, one part of a sentence each."""
+    schemas = [spec.schema.ddl if spec.schema else "no schema" for spec in (before, now)]
+    windows = [windows_text(spec.windows) for spec in (before, now)]
+    kinds = [str(spec.kind) for spec in (before, now)]
+    names = ("the schema", "windows", "the kind of handler")
+    return [
+        f"{name} was {then}, and is {is_}"
+        for name, (then, is_) in zip(names, (schemas, windows, kinds), strict=True)
+        if then != is_
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """One reload of a runtime's handler; all that it is given is the runtime's own."""
+
+    spares: Spares
+    workers: Sequence[Worker]
+    shards: Mapping[str, Shard]
+    parked: Mapping[str, Mapping[str, Position]]
+    owing: AbstractSet[str]
+
+    async def run(self, before: HandlerSpec) -> HandlerSpec:
+        """Return what the new processes have loaded, which have taken over.
+
+        Raises HandlerError where it cannot be loaded or a shard not be opened, OperatorError where it does not go with
+        what ran ``before``, or the old processes cannot be replaced now.
+        """
+        async with self.spares.anew(len(self.workers)) as (now, processes):
+            if other := differences(before, now):
+                raise OperatorError(
+                    f"The new version has another shape: {'; '.join(other)}.",
+                    did=_DID,
+                    advice="A reload brings code, no other rows. Stop the server and start the new version; where it does not "
+                    "go with rows that are there, `mldserver drain` with the old one closes and publishes every window first.",
+                )
+            async with self._nothing_in_hand():
+                if self.owing:
+                    raise OperatorError(
+                        f"Record processors have not checkpointed all that they were given: {', '.join(sorted(self.owing))}.",
+                        did=_DID,
+                        advice="Another process could not go on for them. Ask again, or stop and start the server.",
+                    )
+                plan = list(zip(self.workers, processes, strict=True))
+                opened = {worker.number: await self._open(worker, process) for worker, process in plan}
+                if not all(process.is_open for process in processes):
+                    raise HandlerError("A process of the new version has died.", did=_DID)
+                # No await from here on. Shards may have been let go of, and workers may have died, meanwhile.
+                spare = []
+                for worker, process in plan:
+                    there = {name for name in opened[worker.number] if worker.has_open(name)}
+                    for gone in opened[worker.number] - there:
+                        process.forget(gone)
+                    if not worker.take_over(process, there):
+                        spare.append(process)
+                processes[:] = self.spares.renew(spare)
+            for worker in self.workers:
+                await worker.taken_over()
+        return now
+
+    @contextlib.asynccontextmanager
+    async def _nothing_in_hand(self) -> AsyncIterator[None]:
+        """Let every worker finish what it has in hand, but for what waits itself, and begin nothing while the block runs."""
+        inside: list[tuple[Worker, int]] = []
+        try:
+            try:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    for worker in self.workers:
+                        inside.append((worker, await worker.gate.enter(alone=True)))  # noqa: PERF401  # those that came in go out again
+            except TimeoutError:
+                raise OperatorError(
+                    f"Worker {self.workers[len(inside)].number} has not finished what it has in hand for {WAIT_SECONDS:g} s.",
+                    did=_DID,
+                    advice="Ask again when its calls take less long.",
+                ) from None
+            yield
+        finally:
+            for worker, pass_ in inside:
+                worker.gate.leave(pass_)
+
+    async def _open(self, worker: Worker, process: WorkerProcess) -> set[str]:
+        """Open in a new process what is open in a worker's present one. Raises HandlerError."""
+        names = [name for name in self.shards if worker.has_open(name)]
+        opened = asyncio.Event()
+
+        async def open_all() -> None:
+            await asyncio.gather(*(process.open(self.shards[name], self.parked.get(name)) for name in names))
+            opened.set()
+
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await first_of(open_all(), process.ended())
+        except TimeoutError:
+            what = f"`initialize` of the new version has taken longer than {WAIT_SECONDS:g} s: see handler.failed"
+            raise HandlerError(f"{what}.", did=_DID) from None
+        if not opened.is_set():
+            await process.close()
+            what = f"`initialize` of the new version ended its process: {await process.ending()}."
+            raise HandlerError(what, did=_DID)
+        return set(names)
