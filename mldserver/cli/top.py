@@ -145,7 +145,7 @@ class Screen:
             return _LEDGER_SECONDS
         if self._status is None or seen.taken_ms != self._status.taken_ms:
             self._rates, self._total = _rates(self._status, seen)
-            self._status, self._instead = seen, []
+        self._status, self._instead = seen, []
         return _LOOK_SECONDS
 
     def shown(self, view: View, height: int) -> list[RenderableType]:

@@ -135,9 +135,12 @@ def test_rates_are_what_came_between_two_documents(server: Endpoint) -> None:
     assert "450 records, 0 rows, 2.0 KiB" in text(shown)
     (line,) = (line for line in text(shown).splitlines() if line.startswith("shardId-0"))
     assert line.split() == ["shardId-0", "connected", "1.5", "s", "-", "150", "25", "0", "B"]
-    # The same document once more tells nothing new.
+    # The same document once more tells nothing new, but that the server has not made another.
     shown.look()
     assert "450 records" in text(shown)
+    server.answers["/livez"] = 503, {"reason": "The event loop has not turned for 9 s."}
+    shown.look()
+    assert "The event loop has not turned for 9 s." in text(shown)
 
 
 def test_another_server_at_the_address_begins_afresh(server: Endpoint) -> None:
