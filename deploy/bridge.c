@@ -1,6 +1,7 @@
-/* Joins the stdin and stdout of a MultiLangDaemon child to mldserver: bridge ADDRESS
+/* Joins the stdin and stdout of a MultiLangDaemon child to mldserver: bridge ADDRESS [CA CERTIFICATE KEY]
  *
- * ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. The Java daemon starts one bridge for each shard. bridge.py is the
+ * ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. With the three files (PEM) it speaks TLS, if it was built with OpenSSL:
+ * cc -O2 -DTLS -o bridge bridge.c -lssl -lcrypto. The Java daemon starts one bridge for each shard. bridge.py is the
  * same program for machines without a compiler; tests/kcl/test_bridge.py holds both to one contract.
  *
  * - The daemon closes stdin: what is left goes out, then a half-close; all that, and late replies, have LINGER_MS.
@@ -11,6 +12,9 @@
  *   without any limit, and renews its lease meanwhile.
  * - Memory is two buffers, whatever the length of a line. Nothing is read before the last read was passed on, so each
  *   side feels the other's back-pressure.
+ *
+ * - With TLS the server's certificate must be for HOST. Either side's end counts without TLS's own good-bye too: lines are
+ *   whole or not, so nobody on the way can make less of them.
  *
  * Exit code: 0 after either side's close, 1 when the server is not there or the connection breaks, 2 for a bad ADDRESS.
  */
@@ -32,8 +36,13 @@
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
+#ifdef TLS
+#include <fcntl.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#endif
 
-enum { BUFFER = 65536, LINGER_MS = 2000 };
+enum { BUFFER = 65536, LINGER_MS = 2000, HANDSHAKE_SECONDS = 30 };
 
 struct flow {
     size_t start, end;
@@ -43,6 +52,7 @@ struct flow {
 
 static struct flow up, down; /* up: stdin to server; down: server to stdout */
 static const char *address;
+static char host[256];
 
 static void die(int code, const char *what)
 {
@@ -81,20 +91,18 @@ static void notice_silence(int server)
 
 static int connect_tcp(const char *text)
 {
-    char host[256];
     const char *colon = strrchr(text, ':');
     size_t length = colon ? (size_t)(colon - text) : 0;
     if (length == 0 || length >= sizeof host || colon[1] == '\0')
         die(2, "not an address (HOST:PORT or unix:/path)");
     memcpy(host, text, length);
     host[length] = '\0';
-    char *bare = host;
     if (host[0] == '[' && host[length - 1] == ']') {
         host[length - 1] = '\0';
-        bare = host + 1;
+        memmove(host, host + 1, length - 1);
     }
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found;
-    int problem = getaddrinfo(bare, colon + 1, &hints, &found);
+    int problem = getaddrinfo(host, colon + 1, &hints, &found);
     if (problem)
         die(1, gai_strerror(problem));
     for (struct addrinfo *at = found; at; at = at->ai_next) {
@@ -113,6 +121,66 @@ static int connect_tcp(const char *text)
     return -1;
 }
 
+#ifdef TLS
+static SSL *tls; /* NULL: clear text */
+
+static void die_of_tls(void)
+{
+    long verified = tls ? SSL_get_verify_result(tls) : X509_V_OK;
+    const char *reason = ERR_reason_error_string(ERR_peek_error()); /* NULL for the system's own */;
+    if (verified != X509_V_OK)
+        die(1, X509_verify_cert_error_string(verified));
+    die(1, reason ? reason : errno ? strerror(errno) : "the TLS connection broke");
+}
+
+static void start_tls(int server, char **files)
+{
+    SSL_CTX *context = SSL_CTX_new(TLS_client_method());
+    if (!context || !SSL_CTX_set_min_proto_version(context, TLS1_2_VERSION) ||
+        !SSL_CTX_load_verify_locations(context, files[0], NULL) ||
+        SSL_CTX_use_certificate_chain_file(context, files[1]) != 1 ||
+        SSL_CTX_use_PrivateKey_file(context, files[2], SSL_FILETYPE_PEM) != 1)
+        die_of_tls();
+    SSL_CTX_set_verify(context, SSL_VERIFY_PEER, NULL);
+    SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER |
+                                  SSL_MODE_RELEASE_BUFFERS);
+#ifdef SSL_OP_IGNORE_UNEXPECTED_EOF
+    SSL_CTX_set_options(context, SSL_OP_IGNORE_UNEXPECTED_EOF);
+#endif
+    struct timeval patience = {.tv_sec = HANDSHAKE_SECONDS};
+    setsockopt(server, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    tls = SSL_new(context);
+    if (!tls || !SSL_set_fd(tls, server))
+        die_of_tls();
+    if (!X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(tls), host) &&
+        !(SSL_set1_host(tls, host) && SSL_set_tlsext_host_name(tls, host)))
+        die_of_tls();
+    ERR_clear_error(); /* a name is no IP address, which counts as an error */
+    errno = 0;
+    if (SSL_connect(tls) != 1)
+        die_of_tls();
+    fcntl(server, F_SETFL, fcntl(server, F_GETFL) | O_NONBLOCK);
+}
+
+/* What read() and send() would return; EAGAIN where TLS has to wait for the other side. */
+static ssize_t tls_result(int done)
+{
+    if (done > 0)
+        return done;
+    switch (SSL_get_error(tls, done)) {
+    case SSL_ERROR_WANT_READ:
+    case SSL_ERROR_WANT_WRITE:
+        errno = EAGAIN;
+        return -1;
+    case SSL_ERROR_ZERO_RETURN:
+        return 0;
+    default:
+        die_of_tls();
+        return -1;
+    }
+}
+#endif
+
 static long long now_ms(void)
 {
     struct timespec now;
@@ -123,7 +191,11 @@ static long long now_ms(void)
 /* Reads once into an empty flow. A broken connection ends the program; a broken stdin is an EOF. */
 static void take(struct flow *flow, int from)
 {
+#ifdef TLS
+    ssize_t got = tls && flow == &down ? tls_result(SSL_read(tls, flow->bytes, BUFFER)) : read(from, flow->bytes, BUFFER);
+#else
     ssize_t got = read(from, flow->bytes, BUFFER);
+#endif
     if (got < 0 && (errno == EINTR || errno == EAGAIN))
         return;
     if (got < 0 && flow == &down)
@@ -140,8 +212,14 @@ static void take(struct flow *flow, int from)
 static void give(struct flow *flow, int to)
 {
     size_t left = flow->end - flow->start;
+#ifdef TLS
+    ssize_t gone = flow == &up && tls ? tls_result(SSL_write(tls, flow->bytes + flow->start, (int)left))
+                   : flow == &up      ? send(to, flow->bytes + flow->start, left, MSG_DONTWAIT | MSG_NOSIGNAL)
+                                 : write(to, flow->bytes + flow->start, left < PIPE_BUF ? left : PIPE_BUF);
+#else
     ssize_t gone = flow == &up ? send(to, flow->bytes + flow->start, left, MSG_DONTWAIT | MSG_NOSIGNAL)
                                : write(to, flow->bytes + flow->start, left < PIPE_BUF ? left : PIPE_BUF);
+#endif
     if (gone < 0 && (errno == EINTR || errno == EAGAIN))
         return;
     if (gone < 0)
@@ -153,9 +231,9 @@ static int empty(const struct flow *flow) { return flow->start == flow->end; }
 
 int main(int count, char **arguments)
 {
-    address = count == 2 ? arguments[1] : "usage";
-    if (count != 2)
-        die(2, "bridge HOST:PORT | unix:/path");
+    address = count == 2 || count == 5 ? arguments[1] : "usage";
+    if (count != 2 && count != 5)
+        die(2, "bridge HOST:PORT | unix:/path [CA CERTIFICATE KEY]");
 #ifdef __linux__
     prctl(PR_SET_NAME, "mld-bridge"); /* mldserver kcl starts it from memory, where it has no name */
 #endif
@@ -164,6 +242,13 @@ int main(int count, char **arguments)
     signal(SIGHUP, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
     int server = strncmp(address, "unix:", 5) == 0 ? connect_unix(address + 5) : connect_tcp(address);
+    if (count == 5 && *host) {
+#ifdef TLS
+        start_tls(server, arguments + 2);
+#else
+        die(2, "built without OpenSSL");
+#endif
+    }
     int half_closed = 0, hung_up = 0;
     long long deadline = 0;
     for (;;) {

@@ -1,9 +1,9 @@
 # ruff: noqa: INP001  # a script beside the daemon, no package
-"""Joins the stdin and stdout of a MultiLangDaemon child to mldserver: ``python -ISE bridge.py ADDRESS``.
+"""Joins the stdin and stdout of a MultiLangDaemon child to mldserver: ``python -ISE bridge.py ADDRESS [CA CERTIFICATE KEY]``.
 
-ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. The same program as ``bridge.c``, whose opening comment states the
+ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. With the three files (PEM) it speaks TLS. The same program as ``bridge.c``, whose opening comment states the
 contract, for machines without a compiler. It imports built-in and extension modules only, no ``socket``, ``signal`` or
-``selectors``: that keeps one process at about 2.7 MiB of private memory.
+``selectors``: that keeps one process at about 2.7 MiB of private memory; ``ssl``, where it is wanted, has its price.
 """
 
 import _signal  # type: ignore[import-not-found]  # built in; it has no stub
@@ -16,6 +16,9 @@ import time
 BUFFER = 65536
 PIPE_BUF = 4096
 LINGER_SECONDS = 2.0
+HANDSHAKE_SECONDS = 30.0
+AGAIN = [BlockingIOError]
+"""What a socket raises that has no room, or nothing to give."""
 IGNORED = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE)
 # How long a server may say nothing, not even that it is there; some platforms lack some of these.
 SILENCE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
@@ -45,8 +48,8 @@ class Flow:
         return not self.waiting and self.eof
 
 
-def connect(address: str) -> _socket.socket:
-    """Return a connected socket. Raises ValueError for what is no address, OSError when nobody is there."""
+def connect(address: str, files: list[str]) -> _socket.socket:
+    """Return a connected socket. Raises ValueError for what is no address, OSError when nobody is there, or not the right one."""
     if address.startswith("unix:"):
         server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         server.connect(address[5:])
@@ -54,9 +57,15 @@ def connect(address: str) -> _socket.socket:
     host, _, port = address.rpartition(":")
     if not host or not port:
         raise ValueError("not an address (HOST:PORT or unix:/path)")
+    server = connect_tcp(host.strip("[]"), port)
+    return server if not files else encrypted(server, host.strip("[]"), files)
+
+
+def connect_tcp(host: str, port: str) -> _socket.socket:
+    """Return a socket that is connected to one of the host's addresses."""
     problem = OSError("the host has no address")
     # The host as bytes: text would load the codec for international names.
-    found = _socket.getaddrinfo(host.strip("[]").encode(), port, 0, _socket.SOCK_STREAM)
+    found = _socket.getaddrinfo(host.encode(), port, 0, _socket.SOCK_STREAM)
     for family, kind, protocol, _name, where in found:
         server = _socket.socket(family, kind, protocol)
         server.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
@@ -73,14 +82,32 @@ def connect(address: str) -> _socket.socket:
     raise problem
 
 
+def encrypted(server: _socket.socket, host: str, files: list[str]) -> _socket.socket:
+    """Return the socket with TLS on it, both sides being proven. Raises OSError."""
+    import socket  # noqa: PLC0415  # memory: only where TLS is spoken
+    import ssl  # noqa: PLC0415  # see above
+
+    ca, certificate, key = files
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(ca)
+    context.load_cert_chain(certificate, key, password="")
+    plain = socket.socket(server.family, server.type, server.proto, server.detach())
+    plain.settimeout(HANDSHAKE_SECONDS)
+    AGAIN.extend([ssl.SSLWantReadError, ssl.SSLWantWriteError])
+    return context.wrap_socket(plain, server_hostname=host)
+
+
 def relay(server: _socket.socket) -> None:
     """Carry bytes both ways until either side has closed. Raises OSError when the connection breaks."""
     up, down = Flow(), Flow()
+    server.setblocking(False)
     half_closed, deadline = False, 0.0
     while not down.over:
         if up.over and not half_closed:
             half_closed = True
-            server.shutdown(_socket.SHUT_WR)
+            # Of the socket's own class: with TLS no more than the end of the connection is said, and replies still come.
+            _socket.socket.shutdown(server, _socket.SHUT_WR)
         if (up.eof or up.hung_up) and not deadline:
             deadline = time.monotonic() + LINGER_SECONDS
         left = deadline - time.monotonic() if deadline else None
@@ -91,7 +118,7 @@ def relay(server: _socket.socket) -> None:
             return  # nobody reads stdout any more: the daemon is gone
         try:
             step(up, down, server, ready)
-        except BlockingIOError:
+        except tuple(AGAIN):
             continue  # no room after all; ask again
 
 
@@ -114,9 +141,13 @@ def step(up: Flow, down: Flow, server: _socket.socket, ready: dict[int, int]) ->
         # poll() promises this many bytes on a pipe.
         down.waiting = down.waiting[posix.write(1, down.waiting[:PIPE_BUF]) :]
     if on_socket & select.POLLOUT and up.waiting:
-        up.waiting = up.waiting[server.send(up.waiting, _socket.MSG_DONTWAIT) :]
+        up.waiting = up.waiting[server.send(up.waiting) :]
     if on_socket & ~select.POLLOUT and down.readable:
+        # Asked for first: Python's TLS takes a reset for an end.
+        broken = on_socket & select.POLLERR and server.getsockopt(_socket.SOL_SOCKET, _socket.SO_ERROR)
         down.put(server.recv(BUFFER))
+        if down.eof and broken:
+            raise OSError(broken, posix.strerror(broken))
     if ready.get(0, 0) & (select.POLLHUP | select.POLLERR):
         up.hung_up = True  # seen even while a server that does not read keeps the rest in the pipe
     if 0 in ready and up.readable:
@@ -127,14 +158,14 @@ def main(arguments: list[str]) -> int:
     """Run; return the exit code."""
     for number in IGNORED:
         _signal.signal(number, _signal.SIG_IGN)
-    if len(arguments) != 1:
-        return complain(2, "usage", "bridge HOST:PORT | unix:/path")
+    if len(arguments) not in {1, 4}:
+        return complain(2, "usage", "bridge HOST:PORT | unix:/path [CA CERTIFICATE KEY]")
     try:
-        relay(connect(arguments[0]))
+        relay(connect(arguments[0], arguments[1:]))
+    except OSError as error:  # first: a certificate that is refused is a ValueError too
+        return complain(1, arguments[0], error.strerror or error)
     except ValueError as error:
         return complain(2, arguments[0], error)
-    except OSError as error:
-        return complain(1, arguments[0], error.strerror or error)
     return 0
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.certificates import Certificates
 
+from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import launch as bridge
@@ -38,26 +44,45 @@ def files() -> Iterator[Files]:
         yield files
 
 
+@cache
+def program(name: str, files: Files) -> tuple[str, ...]:
+    """The command of the bridge in C, or in Python; "over TLS": one that speaks it."""
+    language, _, tls = name.partition(" ")
+    made = bridge.scripted(files) if language == "python" else bridge.compiled(files, tls=bool(tls))
+    if made is None:
+        pytest.skip("no C compiler here, or no headers of OpenSSL")
+    return made
+
+
 @pytest.fixture(scope="module", params=["c", "python"])
 def command(request: pytest.FixtureRequest, files: Files) -> tuple[str, ...]:
-    if request.param == "python":
-        return bridge.scripted(files)
-    made = bridge.compiled(files)
-    if made is None:
-        pytest.skip("no C compiler here")
-    return made
+    return program(request.param, files)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("tls"))
 
 
 class Bridged:
     """A bridge between a pipe pair (the daemon's side) and an accepted connection (the server's side)."""
 
-    def __init__(self, command: tuple[str, ...], listener: socket.socket, address: str) -> None:
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        listener: socket.socket,
+        address: str,
+        *shown: Path,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*command, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, address, *shown], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         listener.settimeout(LIMIT)
         self.server, _ = listener.accept()
         self.server.settimeout(LIMIT)
+        if tls is not None:
+            self.server = tls.wrap_socket(self.server, server_side=True)
 
     def write(self, data: bytes) -> None:
         assert self.process.stdin is not None
@@ -82,10 +107,13 @@ class Bridged:
         return self.process.stderr.read().decode()
 
 
-@pytest.fixture
-def bridged(command: tuple[str, ...]) -> Iterator[Bridged]:
+@pytest.fixture(params=["c", "python", "c over TLS", "python over TLS"])
+def bridged(request: pytest.FixtureRequest, files: Files, certificates: Certificates) -> Iterator[Bridged]:
+    command, encrypted = program(request.param, files), "TLS" in request.param
+    shown = (certificates.ca, certificates.client, certificates.client) if encrypted else ()
+    tls = certificates.both()[0].context if encrypted else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        made = Bridged(command, listener, f"127.0.0.1:{listener.getsockname()[1]}")
+        made = Bridged(command, listener, f"127.0.0.1:{listener.getsockname()[1]}", *shown, tls=tls)
     yield made
     made.process.kill()
     made.process.wait()
@@ -177,6 +205,8 @@ def keepalive_seconds(connection: socket.socket) -> float | None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timers are read from /proc")
 def test_a_server_whose_host_vanished_is_asked_for_after_half_a_minute_of_silence(bridged: Bridged) -> None:
+    bridged.server.sendall(b"x")  # and with it the word that all has come
+    assert bridged.read() == b"x"
     seconds = keepalive_seconds(bridged.server)
     assert seconds is not None
     assert seconds <= 31
@@ -209,7 +239,10 @@ def private_kib(process: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_a_line_of_100_mib_passes_without_growing_memory(bridged: Bridged) -> None:
+def test_a_line_of_100_mib_passes_without_growing_memory(
+    bridged: Bridged, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["bridged"]
     assert bridged.process.stdin is not None
     size = 100 * MIB
     writer = threading.Thread(target=bridged.write, args=(b"x" * size,))
@@ -223,7 +256,8 @@ def test_a_line_of_100_mib_passes_without_growing_memory(bridged: Bridged) -> No
         passed += piece
     writer.join()
     assert peak - before < 1024
-    assert peak < 4 * 1024  # about 2 MiB a shard: 0.1 in C, 2.7 in Python
+    # About 0.1 MiB a shard in C, 2.7 in Python; over TLS 1.1 and 6.7.
+    assert peak < (10 if name == "python over TLS" else 4) * 1024
 
 
 def test_both_directions_flow_when_both_are_full(bridged: Bridged) -> None:
@@ -251,6 +285,84 @@ def test_it_joins_unix_sockets_too(command: tuple[str, ...], tmp_path: Path) -> 
     made.server.close()
     out, _ = made.process.communicate(timeout=LIMIT)
     assert out == b"hello"
+
+
+# TLS
+
+
+@pytest.fixture(params=["c over TLS", "python over TLS"])
+def encrypted(request: pytest.FixtureRequest, files: Files) -> tuple[str, ...]:
+    return program(request.param, files)
+
+
+def test_each_bridge_shows_its_certificate(encrypted: tuple[str, ...], certificates: Certificates) -> None:
+    shown = (certificates.ca, certificates.client, certificates.client)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        made = Bridged(encrypted, listener, address, *shown, tls=certificates.both()[0].context)
+    assert isinstance(made.server, ssl.SSLSocket)
+    assert made.server.getpeercert()["subject"] == ((("commonName", "client"),),)
+    made.server.close()
+    made.process.communicate(timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("server", "host", "why"),
+    [
+        ("stranger", "127.0.0.1", "unable to get local issuer certificate"),
+        ("server", "localhost", "mismatch"),
+        ("clear text", "127.0.0.1", "wrong version number|record layer failure|packet length"),
+    ],
+)
+def test_a_bridge_says_nothing_to_a_server_that_is_not_the_right_one(
+    encrypted: tuple[str, ...], certificates: Certificates, server: str, host: str, why: str
+) -> None:
+    """The server waits for a first byte behind the handshake; there is none."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as beside:
+        address = f"{host}:{listener.getsockname()[1]}"
+        done = beside.submit(
+            run, encrypted, address, *[str(certificates.ca), *[str(certificates.client)] * 2]
+        )
+        listener.settimeout(LIMIT)
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            if server == "clear text":
+                connection.sendall(b"this is no handshake\n")
+                assert b"status" not in connection.recv(MIB)
+            else:
+                context = ServerTLS(certificates.folder / f"{server}.pem").context
+                assert context.wrap_socket(connection, server_side=True).recv(1) == b""
+    assert done.result().returncode == 1
+    assert re.search(why, done.result().stderr)
+    assert done.result().stderr.startswith(f"mldserver bridge: {address}: ")
+
+
+def test_a_bridge_without_openssl_speaks_no_clear_text_where_tls_was_asked_for(
+    files: Files, certificates: Certificates
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        done = run(program("c", files), address, *[str(certificates.ca)] * 3)
+    assert (done.returncode, done.stderr) == (2, f"mldserver bridge: {address}: built without OpenSSL\n")
+
+
+def test_a_file_that_is_no_certificate_is_told(encrypted: tuple[str, ...], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        done = run(encrypted, address, *[str(tmp_path / "none.pem")] * 3)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No such file" in done.stderr
+
+
+def test_the_command_names_authority_certificate_and_key(
+    files: Files, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "compiled", lambda files, tls: ("/a/bridge",) if tls else None)
+    shown = (certificates.ca, certificates.client, certificates.client)
+    line = bridge.bridge_command(TcpAddress("10.0.0.1", 7070), files, shown)
+    assert line.split() == ["/a/bridge", "10.0.0.1:7070", *map(str, shown)]
+    with pytest.raises(ConfigError, match="has a space in it"):
+        bridge.bridge_command(TcpAddress("10.0.0.1", 7070), files, [Path("/a b")])
 
 
 def run(command: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -297,9 +409,9 @@ def test_the_compiled_bridge_is_taken_where_it_can_be_made(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = TcpAddress("127.0.0.1", 7070)
-    monkeypatch.setattr(bridge, "compiled", lambda files: ("/a/bridge",))
+    monkeypatch.setattr(bridge, "compiled", lambda files, tls: ("/a/bridge",))
     assert bridge.bridge_command(address, files) == "/a/bridge 127.0.0.1:7070"
-    monkeypatch.setattr(bridge, "compiled", lambda files: None)
+    monkeypatch.setattr(bridge, "compiled", lambda files, tls: None)
     python, options, script, target = bridge.bridge_command(address, files).split()
     assert (python, options, target) == (sys.executable, "-ISE", "127.0.0.1:7070")
     assert Path(script).read_bytes() == deploy_file("bridge.py").read_bytes()
