@@ -19,9 +19,10 @@ from mldserver.base.aws import require_aws
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
 from mldserver.base.service import Service, entitle
+from mldserver.base.tls import client_context
 from mldserver.base.uris import redacted_option
 from mldserver.cli import working_directory
-from mldserver.config.kinds import TcpAddress
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.resolve import resolve
 from mldserver.errors import ConfigError
 from mldserver.kcl.launch import bridge_command, find_jars, find_java, prepare, private_files
@@ -49,7 +50,8 @@ When one of them ends, the daemon ends too, and is started again after a delay t
 every host that should share the work.
 
 Stream, region, log level and format, and Java may also come from `MLDSERVER_…` variables or `mldserver.toml`;
-`--connect` is then where the server listens. The log file may not: it would be the server's.
+`--connect` is then where the server listens. The log file may not: it would be the server's. On another host than the
+server's the connections are encrypted, and each side shows a certificate: `--tls-certificate`, `--tls-key`, `--tls-ca`.
 
 Example: `mldserver kcl --stream departures --app departures-hourly --region eu-central-1`
 
@@ -70,6 +72,18 @@ def kcl(
         str | None,
         Parameter(name=["--connect", "--listen"], help="Where the server listens: HOST:PORT or unix:/path."),
     ] = None,
+    tls_certificate: Annotated[
+        str | None,
+        Parameter(help="What the connections show the server (PEM): then they are encrypted."),
+    ] = None,
+    tls_key: Annotated[str | None, Parameter(help="Its private key; none: in the same file.")] = None,
+    tls_ca: Annotated[
+        str | None,
+        Parameter(
+            name=["--tls-ca", "--tls-client-ca"], help="The authority of the server's certificate (PEM)."
+        ),
+    ] = None,
+    insecure: Annotated[bool | None, Parameter(help="Connect to another host in clear text.")] = None,
     initial_position: Annotated[
         str,
         Parameter(help="Where shards without a checkpoint start: TRIM_HORIZON, LATEST or an ISO 8601 time."),
@@ -110,6 +124,10 @@ def kcl(
         "stream": stream,
         "region": region,
         "listen": connect,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_ca,
+        "insecure": insecure,
         "endpoint_url": endpoint_url,
         "java_home": java_home,
         "log_file": log_file,
@@ -138,10 +156,11 @@ def kcl(
         extra=parse_pairs(property),
     )
     entitle(app, "kcl")
+    tls = _tls(settings)
     daemon_properties(wanted)  # what is wrong is told before anything is compiled
     with private_files() as files, logging_to(settings):
-        wanted = replace(wanted, executable=bridge_command(settings.listen, files))
-        return asyncio.run(_run(settings, files, wanted, java_option))
+        wanted = replace(wanted, executable=bridge_command(settings.listen, files, tls))
+        return asyncio.run(_run(settings, files, wanted, java_option, tls))
 
 
 def _check(app: str, settings: Settings) -> None:
@@ -155,6 +174,22 @@ def _check(app: str, settings: Settings) -> None:
         )
 
 
+def _tls(settings: Settings) -> tuple[Path, ...]:
+    """Return authority, certificate and key for the bridges; none for clear text. Raises ConfigError, NotThereYet."""
+    certificate, ca = settings.tls_certificate, settings.tls_client_ca
+    if certificate is None or isinstance(settings.listen, UnixAddress):
+        return ()
+    if ca is None:
+        raise ConfigError(
+            "Nothing says which authority the server's certificate is from.", advice="Use --tls-ca FILE."
+        )
+    files = (ca, certificate, settings.tls_key or certificate)
+    client_context(
+        certificate, settings.tls_key, ca
+    )  # what is wrong with them is told now, not by each bridge
+    return files
+
+
 def _required(name: str, value: str | None) -> str:
     if not value:
         raise ConfigError(f"No {name} was given.", advice=f"Use --{name}, or set MLDSERVER_{name.upper()}.")
@@ -162,7 +197,11 @@ def _required(name: str, value: str | None) -> str:
 
 
 async def _run(
-    settings: Settings, files: Files, wanted: DaemonSettings, java_options: tuple[str, ...]
+    settings: Settings,
+    files: Files,
+    wanted: DaemonSettings,
+    java_options: tuple[str, ...],
+    tls: tuple[Path, ...],
 ) -> int:
     # Credentials that only Java knows of: those are its own affair.
     if not any("credentialsprovider" in name.lower() for name in wanted.extra) and not any(
@@ -187,7 +226,7 @@ async def _run(
         clock=SystemClock(),
         chance=random.SystemRandom().random,
         server=settings.listen,
-        answers=partial(answers, settings.listen),
+        answers=partial(answers, settings.listen, tls),
         step_down=partial(step_down, properties),
         told={
             "java": java.version,

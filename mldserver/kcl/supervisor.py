@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import ssl
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -21,13 +23,16 @@ from botocore.exceptions import BotoCoreError, ClientError
 from mldserver.base.aws import aws_client
 from mldserver.base.clock import first_of
 from mldserver.base.service import Report
+from mldserver.base.threads import aside
+from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
 from mldserver.config.kinds import UnixAddress
-from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, NotThereYet, OperatorError
+from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, ConfigError, NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF, Digest, LogParser, verbatim
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from mldserver.base.backoff import Backoff
     from mldserver.base.clock import Clock
@@ -236,17 +241,30 @@ class Supervisor:
                 self._doomed.set()
 
 
-async def answers(server: Address) -> bool:
-    """Whether the server takes connections now."""
-    with contextlib.suppress(OSError):
+async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
+    """Whether the server takes connections now; ``tls``: authority, certificate and key, read anew with each look.
+
+    Raises ConfigError when one of the certificates is not what it should be.
+    """
+    try:
         async with asyncio.timeout(ANSWER_SECONDS):
             if isinstance(server, UnixAddress):
                 _, writer = await asyncio.open_unix_connection(server.path)
             else:
-                _, writer = await asyncio.open_connection(server.host, server.port)
+                context = None
+                if tls:
+                    making = partial(client_context, tls[1], tls[2], tls[0])
+                    context = await aside(making, name="mldserver-tls")
+                _, writer = await asyncio.open_connection(server.host, server.port, ssl=context)
             writer.close()
             return True
-    return False
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"The server at {server} is not trusted: {error.verify_message}.",
+            advice="Its certificate must be for the host in --connect, and from the authority in --tls-ca.",
+        ) from error
+    except (OSError, NotThereYet):
+        return False
 
 
 async def step_down(properties: Mapping[str, str]) -> None:

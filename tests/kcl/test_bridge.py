@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import json
 import os
 import re
 import select
@@ -26,6 +28,7 @@ from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import launch as bridge
 from mldserver.kcl.launch import deploy_file, private_files
+from tests.sources.house import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +39,13 @@ LIMIT = 120
 """Seconds after which a test gives up; nothing here takes longer than the bridge's linger of 2 s."""
 
 MIB = 1024 * 1024
+
+INITIALIZE = {
+    "action": "initialize",
+    "shardId": "shardId-1",
+    "sequenceNumber": "LATEST",
+    "subSequenceNumber": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +314,25 @@ def test_each_bridge_shows_its_certificate(encrypted: tuple[str, ...], certifica
     assert made.server.getpeercert()["subject"] == ((("commonName", "client"),),)
     made.server.close()
     made.process.communicate(timeout=LIMIT)
+
+
+async def test_a_shard_goes_over_it_to_a_listener_of_ours(
+    encrypted: tuple[str, ...], certificates: Certificates
+) -> None:
+    shown = [str(certificates.ca), str(certificates.client), str(certificates.client)]
+    async with asyncio.timeout(LIMIT), serving(tls=(certificates.both()[0], None)) as house:
+        process = await asyncio.create_subprocess_exec(
+            *encrypted, house.address, *shown, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for message in (INITIALIZE, {"action": "leaseLost"}):
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            answer = json.loads(await process.stdout.readline())
+            assert answer == {"action": "status", "responseFor": message["action"]}
+        assert await process.stdout.read() == b""
+        assert await process.wait() == 0
+        await house.empty()
 
 
 @pytest.mark.parametrize(

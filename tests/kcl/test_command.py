@@ -142,6 +142,15 @@ def test_no_daemon_and_no_file_survives_a_killed_supervisor(
         (["--stream", "s", "--region", "r", "--connect", ":0"], "127.0.0.1:0 has port 0"),
         (["--stream", "s", "--region", "r", "--property", "maxRecords=many"], "'many' is not a whole number"),
         (["--stream", "s", "--region", "r", "--endpoint-url", "here"], "'here' is no endpoint"),
+        (
+            ["--stream", "s", "--region", "r", "--connect", "h.example:1"],
+            "h.example:1 (command line --listen) is outside loopback",
+        ),
+        (["--stream", "s", "--region", "r", "--tls-certificate", "c.pem"], "Use --tls-ca FILE"),
+        (
+            ["--stream", "s", "--region", "r", "--tls-certificate", "/", "--tls-ca", "/"],
+            "The certificate / cannot be used: Is a directory",
+        ),
         (["--stream", "no credentials", "--region", "r"], "there are no AWS credentials"),
     ],
 )

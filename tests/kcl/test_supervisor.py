@@ -10,12 +10,14 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.certificates import Certificates
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import Backoff
 from mldserver.base.service import Report
+from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
-from mldserver.errors import NotThereYet, OperatorError
+from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
 from mldserver.testing import VirtualClock
@@ -445,6 +447,27 @@ async def test_a_daemon_that_is_stopped_while_it_is_cut_short_is_no_fault(logged
     assert await watched.run() == 0
     assert clock.slept == [3]
     assert events(logged, "kcl.exited")[0]["exit_code"] == -signal.SIGKILL
+
+
+async def test_a_server_whose_certificate_is_not_the_right_one_is_told_of_and_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    files = Certificates(tmp_path)
+    shown = (files.ca, files.client, files.client)
+    for certificate, right in ((files.server, True), (files.stranger, False)):
+        server = await asyncio.start_server(
+            lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=ServerTLS(certificate).context
+        )
+        async with server:
+            address = TcpAddress(*server.sockets[0].getsockname())
+            if right:
+                assert await answers(address, shown)
+            else:
+                with pytest.raises(ConfigError, match="is not trusted: unable to get local issuer"):
+                    await answers(address, shown)
+    assert not await answers(address, shown), "nobody is there any more"
+    files.ca.unlink()
+    assert not await answers(address, shown), "its files are being exchanged"
 
 
 async def test_whether_the_server_answers_is_asked_where_it_listens(tmp_path: Path) -> None:
