@@ -384,7 +384,7 @@ def _workers(parts: Parts) -> tuple[status.Worker, ...]:
             shards=len(worker.opened),
             resident_bytes=beat.resident_bytes if beat is not None else 0,
             restarts=max(0, worker.generation - 1),
-            running_seconds=beat.running_ms / 1000 if beat is not None else 0.0,
+            running_seconds=max(beat.running_ms, beat.blocked_ms) / 1000 if beat is not None else 0.0,
         )
         for worker in getattr(parts.runtime, "workers", ())  # inline there are none
         for beat in (None if worker.present is None else worker.present.beat,)

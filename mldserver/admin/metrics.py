@@ -153,7 +153,7 @@ servers  SERVERS
 worker_resident_memory_bytes  workers.resident_bytes
     Memory of a worker's process.
 worker_running_seconds  workers.running_seconds
-    How long a worker's present call of the handler runs.
+    How long a worker's present synchronous call of the handler runs, or it has blocked the worker's event loop.
 worker_shards  workers.shards
     Shards of a worker.
 worker_restarts_total  workers.restarts

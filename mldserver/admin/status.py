@@ -174,7 +174,7 @@ class Worker(_Part, frozen=True, kw_only=True):
     resident_bytes: int = 0
     restarts: int = 0
     running_seconds: float = 0.0
-    """How long the present call of the handler runs."""
+    """How long the present synchronous call of the handler runs, or it has blocked the worker's event loop."""
 
 
 class Spark(_Part, frozen=True, kw_only=True):

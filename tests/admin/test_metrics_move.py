@@ -1,0 +1,354 @@
+"""Each metric moves when that happens which it counts: whole servers, with one daemon's child that is played by hand."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import base64
+import contextlib
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from spark.bench import FAKE, job
+from support.serving import connect, quick, serving
+
+from mldserver.admin import wire
+from mldserver.admin.gather import EventTally
+from mldserver.admin.metrics import METRICS, PREFIX, TEXT, exposed
+from mldserver.admin.process import AdminEndpoint
+from mldserver.base.clock import SystemClock
+from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.observe.logging import logging_to
+from mldserver.spark.client import SparkEngine
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mldserver.config.settings import Settings
+    from mldserver.server import Server
+
+HANDLER = '''
+"""A row for each record, and what some of them ask for beside that."""
+import asyncio
+import os
+import time
+
+from mldserver import Discard, tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at")
+gate = asyncio.Event()
+failed = set()
+
+
+async def process_record(record):
+    event = record.json()
+    match event.get("wish"):
+        case "poison":
+            raise ValueError("poison")
+        case "discard":
+            raise Discard("not wanted")
+        case "again" if event["id"] not in failed:
+            failed.add(event["id"])
+            raise OSError("not now")
+        case "wait":
+            await gate.wait()
+        case "hang":
+            time.sleep(0.02)
+        case "hang long":
+            time.sleep(1.5)
+        case "die" if os.getppid() != 1:
+            os._exit(9)
+        case "grow":
+            failed.add(b"x" * (180 << 20))
+        case "print":
+            for number in range(5000):
+                print(number)
+    return event["id"], event["at"]
+'''
+AT = 1_700_000_000
+"""Seconds since the epoch: a window begins."""
+STILL = {"info", "start_time_seconds", "budget_limit_bytes"}
+"""What stays as it is for as long as a server runs."""
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "wishing.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return "wishing"
+
+
+class Watch:
+    """A server's metrics, each compared with how it was when the watch began."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.before = self.now()
+
+    def now(self) -> dict[str, dict[tuple[str, ...], float]]:
+        found: dict[str, dict[tuple[str, ...], float]] = {}
+        for family in parse_text(exposed(self.server.document(), TEXT).decode()):
+            name = family.name + "_total" * (family.type == "counter")
+            found[name.removeprefix(PREFIX)] = {
+                (sample.name, *sample.labels.values()): sample.value for sample in family.samples
+            }
+        return found
+
+    async def moved(self, *names: str) -> None:
+        """Return once each of these is not as it was."""
+        missing = names
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(30):
+                while missing:
+                    now = self.now()
+                    missing = tuple(name for name in missing if now.get(name) == self.before.get(name))
+                    await asyncio.sleep(0.05)
+        assert not missing
+
+
+class Child:
+    """One shard's connection, played by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.refusals: list[str] = []
+        """How the next checkpoints are refused."""
+        self.last = 0
+
+    def send(self, action: str, **fields: Any) -> None:
+        self.writer.write(json.dumps({"action": action, **fields}).encode() + b"\n")
+
+    async def done(self) -> None:
+        """Answer checkpoints until the status comes."""
+        while (said := json.loads(await self.reader.readline()))["action"] == "checkpoint":
+            error = self.refusals.pop(0) if self.refusals else None
+            self.send("checkpoint", sequenceNumber=said["sequenceNumber"], subSequenceNumber=0, error=error)
+
+    def records(self, *events: dict[str, Any], lag_ms: int = 0, again: bool = False) -> None:
+        """Send a batch; events without a time are of the first window."""
+        self.last -= len(events) if again else 0
+        records = []
+        for event in events:
+            self.last += 1
+            second = AT + event.pop("second", 1)
+            row = {"id": self.last, "at": time.strftime("%FT%TZ", time.gmtime(second)), **event}
+            records.append(
+                {
+                    "data": base64.b64encode(json.dumps(row).encode()).decode(),
+                    "partitionKey": str(self.last),
+                    "sequenceNumber": str(self.last),
+                    "subSequenceNumber": 0,
+                    "approximateArrivalTimestamp": AT * 1000 + 60_000,
+                }
+            )
+        self.send("processRecords", records=records, millisBehindLatest=lag_ms)
+
+    async def batch(self, *events: dict[str, Any], **more: Any) -> None:
+        self.records(*events, **more)
+        await self.done()
+
+
+@contextlib.asynccontextmanager
+async def watched(settings: Settings, engine: Any = None) -> AsyncIterator[Watch]:
+    """Run a server whose log is counted."""
+    tally = EventTally()
+    with logging_to(replace(settings, log_file=Path("log")), observers=[tally]):
+        async with asyncio.timeout(120), serving(settings, engine=engine, tally=tally) as server:
+            yield Watch(server)
+
+
+@contextlib.asynccontextmanager
+async def child(watch: Watch, shard_id: str = "s") -> AsyncIterator[Child]:
+    one = Child(*await connect(await watch.server.listening()))
+    try:
+        one.send("initialize", shardId=shard_id, sequenceNumber="TRIM_HORIZON", subSequenceNumber=0)
+        await one.done()
+        yield one
+    finally:
+        one.writer.transport.abort()
+
+
+async def test_what_a_shard_brings_moves_from_its_connection_to_the_published_window(
+    tmp_path: Path, handler: str
+) -> None:
+    async with watched(quick(tmp_path / "out", handler, attempts=2)) as watch, child(watch) as one:
+        await watch.moved("status_timestamp_seconds", "connections", "connections_accepted_total", "shards")
+        await one.batch(*({"wish": wish} for wish in ("poison", "discard", "again", "hang", "")), lag_ms=5000)
+        await watch.moved(
+            "batches_total", "records_total", "received_bytes_total", "rows_total", "shard_lag_seconds"
+        )
+        await watch.moved(
+            "handler_retries_total", "batch_seconds", "handler_seconds_total", "failed_records_total"
+        )
+        await watch.moved(
+            "durable_rows_total", "flushes_total", "segments_total", "segment_bytes_total", "windows"
+        )
+        await watch.moved("dead_letters_waiting", "dead_letter_errors_total", "budget_used_bytes")
+        await watch.moved(
+            "ledger_calls_total", "ledger_seconds_total", "watermark_holder", "shard_checkpoint_age_seconds"
+        )
+        one.refusals = ["ThrottlingException", "IllegalArgumentException"]
+        await one.batch(lag_ms=0)
+        await watch.moved("checkpoint_retries_total", "checkpoint_failures_total")
+        await one.batch(lag_ms=0)
+        await watch.moved("checkpoints_total")
+        await one.batch({}, {}, again=True)
+        await watch.moved("duplicate_records_total")
+        await one.batch({"second": 25})
+        await watch.moved("watermark_timestamp_seconds", "watermark_lag_seconds", "windows_published_total")
+        await watch.moved("window_rows_total", "window_seconds")
+        await one.batch({"second": 2})
+        await watch.moved("late_rows_total")
+        await one.batch({"second": 10 * 365 * 86_400})
+        await watch.moved("ahead_rows_total")
+        one.send("shardEnded")
+        await one.done()
+        await watch.moved("stream_ended")
+
+
+async def test_what_goes_wrong_around_a_shard_moves_too(
+    tmp_path: Path, handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = quick(
+        tmp_path / "out", handler, answer_deadline=0.05, handler_timeout=600.0, buffer_bytes="1 KiB"
+    )
+    async with watched(settings) as watch, child(watch) as one:
+        one.records({"wish": "wait"})
+        await watch.moved("shard_durable_age_seconds")
+        await one.done()
+        await watch.moved("early_answers_total")
+        sys.modules[handler].gate.set()
+        parts = watch.server._parts
+        assert parts is not None
+        transact = parts.ledger._transact
+        away = [True]
+
+        async def fails(*given: Any) -> Any:
+            if away[0]:
+                raise LedgerError("The ledger is away.")
+            return await transact(*given)
+
+        monkeypatch.setattr(parts.ledger, "_transact", fails)
+        await watch.moved("flush_failures_total", "ledger_faults_total")
+        one.records(*({} for _ in range(200)))
+        await watch.moved("budget_used_bytes")
+        away[0] = False
+        await one.done()
+        await watch.moved("held_seconds_total")
+        await watch.server.carry_out("pause", "")
+        await watch.moved("paused")
+        await watch.server.carry_out("resume", "")
+        one.writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await watch.moved("connection_failures_total")
+        grown = b"x" * (100 << 20)
+        await watch.moved("resident_memory_bytes")
+        del grown
+
+
+async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path, handler: str) -> None:
+    engine = LocalEngine(fail=lambda _: WindowFailed("No."))
+    settings = quick(tmp_path / "out", handler, window_attempts=2, window_on_failure="dead_letter")
+    async with watched(settings, engine) as watch, child(watch) as one:
+        await one.batch({"wish": "poison"}, {}, {"second": 25})
+        await watch.moved("window_failures_total", "windows_set_aside_total", "dead_letters_waiting")
+        parts = watch.server._parts
+        assert parts is not None
+        async with parts.source.owners.current("s").work():  # type: ignore[attr-defined]  # nobody redrives meanwhile
+            (letter,) = await parts.ledger.letters()
+            await parts.ledger.redrive((letter.id,))
+            await watch.moved("dead_letters_redriving")
+
+
+async def test_a_shard_without_a_row_sticks_the_watermark_and_another_server_is_counted(
+    tmp_path: Path, handler: str
+) -> None:
+    settings = quick(tmp_path / "out", handler, missing_limit=0.2, idle_time=0.2, server_id="one")
+    async with watched(settings) as watch, child(watch) as one, child(watch, "silent"):
+        await one.batch({"second": 25}, lag_ms=1000)
+        await watch.moved("watermark_stuck")
+        async with serving(replace(settings, server_id="two")):
+            await watch.moved("servers")
+
+
+async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path, handler: str) -> None:
+    settings = quick(tmp_path / "out", handler, workers=1, attempts=1, worker_memory="250 MiB")
+    async with watched(settings) as watch, child(watch) as one:
+        await watch.moved("worker_shards", "worker_resident_memory_bytes")
+        await one.batch({"wish": "print"})
+        await watch.moved("log_lines_lost_total")
+        one.records({"wish": "hang long"})
+        await watch.moved("worker_running_seconds")
+        await one.done()
+        await one.batch({"wish": "die"})
+        await watch.moved("workers_lost_total", "worker_restarts_total")
+        await one.batch({"wish": "grow"})
+        await watch.moved("workers_replaced_total")
+
+
+async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str) -> None:
+    settings, told = quick(tmp_path / "out", handler), []
+    endpoint = AdminEndpoint(settings, SystemClock())
+    channel = cast("Any", SimpleNamespace(send=told.append))
+    async with watched(settings) as watch:
+        await endpoint._act(channel, wire.Ask(1, "reload", "", "somebody"), watch.server.carry_out)
+        await watch.moved("reloads_refused_total")
+
+        async def done(_act: str, _argument: str) -> tuple[bool, str]:
+            return True, "The handler is reloaded."
+
+        await endpoint._act(channel, wire.Ask(2, "reload", "", "somebody"), done)
+        await watch.moved("reloads_total")
+    assert [answer.done for answer in told] == [False, True]
+
+
+async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler: str) -> None:
+    command = [sys.executable, str(FAKE), "good", str(tmp_path / "lives")]
+    engine = SparkEngine(
+        handler, "id BIGINT", master="sc://nowhere", work_dir=tmp_path / "work", command=command
+    )
+    async with watched(quick(tmp_path / "out", handler), engine) as watch:
+        await watch.moved("ready", "spark_starts_total", "spark_ready", "spark_start_seconds")
+        computing = asyncio.create_task(engine.compute(job("hangs")))
+        await watch.moved("spark_jobs")
+        computing.cancel()
+        with pytest.raises(DriverLost):
+            await engine.compute(job("dies"))
+        await watch.moved("spark_lost_total")
+
+
+async def test_an_event_loop_that_stands_still_moves(tmp_path: Path, handler: str) -> None:
+    async with watched(quick(tmp_path / "out", handler)) as watch:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: until_ns(time.monotonic_ns() + 300_000_000))
+        await watch.server._gatherer.pause(0.1)
+        await watch.moved("event_loop_lag_seconds")
+
+
+def until_ns(end_ns: int) -> None:
+    while time.monotonic_ns() < end_ns:
+        pass
+
+
+def test_no_metric_is_left_out() -> None:
+    called = (
+        node for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))) if isinstance(node, ast.Call)
+    )
+    moved = {
+        each.value
+        for call in called
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "moved"
+        for each in call.args
+        if isinstance(each, ast.Constant)
+    }
+    assert {f"{PREFIX}{name}" for name in moved | STILL} == METRICS.keys()
+    assert not moved & STILL
