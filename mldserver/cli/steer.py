@@ -13,7 +13,7 @@ from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the
 from mldserver.errors import EXIT_CLEAN, EXIT_OPERATOR, OperatorError
 
 _ACT_SECONDS: Final = 900.0
-"""A reload waits for the batches that are under way, and for Spark's job."""
+"""A reload loads the handler, which may take its time, and waits for what is in hand."""
 
 _HELP = """
 {what}
@@ -129,8 +129,8 @@ reload_app = _app(
     "reload",
     "Let a running server go on with the handler's new code, without losing a connection or a row.",
     "mldserver reload --out out/departures",
-    "New workers load the code and prove it as `mldserver check` does, then take the shards over batch by batch. Code that does "
-    "not load, or gives other rows, is refused, and the old one goes on.",
+    "New workers load the code and check it as `mldserver check` does; then they take all shards over at once. Code that does not "
+    "load, or has another schema or other windows, is refused, and the old one goes on.",
 )
 
 
