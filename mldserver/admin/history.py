@@ -102,7 +102,8 @@ def quantile(share: float, before: Histogram, now: Histogram) -> float | None:
 
     Within a bound's range it is as if all had been spread evenly.
     """
-    counts = [late - early for early, late in zip(before.counts, now.counts, strict=True)]
+    # Counts do not fall; if one did, it would be no reason to fail.
+    counts = [max(0, late - early) for early, late in zip(before.counts, now.counts, strict=True)]
     wanted = share * sum(counts)
     if not wanted:
         return None

@@ -131,5 +131,6 @@ def test_a_quantile_lies_within_its_bounds_and_what_is_longer_is_told_as_the_lon
     assert quantile(share, Histogram(), counted) == pytest.approx(seconds)
 
 
-def test_where_nothing_was_counted_there_is_no_quantile() -> None:
-    assert quantile(0.5, batches(bucket_3=8), batches(bucket_3=8)) is None
+@pytest.mark.parametrize("now", [batches(bucket_3=8), batches(bucket_3=7)])
+def test_where_nothing_more_was_counted_there_is_no_quantile(now: Histogram) -> None:
+    assert quantile(0.5, batches(bucket_3=8), now) is None
