@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from mldserver.base.tls import ServerTLS
     from mldserver.children.channel import Descriptors
 
-_NICE: Final = 10
+_NICE: Final = 5
+"""A quarter of a processor that others want too: enough to answer at once, and no flood takes more."""
 _MEMORY_BYTES: Final = 512 * 2**20
 """Beyond it the process ends, and a fresh one begins."""
 _DESCRIPTORS: Final = 512
@@ -105,12 +106,15 @@ def main(arguments: list[str]) -> None:
     """Serve through the descriptor that ``arguments`` name. Never returns."""
     # Ctrl-C on a terminal is for the server, which ends this process with itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
     with contextlib.suppress(OSError, AttributeError):  # Linux
         die_with_parent()
         Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")
+        # Where each session gets an equal share of the processors, niceness counts only within its own.
+        Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
+    os.nice(_NICE)
+    for kind, limit in ((resource.RLIMIT_DATA, _MEMORY_BYTES), (resource.RLIMIT_NOFILE, _DESCRIPTORS)):
+        with contextlib.suppress(ValueError):  # there is a lower one
+            resource.setrlimit(kind, (limit, limit))
     end = socket.socket(fileno=int(arguments[0]))
     end.set_inheritable(False)
     uvloop.run(_serve(end))

@@ -389,6 +389,22 @@ def test_who_steers_from_outside_is_named_by_the_certificate(tmp_path: Path) -> 
     running(story())
 
 
+def test_a_handshake_that_never_ends_is_cut(tmp_path: Path) -> None:
+    async def story() -> None:
+        listener = await listen_tcp("0.0.0.0", 0)
+        async with served(
+            tmp_path, listener=listener, tls=ServerTLS(Certificates(tmp_path).server)
+        ) as server:
+            client = await server.client()
+            client.writer.write(b"\x16\x03\x01\x02")
+            await until(lambda: bool(server.endpoint.server.serving))
+            pass_seconds(6)
+            assert await client.ended()
+            assert not server.endpoint.server.serving
+
+    running(story())
+
+
 def test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said(tmp_path: Path) -> None:
     async def story() -> None:
         for insecure in (False, True):

@@ -56,17 +56,19 @@ async def _measure(rounds: int, share: float, requests: int) -> dict[str, float]
         shares: list[float] = []
         for run in runs.values():
             await run.warm_up()
-        async with _clients(address) as let:
+        async with _clients(address, "load") as load, _clients(address, "probe") as probe:
             for name in in_turn(tuple(runs), rounds):
                 run = runs[name]
                 if name == "alone":
                     await run.round()
                     continue
-                await let(True)
+                await load(True)
+                await probe(True)
                 began, before = time.perf_counter(), peers.process_cpu_ns(endpoint)
                 await run.round()
                 shares.append((peers.process_cpu_ns(endpoint) - before) / 1e9 / (time.perf_counter() - began))
-                answered += await let(False)
+                answered += await probe(False)
+                await load(False)
         await _ask(address, requests // 10)
         held = {"server": peers.resident(server.processes[0]), "endpoint": peers.resident(endpoint)}
         await _ask(address, requests)
@@ -104,10 +106,10 @@ async def _ask(address: str, requests: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _clients(address: str) -> AsyncIterator[Callable[[bool], Awaitable[list[float]]]]:
-    """Run the fifty in a process of their own; what is yielded lets them come or go, and returns how long /livez took."""
+async def _clients(address: str, kind: str) -> AsyncIterator[Callable[[bool], Awaitable[list[float]]]]:
+    """Run clients in a process of their own; what is yielded lets them come or go, and returns how long /livez took."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.admin_load", address),
+        *(sys.executable, "-m", "bench.admin_load", address, kind),
         env=peers.environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -188,17 +190,18 @@ async def _probe(address: str, answered: list[float]) -> None:
         await asyncio.sleep(_SECOND / 10)
 
 
-async def _come_and_go(address: str) -> None:
+async def _come_and_go(address: str, kind: str) -> None:
     kinds = itertools.cycle((_scrape, _watch, _garble, _dawdle, _hang))
     loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[None]] = []
     answered: list[float] = []
     while said := await loop.run_in_executor(None, sys.stdin.readline):
-        if said == "come\n":
+        if said == "come\n" and kind == "load":
             tasks = [asyncio.create_task(_again(next(kinds), address)) for _ in range(50)]
             await asyncio.sleep(_SECOND)
+        elif said == "come\n":
             answered.clear()
-            tasks.append(asyncio.create_task(_probe(address, answered)))
+            tasks = [asyncio.create_task(_probe(address, answered))]
         else:
             for task in tasks:
                 task.cancel()
@@ -207,5 +210,6 @@ async def _come_and_go(address: str) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(19)  # they would be elsewhere
-    asyncio.run(_come_and_go(sys.argv[1]))
+    if sys.argv[2] == "load":
+        os.nice(19)  # they would be elsewhere
+    asyncio.run(_come_and_go(*sys.argv[1:]))
