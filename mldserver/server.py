@@ -383,8 +383,9 @@ class Server:
         try:
             yield
         finally:
-            for number in handlers:  # nothing happens for one that it has not
-                loop.remove_signal_handler(number)
+            with contextlib.suppress(ValueError, RuntimeError):
+                for number in handlers:
+                    loop.remove_signal_handler(number)
 
     def _hang_up(self) -> None:
         with self._service.reloading():

@@ -317,7 +317,8 @@ def test_on_loopback_and_unix_sockets_certificates_are_not_asked_for(name: str, 
     assert str(getattr(resolved({name: address}), name)) == address
 
 
-def test_the_admin_endpoint_is_on_loopback_unless_it_is_elsewhere_or_nowhere() -> None:
+def test_listener_and_admin_endpoint_are_on_loopback_unless_they_are_elsewhere_or_nowhere() -> None:
+    assert str(resolved().listen) == "127.0.0.1:7070"
     assert str(resolved().admin) == "127.0.0.1:7071"
     assert resolved({"admin": "none"}).admin is None
 

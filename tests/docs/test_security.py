@@ -1,0 +1,180 @@
+"""Each sentence of the page's threat model is held by tests: here is which."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+from support.certificates import Certificates
+from support.pages import DOCS, ROOT
+from support.serving import KEEP_EVERYTHING, quick, serving
+
+from mldserver.admin.metrics import exposed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HELD_BY = {
+    "Listener and admin endpoint are on loopback": [
+        "config/test_config.py::test_listener_and_admin_endpoint_are_on_loopback_unless_they_are_elsewhere_or_nowhere",
+    ],
+    "Outside loopback neither starts without": [
+        "config/test_config.py::test_outside_loopback_both_sides_show_certificates_unless_it_is_said_in_so_many_words",
+        "config/test_config.py::test_on_loopback_and_unix_sockets_certificates_are_not_asked_for",
+    ],
+    "No version of TLS below 1.2": ["base/test_tls.py::test_older_versions_than_1_2_are_not_spoken"],
+    "Without a valid certificate": [
+        "base/test_tls.py::test_a_certificate_of_another_authority_never_gets_through",
+        "base/test_tls.py::test_a_certificate_that_is_over_never_gets_through",
+        "sources/test_tls.py::test_without_a_certificate_of_ours_no_shard_is_named",
+        "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
+        "admin/test_endpoint.py::test_from_outside_it_is_the_client_certificate_that_counts",
+    ],
+    "With `tls_names`": [
+        "sources/test_tls.py::test_a_certificate_with_another_name_than_those_allowed_names_no_shard",
+        "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
+        "test_server_tls.py::test_a_server_takes_the_shards_and_the_names_that_its_settings_allow",
+    ],
+    "A daemon that names a shard": ["sources/test_tls.py::test_only_shards_that_are_allowed_are_taken"],
+    "Bridges, `mldserver kcl` and terminal commands": [
+        "base/test_tls.py::test_a_client_refuses_a_server_of_another_authority_or_another_name",
+        "kcl/test_bridge.py::test_a_bridge_says_nothing_to_a_server_that_is_not_the_right_one",
+        "kcl/test_supervisor.py::test_a_server_whose_certificate_is_not_the_right_one_is_told_of_and_not_waited_for",
+        "admin/test_client.py::test_where_one_side_proves_nothing_neither_is_told_a_word",
+    ],
+    "Certificates that are read again": [
+        "base/test_tls.py::test_what_is_read_again_counts_for_the_next_handshake_and_no_session_outlives_it",
+        "sources/test_tls.py::test_certificates_that_are_read_again_count_for_the_next_connection",
+        "admin/test_process.py::test_from_outside_it_speaks_tls_and_reads_certificates_again",
+    ],
+    "A certificate that cannot be used": [
+        "test_server_tls.py::test_a_server_whose_certificate_cannot_be_used_does_not_start",
+        "test_server_tls.py::test_sighup_reads_certificates_again_and_a_bad_one_leaves_the_former",
+        "admin/test_process.py::test_a_certificate_that_cannot_be_used_ends_the_start",
+    ],
+    "Under `insecure = true`": [
+        "admin/test_endpoint.py::test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said",
+        "admin/test_access.py::test_nobody_steers_from_outside_without_a_certificate_whatever_the_settings",
+    ],
+    "A Unix socket is for": [
+        "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
+        "admin/test_process.py::test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server",
+        "admin/test_endpoint.py::test_a_unix_socket_is_its_users_who_is_known_by_the_kernel",
+        "admin/test_endpoint.py::test_another_user_of_the_host_is_told_nothing_on_the_unix_socket",
+    ],
+    "On loopback anyone on the host": [
+        "admin/test_endpoint.py::test_over_loopback_it_is_the_token_that_counts",
+        "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
+        "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
+    ],
+    "Steering over loopback": [
+        "admin/test_endpoint.py::test_the_token_steers_over_loopback_and_nothing_else_does"
+    ],
+    "The token is random": [
+        "admin/test_access.py::test_a_token_is_made_once_at_random_and_for_its_user_alone",
+        "admin/test_access.py::test_a_token_that_others_may_read_is_refused",
+        "admin/test_endpoint.py::test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never",
+    ],
+    "Pages of other sites": [
+        "admin/test_access.py::test_on_loopback_any_other_host_is_refused_as_a_name_that_was_rebound",
+        "admin/test_access.py::test_a_page_of_another_site_may_not_ask",
+        "admin/test_endpoint.py::test_a_page_of_another_site_and_a_name_that_was_rebound_get_nothing",
+    ],
+    "The server's own page": [
+        "admin/test_endpoint.py::test_the_page_may_run_what_stands_in_it_and_nothing_else"
+    ],
+    "What users name and write": [
+        "admin/test_page_behaviour.py::test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout"
+    ],
+    "What HTTP clients do": [
+        "admin/test_process.py::test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on",
+        "admin/test_endpoint.py::test_who_sends_nothing_or_a_byte_now_and_then_is_cut",
+        "admin/test_endpoint.py::test_of_too_many_connections_the_oldest_gives_way",
+        "admin/test_endpoint.py::test_what_is_too_long_is_refused",
+        "admin/test_endpoint.py::test_who_asks_for_much_and_reads_nothing_is_cut",
+        "admin/test_endpoint.py::test_streams_and_acts_are_bounded",
+    ],
+    "Garbage on the listener": [
+        "sources/test_mld.py::test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices",
+        "protocol/test_connection_fuzz.py::test_whatever_the_peer_sends_nothing_raises_and_eof_closes",
+    ],
+    "A handshake that does not end": [
+        "sources/test_tls.py::test_a_handshake_that_never_ends_gives_its_slot_back_in_time",
+        "sources/test_tls.py::test_a_stop_does_not_wait_for_handshakes",
+    ],
+    "Memory for unread messages": [
+        "sources/test_mld.py::test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete"
+    ],
+    "Beyond `connection_limit`": [
+        "sources/test_mld.py::test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_free"
+    ],
+    "No secret of a setting": [
+        "config/test_config.py::test_what_was_given_is_told_without_secrets",
+        "config/test_config.py::test_no_value_that_opens_something_is_told",
+        "config/test_config.py::test_a_refusal_tells_what_is_wrong_without_secrets",
+        "docs/test_security.py::test_no_secret_of_a_setting_is_in_log_status_or_metrics",
+    ],
+    "The endpoint's process": [
+        "admin/test_process.py::test_its_process_gives_way_and_knows_no_secret_of_the_environment"
+    ],
+    "Each act of steering": [
+        "admin/test_process.py::test_it_shows_each_second_what_the_server_tells_and_asks_it_to_act",
+        "admin/test_endpoint.py::test_who_steers_from_outside_is_named_by_the_certificate",
+    ],
+}
+"""By how a sentence begins: its tests, as paths from the folder of tests."""
+
+
+def test_each_sentence_of_the_threat_model_has_its_tests_and_each_test_its_sentence() -> None:
+    _, _, model = (DOCS / "security.md").read_text("utf-8").partition("\n## Threat model\n")
+    sentences = re.findall(r"^\* (.+)$", model, re.MULTILINE)
+    for sentence in sentences:
+        assert [start for start in HELD_BY if sentence.startswith(start)], sentence
+        assert re.search(r"\. [A-Z]", sentence) is None, f"two sentences in one: {sentence}"
+    assert len(sentences) == len(HELD_BY)
+    prose = [line for line in model.splitlines() if line and not line.startswith(("* ", "### "))]
+    assert prose == [
+        "Each sentence of this part is held by tests, which `tests/docs/test_security.py` names."
+    ]
+
+
+@cache
+def named_in(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("start", HELD_BY)
+def test_the_tests_that_hold_a_sentence_are_there(start: str) -> None:
+    for named in HELD_BY[start]:
+        file, _, name = named.partition("::")
+        assert name in named_in(file), named
+
+
+async def test_no_secret_of_a_setting_is_in_log_status_or_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, object]]
+) -> None:
+    (tmp_path / "kept_in_secret.py").write_text(KEEP_EVERYTHING)
+    monkeypatch.syspath_prepend(tmp_path)
+    files = Certificates(tmp_path)
+    key = files.client.read_text().partition("PRIVATE KEY-----\n")[2].partition("\n")[0]
+    settings = quick(
+        tmp_path / "out",
+        "kept_in_secret",
+        spark_conf={"spark.hadoop.fs.s3a.secret.key": "hush"},
+        spark_master="sc://h:1/;token=hush",
+        sink_options={"password": "hush"},
+        tls_certificate=files.client,
+    )
+    names = ("spark_conf", "spark_master", "sink_options", "tls_certificate")
+    async with serving(replace(settings, origins=dict.fromkeys(names, "here"))) as server:
+        document = server.document()
+        assert document is not None
+        shown = f"{document}{exposed(document, 'text/plain')}{logged}"
+        assert all(f"'{name}': " in shown for name in names), "they are told, but for what is secret"
+        assert "hush" not in shown
+        assert key not in shown
