@@ -157,6 +157,15 @@ async def test_ps_names_each_process_and_systemd_is_told_of_start_reload_and_sto
             assert await server.wait() == EXIT_CLEAN
 
 
+async def test_what_the_watchdog_ends_says_where_it_stood(tmp_path: Path) -> None:
+    async with serving(tmp_path, HANGS_AT_IMPORT, "--workers", "inline") as (server, _):
+        await until((tmp_path / "pids").exists)
+        server.send_signal(signal.SIGABRT)  # systemd's, where no word has come for WatchdogSec
+        assert await server.wait() == -signal.SIGABRT
+    assert "watched.py" in (tmp_path / "stderr").read_text()
+    os.kill(int((tmp_path / "pids").read_text().split()[1]), signal.SIGKILL)
+
+
 def titles(server: int) -> list[str]:
     """Return what ``ps`` calls a server and its children, once none is called as it was started."""
     children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import random
 import signal
@@ -156,6 +157,7 @@ def kcl(
         extra=parse_pairs(property),
     )
     entitle(app, "kcl")
+    faulthandler.enable(file=2)  # as for a server: the watchdog's SIGABRT
     tls = _tls(settings)
     daemon_properties(wanted)  # what is wrong is told before anything is compiled
     with private_files() as files, logging_to(settings):

@@ -89,7 +89,7 @@ def test_logrotate_rotates_the_logs_and_asks_each_process_for_a_new_file(tmp_pat
     logs.mkdir(mode=0o755)
     (logs / "departures.log").write_text("a line\n")
     text = (DEPLOY / "logrotate").read_text("utf-8")
-    assert "try-reload-or-restart 'mldserver@*.service' 'mldserver-kcl@*.service'" in text
+    assert "--no-block try-reload-or-restart 'mldserver@*.service' 'mldserver-kcl@*.service'" in text
     text = text.replace("/var/log/mldserver", str(logs)).replace("    su mldserver mldserver\n", "")
     (tmp_path / "conf").write_text(re.sub(r"systemctl .*", f"echo >> {asked}", text))
     (tmp_path / "conf").chmod(0o644)

@@ -1,13 +1,15 @@
 """What a released version has left behind goes on under this one; what a newer one has left is refused in a sentence.
 
 ``<format>.tar.gz`` holds the output folder of a server that was stopped in the midst of a stream: windows published and
-open, positions, dead letters. The ledger's format is that of its segments too, which nothing else names. When it rises,
-``write`` makes the next one: ``PYTHONPATH=tests python3 -m formats.test_formats FOLDER``, in an empty folder.
+open, positions, dead letters; and ``<format>.table.json`` what a ledger in DynamoDB holds. The ledger's format is that of its
+segments too, which nothing else names. When it rises, the next ones are made by
+``PYTHONPATH=tests:. python3 -m formats.test_formats FOLDER``, in an empty folder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import sqlite3
@@ -17,7 +19,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -26,16 +28,24 @@ from support.serving import quick, serving, until
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.errors import EXIT_OPERATOR
+from mldserver.base.clock import SystemClock
+from mldserver.errors import EXIT_OPERATOR, LedgerVersionError
+from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.ledger.format import FORMAT
 from mldserver.output.layout import LEDGER, OWNER, SEGMENTS
+from mldserver.records import Sequence
 from mldserver.testing import FakeMLD, FakeStream
+from tests.ledger.dynamodb_fake import FakeDynamo, flush, start
+from tests.ledger.samples import letter
 
 if TYPE_CHECKING:
     from mldserver.config.settings import Settings
 
 HERE = Path(__file__).parent
-KEPT = sorted(HERE.glob("*.tar.gz"), key=lambda path: int(path.name.partition(".")[0]))
+KEPT, TABLES = (
+    sorted(HERE.glob(pattern), key=lambda path: int(path.name.partition(".")[0]))
+    for pattern in ("*.tar.gz", "*.table.json")
+)
 HANDLER = '''
 """A row for each record; some are poison."""
 from mldserver import tumbling
@@ -79,6 +89,32 @@ async def write(out: Path) -> None:
             playing.cancel()
 
 
+async def write_table() -> dict[str, Any]:
+    """Return the items of a ledger in DynamoDB: two flushes with segments and a letter each, and what tells of them."""
+    dynamo = FakeDynamo()
+    ledger = await start(ledger_in(dynamo), "a")
+    for number in (1, 2):
+        await ledger.register(flush("a", number, letters=(letter(number),)))
+    await ledger.leave()
+    await ledger.close()
+    return dynamo.items
+
+
+def ledger_in(dynamo: FakeDynamo) -> DynamoLedger:
+    return DynamoLedger("table", pipeline="p", server_id="server-1", clock=SystemClock(), session=dynamo)
+
+
+def table_of(kept: Path) -> FakeDynamo:
+    """Return a table with the items that were kept."""
+    dynamo = FakeDynamo()
+    dynamo.items = json.loads(kept.read_text("ascii"), object_hook=_bytes)
+    return dynamo
+
+
+def _bytes(value: dict[str, Any]) -> Any:
+    return {"B": base64.b64decode(value["B"])} if value.keys() == {"B"} else value
+
+
 def ids(out: Path) -> Counter[int]:
     files = [str(path) for path in out.glob("window=*/*.parquet")]
     return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
@@ -100,7 +136,10 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_this_version_leaves_is_kept_for_those_to_come() -> None:
-    assert KEPT[-1].name == f"{FORMAT}.tar.gz", "the format has risen: see the head of this file"
+    kept = (KEPT[-1].name, TABLES[-1].name)
+    assert kept == (f"{FORMAT}.tar.gz", f"{FORMAT}.table.json"), (
+        "the format has risen: see the head of this file"
+    )
 
 
 @pytest.mark.parametrize("out", KEPT, indirect=True, ids=lambda path: path.name)
@@ -126,6 +165,26 @@ async def test_segments_have_the_columns_of_those_that_were_kept(out: Path, tmp_
     await write(tmp_path / "now")
     kept, now = (pq.read_schema(segments(folder)[0]) for folder in (out, tmp_path / "now"))
     assert now.equals(kept)
+
+
+@pytest.mark.parametrize("kept", TABLES, ids=lambda path: path.name)
+async def test_what_a_version_has_left_in_a_table_goes_on(kept: Path) -> None:
+    ledger = ledger_in(table_of(kept))
+    state = await ledger.open()
+    assert state.shards["a"].position == Sequence(2)
+    assert [len(window.segments) for window in state.windows.values()] == [2]
+    assert [each.letter for each in await ledger.letters(limit=10)] == [letter(1), letter(2)]
+    assert (await ledger.register(flush("a", 3))).registered, "and it goes on"
+    await ledger.close()
+
+
+async def test_a_table_of_a_newer_version_is_refused_in_a_sentence() -> None:
+    dynamo = table_of(TABLES[-1])
+    for item in dynamo.items["p"].values():
+        if "format" in item:
+            item["format"] = {"N": str(FORMAT + 1)}
+    with pytest.raises(LedgerVersionError, match=f"has format {FORMAT + 1}; this program knows {FORMAT}"):
+        await ledger_in(dynamo).open()
 
 
 def newer_ledger(out: Path) -> str:
@@ -160,3 +219,7 @@ if __name__ == "__main__":
     asyncio.run(write(Path("out").absolute()))
     with tarfile.open(HERE / f"{FORMAT}.tar.gz", "w:gz") as new:
         new.add("out")
+    table = json.dumps(
+        asyncio.run(write_table()), default=lambda data: base64.b64encode(data).decode(), indent=1
+    )
+    (HERE / f"{FORMAT}.table.json").write_text(f"{table}\n")
