@@ -317,13 +317,15 @@ async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler
         handler, "id BIGINT", master="sc://nowhere", work_dir=tmp_path / "work", command=command
     )
     async with watched(quick(tmp_path / "out", handler), engine) as watch:
-        await watch.moved("ready", "spark_starts_total", "spark_ready", "spark_start_seconds")
+        await watch.server.ready()
+        watch.before = watch.now()
         computing = asyncio.create_task(engine.compute(job("hangs")))
         await watch.moved("spark_jobs")
         computing.cancel()
         with pytest.raises(DriverLost):
             await engine.compute(job("dies"))
-        await watch.moved("spark_lost_total")
+        await watch.moved("ready", "spark_ready", "spark_lost_total")
+        await watch.moved("spark_starts_total", "spark_start_seconds")
 
 
 async def test_an_event_loop_that_stands_still_moves(tmp_path: Path, handler: str) -> None:
