@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -71,7 +72,11 @@ class Child:
         async with asyncio.TaskGroup() as group:
             group.create_task(endpoint.serve(listener))
             while True:
-                endpoint.take(await self._documents.get())
+                document = await self._documents.get()
+                try:
+                    endpoint.take(document)
+                except Exception:  # noqa: BLE001  # the next may be better
+                    traceback.print_exc()
                 self._channel.send(wire.Taken())
 
     async def _ask(self, act: str, argument: str, who: str) -> wire.Answered:

@@ -250,10 +250,9 @@ class Endpoint:
         """Take a document: nothing is older than this from now on. Empty: the server lives, and has none newer."""
         self._taken = self._loop.time()
         if document:
-            self._document = document
             self._status = msgspec.json.decode(document, type=Status)
+            self._document, self._made = document, {}
             self._history.add(self._status)
-            self._made = {}
             news, self._news = self._news, Flag()
             news.set()
 
