@@ -203,7 +203,13 @@ def bridge_command(address: Address, files: Files, tls: Sequence[Path] = ()) -> 
 
 
 def compiled(files: Files, *, tls: bool = False) -> tuple[str, ...] | None:
-    """Return the compiled bridge's command; None without a compiler (for ``tls`` also OpenSSL's headers), or where its output does not run."""
+    """Return the compiled bridge's command; None without a compiler (for ``tls`` also OpenSSL's headers), or where its output does not run.
+
+    One that was compiled before, ``mldserver-bridge`` on PATH, is taken as it is, but not for ``tls``.
+    """
+    built = None if tls else shutil.which("mldserver-bridge")
+    if built is not None and len(built.split()) == 1 and _run([built]).returncode == USAGE_EXIT:
+        return (built,)
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         command = ["/bin/sh", "-c", COMPILE, compiler, str(deploy_file("bridge.c"))]
         command += ["-DTLS", "-lssl", "-lcrypto"] if tls else []

@@ -446,6 +446,19 @@ def test_the_compiled_bridge_is_taken_where_it_can_be_made(
     assert Path(script).read_bytes() == deploy_file("bridge.py").read_bytes()
 
 
+def test_a_bridge_that_was_compiled_before_is_taken_where_it_runs(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "mldserver-bridge"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for code, taken in ((bridge.USAGE_EXIT, (str(program),)), (127, None)):
+        program.write_text(f"#!/bin/sh\nexit {code}\n")
+        program.chmod(0o755)
+        assert bridge.compiled(files) == taken
+    program.write_text(f"#!/bin/sh\nexit {bridge.USAGE_EXIT}\n")
+    assert bridge.compiled(files, tls=True) is None, "it may know nothing of TLS"
+
+
 def test_without_a_working_compiler_nothing_is_compiled(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
