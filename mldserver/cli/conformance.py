@@ -30,10 +30,11 @@ Each case is a conversation of its own, with a shard of its own: a connection to
 COMMAND starts and that speaks on its standard streams. A child that has failed in one is fresh in the next.
 
 ```
-mldserver serve handlers.raw --accept-gap --listen 127.0.0.1:7071 --out /tmp/trial
-mldserver conformance 127.0.0.1:7071
+mldserver serve handlers.raw --accept-gap --listen 127.0.0.1:7075 --out out/trial
+mldserver conformance 127.0.0.1:7075
 mldserver conformance --json report.json -- python processor.py
-mldserver conformance 127.0.0.1:7071 --only 'G*'
+mldserver conformance 127.0.0.1:7075 --only 'G*'
+mldserver conformance --list
 ```
 
 A child takes what is played for records of its stream: never play at one that works. Cases of checkpoints show nothing
@@ -60,6 +61,9 @@ def conformance(
         tuple[str, ...],
         Parameter(help="Play cases with these numbers or sections (`*` for any); may be repeated."),
     ] = (),
+    list_cases: Annotated[
+        bool, Parameter(name="--list", negative=(), help="Show the cases, each with its source; play none.")
+    ] = False,
     patience: Annotated[
         float,
         Parameter(help="Seconds that a child has for each of its lines.", validator=Number(gt=0)),
@@ -73,6 +77,10 @@ def conformance(
     cases = [case for case in catalogue() if not only or _named(only, case.number, case.section)]
     if not cases:
         raise ConfigError(f"No case is named {' or '.join(only)}.", advice="Numbers are such as G07, or G*.")
+    if list_cases:
+        rows = [[case.number, case.section, case.title, case.source] for case in cases]
+        tell(table("", ["case", "section", "what", "source"], rows))
+        return EXIT_CLEAN
     target = _target(child)
     many = at_a_time or (2 * (os.cpu_count() or 1) if target.command else _AT_A_TIME)
     shown = sys.stderr.isatty()

@@ -16,7 +16,6 @@ from mldserver.testing.daemon import (
     Form,
     Ignored,
     NullMessage,
-    Said,
     Unreadable,
     checkpoint_reply,
     read_reply,
@@ -32,6 +31,7 @@ ENDLESS: Final = 60
 AT_ONCE_SECONDS: Final = 0.01
 """A checkpoint that was throttled and is asked for again sooner than this was not waited for."""
 
+_MOST_REMARKS: Final = 1000
 _PASSING: Final = frozenset({"ThrottlingException", "KinesisClientLibDependencyException"})
 """Errors that pass by themselves."""
 _GONE: Final = "ShutdownException"
@@ -52,6 +52,8 @@ class Judge:
         """Replies of the case that were given, in all."""
         self.skipped = ""
         """The last line that the daemon could not read, and why; it explains a daemon that waits for ever."""
+        self.replying = False
+        """Whether the daemon is about to reply to a checkpoint: nothing may come meanwhile."""
         self._replies: deque[str | bytes | None] = deque()
         self._delivered: set[tuple[str, int]] = set()
         self._gone = False
@@ -85,26 +87,27 @@ class Judge:
         """Take a line; return the reply to it, if one is due. ``now``: seconds of steady time."""
         reply = read_reply(self._form, text)
         shown = text if len(text) <= 100 else f"{text[:100]}…"  # noqa: PLR2004  # as much as a report has room for
-        match reply:
-            case Ignored():
-                return None
-            case Unreadable(why):
-                self.skipped = f"{shown!r} is skipped: {why}"
-                self.remarks.append(f"wrote a line that the daemon skips ({why}): {shown!r}")
-                return None
-            case NullMessage():
-                self._fault("wrote a literal null: the JVM exits")
-                self.asking = None
-                return None
-        if reply.trailing:
-            self._fault(f"wrote two messages on a line: the second is lost: {shown!r}")
-        if self.asking is None:
+        if isinstance(reply, Ignored):
+            return None
+        if isinstance(reply, Unreadable):
+            self.skipped = f"{shown!r} is skipped: {reply.why}"
+            self.remarks.append(f"wrote a line that the daemon skips ({reply.why}): {shown!r}")
+            if len(self.remarks) > _MOST_REMARKS:
+                self._fault("wrote nothing but lines that the daemon skips: it waits for ever")
+        elif isinstance(reply, NullMessage):
+            self._fault("wrote a literal null: the JVM exits")
+            self.asking = None
+        elif self.replying:
+            self._fault(f"wrote a line before the daemon had replied to its checkpoint: {shown!r}")
+        elif self.asking is None:
             self._fault(f"wrote a line that answers no request: it is taken for the next answer: {shown!r}")
-            return None
-        if isinstance(reply, Said):
+        else:
+            if reply.trailing:
+                self._fault(f"wrote two messages on a line: the second is lost: {shown!r}")
+            if isinstance(reply, AskCheckpoint):
+                return self._checkpoint(self.asking, reply, now)
             self._status(self.asking, reply.response_for)
-            return None
-        return self._checkpoint(self.asking, reply, now)
+        return None
 
     def _fault(self, what: str) -> None:
         """Note what would hurt. Where no daemon would have spoken so it cannot: then it is a mistake like others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.conformance import checkpoint_cases, wire_cases
@@ -148,7 +149,7 @@ def _orders() -> Section:
     full = batch(record(1))
     reply = odd({"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None, "error": None})
     requests = {
-        "processRecords": odd(_text(full), "processRecords"),
+        "processRecords": odd(_text(full), "processRecords", places=full.places),
         "shutdownRequested": odd({"action": "shutdownRequested"}),
         "leaseLost": odd({"action": "leaseLost"}),
         "shardEnded": odd({"action": "shardEnded"}),
@@ -235,7 +236,7 @@ def _malformed() -> Section:
         "with another message behind it on its line": line(whole)[:-1] + line({"action": "leaseLost"}),
     }
     for name, message in later.items():
-        request = odd(message, "processRecords")
+        request = odd(message, "processRecords", places=full.places)
         section.add(f"a batch {name}", MALFORMED, initialize(), request, *_ALIVE)
     for name, message in {
         "shutdown without a reason": {"action": "shutdown"},
@@ -284,6 +285,7 @@ def _time() -> Section:
 SECTIONS: Final = (_answers, _ends, _orders, _malformed, _time)
 
 
+@functools.cache
 def catalogue() -> tuple[Case, ...]:
     """Return every case, in the order of the sections."""
     sections = (*wire_cases.SECTIONS, *checkpoint_cases.SECTIONS, *SECTIONS)

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 _READ_BYTES: Final = 1 << 16
 _SURPLUS_SECONDS: Final = 0.01
 """How long after each answer is listened for a second one."""
-_REFUSAL_SECONDS: Final = 2.0
-"""How long a child has to close where it is told what no daemon says; how long no status may come where none must."""
+_NO_STATUS_SECONDS: Final = 2.0
+"""How long is listened for a status that must not come."""
+_ENDS_ITSELF_SECONDS: Final = 5.0
 _BETWEEN_BATCHES_SECONDS: Final = 0.05
 _PROVOKING: Final = 1_000
 """The first record's place where nothing is checkpointed yet."""
-_SHORT: Final = frozenset({Want.REFUSAL, Want.NO_STATUS})
 _ERROR_BYTES: Final = 2000
 """Of the end of a child's standard error."""
 
@@ -153,13 +153,6 @@ class Channel:
             if self.writer.can_write_eof():
                 self.writer.write_eof()
 
-    async def exit_code(self, seconds: float) -> int | None:
-        """Return a process's exit code, None for a connection. Raises TimeoutError."""
-        if self.process is None:
-            return None
-        async with asyncio.timeout(seconds):
-            return await self.process.wait()
-
     async def close(self, *, cut: bool = False) -> str:
         """Let go, by a reset with ``cut``; a process that still runs is killed. Return the end of its standard error."""
         raw = self.writer.get_extra_info("socket")
@@ -233,12 +226,11 @@ class _Play:
                     self.judge.ask(what)
                 data = what if isinstance(what, bytes) else what.line
                 assert isinstance(data, bytes), "what is written so is short"
-                await self._child.write(data)
+                await self._write(data)
             case EndsItself():
-                with contextlib.suppress(TimeoutError):
-                    if await self._child.line(_REFUSAL_SECONDS) is None:
-                        return
-                self.judge.remarks.append("leaves its output open after the last status")
+                await self._quiet(_ENDS_ITSELF_SECONDS)
+                if not self._child.ended:
+                    self.judge.remarks.append("leaves its output open after the last status")
             case HangUp():
                 await self._hang_up()
             case Reopen(cut):
@@ -262,21 +254,28 @@ class _Play:
         for at in range(0, len(data), ask.piece or len(data)):
             if at and ask.pause:
                 await asyncio.sleep(ask.pause)
-            await self._child.write(data[at : at + (ask.piece or len(data))])
+            await self._write(data[at : at + (ask.piece or len(data))])
         await self._answered(ask)
         if ask.checkpoint and not self.judge.asked and not self.judge.faults:
             self.not_shown = f"it asked for no checkpoint while answering {ask.action}"
             raise _Over
 
+    async def _write(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._child.write(data)
+        except TimeoutError:
+            self.judge.faults.append("does not read what the daemon writes")
+            raise _Over from None
+
     async def _answered(self, ask: Ask) -> None:
         """Play on until the request is answered, or the child has closed."""
         judge = self.judge
         now = asyncio.get_running_loop().time
-        patience = min(self._patience, _REFUSAL_SECONDS) if ask.want in _SHORT else self._patience
-        until = now() + patience if ask.want is Want.NO_STATUS else None
+        until = now() + _NO_STATUS_SECONDS if ask.want is Want.NO_STATUS else None
         while judge.asking is not None and not judge.faults:
             try:
-                text = await self._child.line(patience if until is None else max(0.0, until - now()))
+                text = await self._child.line(self._patience if until is None else max(0.0, until - now()))
             except TimeoutError:
                 self._waits_for_ever(ask)
                 return
@@ -287,13 +286,14 @@ class _Play:
                 return
             reply = judge.hear(text, now())
             if reply is not None:
-                if ask.reply_after:
-                    await self._quiet(ask.reply_after, "asked again before the daemon had replied")
-                await self._child.write(reply.replace(SHARD.encode(), self._shard))
+                judge.replying = True
+                await self._quiet(ask.reply_after)
+                judge.replying = False
+                await self._write(reply.replace(SHARD.encode(), self._shard))
         await self._quiet(_SURPLUS_SECONDS)
 
     def _waits_for_ever(self, ask: Ask) -> None:
-        self._deaf = ask.want in _SHORT
+        self._deaf = True
         if ask.want is Want.REFUSAL:
             self.judge.remarks.append("neither closed nor answered")
         elif ask.want is not Want.NO_STATUS:
@@ -302,16 +302,13 @@ class _Play:
                 f"did not answer {ask.action} in time; the daemon waits for ever{because}"
             )
 
-    async def _quiet(self, seconds: float, wrong: str = "") -> None:
+    async def _quiet(self, seconds: float) -> None:
         """Listen for what must not come."""
         now = asyncio.get_running_loop().time
         until = now() + seconds
         while (left := until - now()) > 0 and not self._child.ended and not self._deaf:
             with contextlib.suppress(TimeoutError):
-                text = await self._child.line(left)
-                if text and wrong:
-                    self.judge.faults.append(f"{wrong}: {text!r}")
-                elif text:
+                if text := await self._child.line(left):
                     self.judge.hear(text, now())
 
     async def _provoke(self, step: Provoke) -> None:
@@ -332,7 +329,9 @@ class _Play:
             await self._ask(ask)
             if judge.faults or self._child.ended:
                 return
-            del left[: judge.asked]
+            if judge.asked:
+                del left[: judge.asked]
+                until = now() + self._patience
             place += 1
             if left and now() > until:
                 self.not_shown = "it asked for too few checkpoints while answering processRecords"
@@ -342,10 +341,11 @@ class _Play:
     async def _hang_up(self) -> None:
         self._child.end_input()
         try:
-            while (text := await self._child.line(self._patience)) is not None:
-                if not self._deaf:
-                    self.judge.hear(text, asyncio.get_running_loop().time())
-            code = await self._child.exit_code(self._patience)
+            async with asyncio.timeout(self._patience):
+                while (text := await self._child.line(self._patience)) is not None:
+                    if not self._deaf:
+                        self.judge.hear(text, asyncio.get_running_loop().time())
+                code = None if self._child.process is None else await self._child.process.wait()
         except TimeoutError:
             self.judge.faults.append(
                 "leaves its output open after the daemon has gone: the daemon drains it for ever"

@@ -108,7 +108,7 @@ def _framing() -> Section:
         "blank lines come between two messages", *_life(batch(record(1), line_of=lambda m: b"\n\n" + line(m)))
     )
     tolerate(
-        "white space stands around a message", *_life(batch(record(1), line_of=lambda m: b" \t" + line(m)))
+        "white space stands before a message", *_life(batch(record(1), line_of=lambda m: b" \t" + line(m)))
     )
     tolerate(
         "white space stands inside a message",
@@ -154,7 +154,7 @@ def _initialize() -> Section:
         "null, sub-sequence null": (None, None),
         "a record": (sequence(0), 0),
         "a record, sub-sequence null": (sequence(0), None),
-        "inside an aggregate": (sequence(0), 7),
+        "a place inside an aggregate": (sequence(0), 7),
         "the number 0": ("0", 0),
         "a number of 129 digits": ("9" * 129, 0),
     }
@@ -264,7 +264,7 @@ def _records() -> Section:
     for name, number in numbers.items():
         source = DYNAMODB if "2" in name[:5] or "40" in name or "Dynamo" in name else KINESIS
         section.add(
-            f"a sequence number {name} comes back digit for digit in the checkpoint",
+            f"a sequence number {name} comes back in the checkpoint",
             source,
             *_shown(batch(record(number))),
         )
@@ -364,12 +364,12 @@ def _batches() -> Section:
         one = batch(record(1), record(2, data=data), record(3), form=V1)
         section.add(name, KPL, *_life(one, form=V1), form=V1)
     for name, again in {
-        "the same batch": [batch(record(1), record(2))],
-        "the same records in other batches": [batch(record(1)), batch(record(2), record(3))],
+        "the same records": [batch(record(1), record(2))],
+        "the same records in other batches, and more": [batch(record(1)), batch(record(2), record(3))],
         "fewer records": [batch(record(1))],
     }.items():
         section.add(
-            f"after the connection was lost comes {name}",
+            f"the connection was lost, and there come {name}",
             PROCESSOR,
             *(initialize(), batch(record(1), record(2)), Reopen()),
             *(initialize(), *again, shutdown_requested(), lease_lost()),

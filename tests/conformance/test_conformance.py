@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from conformance import comparison
 from conformance.children import Child, listening
 from support.serving import KEEP_EVERYTHING, quick, serving
 
 from mldserver import cli
+from mldserver.conformance.cases import (
+    SHARD,
+    Ask,
+    batch,
+    initialize,
+    lease_lost,
+    record,
+    shard_ended,
+    shutdown_requested,
+)
+from mldserver.conformance.judge import Judge
 from mldserver.conformance.life_cases import catalogue
 from mldserver.conformance.player import Result, Target, Verdict, play, play_all
+from mldserver.conformance.wire_cases import aggregate
+from mldserver.protocol.batch_decoder import deaggregate
+from mldserver.testing import Form
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRANSCRIPTS = Path(__file__).parents[1] / "transcripts"
 CASES = {case.title: case for case in catalogue()}
-PROCESSOR = Path(__file__).parent / "record_processor.py"
 
 
 async def played(kind: type[Child], title: str, patience: float = 0.5) -> Result:
@@ -42,6 +61,59 @@ def test_a_line_is_as_long_as_its_case_says() -> None:
     for length in (2**16 - 1, 2**16, 2**16 + 1):
         case = CASES[f"a line of {length:,} bytes"]
         assert len(case.steps[1].line) == length + 1  # type: ignore[union-attr]  # a batch, and its line feed
+
+
+def test_an_aggregate_of_the_catalogue_is_one() -> None:
+    assert deaggregate(aggregate(3)) == (("key", b"0"), ("key", b"1"), ("key", b"2"))
+    assert deaggregate(aggregate(3)[:-1] + b"\0") is None
+
+
+def captured(name: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """What the Java of KCL 3.1.3 sent (parsed, and as it came), and what it was told before."""
+    told = ""
+    for entry in map(json.loads, (TRANSCRIPTS / f"{name}.jsonl").read_text("utf-8").splitlines()):
+        if entry["dir"] == "in":
+            yield json.loads(entry["line"]), entry["line"], told
+        told = entry["line"]
+
+
+def as_the_catalogue_has_it(message: dict[str, Any]) -> Ask:
+    match message["action"]:
+        case "initialize":
+            return initialize(start=message["sequenceNumber"], sub=message["subSequenceNumber"])
+        case "processRecords":
+            records = [
+                record(
+                    each["sequenceNumber"],
+                    each["subSequenceNumber"],
+                    data=base64.b64decode(each["data"]),
+                    partitionKey=each["partitionKey"],
+                    approximateArrivalTimestamp=each["approximateArrivalTimestamp"],
+                )
+                for each in message["records"]
+            ]
+            return batch(*records, behind=message["millisBehindLatest"])
+    ends = {"shutdownRequested": shutdown_requested, "leaseLost": lease_lost, "shardEnded": shard_ended}
+    return ends[message["action"]]()
+
+
+@pytest.mark.parametrize(
+    "name", ["main-conn-001", "main-conn-002", "main-conn-003", "main-conn-004", "moto-conn-001"]
+)
+def test_the_catalogue_speaks_as_the_java_did_and_the_judge_replies_as_it_did(name: str) -> None:
+    judge, compared = Judge(Form.KCL3), 0
+    for message, line, told in captured(f"kcl313-{name}"):
+        if message["action"] == "checkpoint":
+            said = judge.hear(told, 0.0)
+        else:
+            ask = as_the_catalogue_has_it(message)
+            judge.ask(ask)
+            assert isinstance(ask.line, bytes)
+            said = ask.line.replace(SHARD.encode(), str(message.get("shardId")).encode())
+        assert said is not None
+        assert said.decode() == line + "\n"
+        compared += 1
+    assert compared > 10
 
 
 # A child that does everything right.
@@ -92,6 +164,19 @@ class Printing(Child):
     async def answer(self, action: str) -> None:
         await self.write(b"handled " + action.encode() + b"\n")
         await super().answer(action)
+
+
+class Babbling(Child):
+    async def answer(self, action: str) -> None:
+        while True:
+            await self.write(b"still working\n" * 100)
+
+
+class Deaf(Child):
+    async def answer(self, action: str) -> None:
+        await super().answer(action)
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's
+        await asyncio.sleep(3600)
 
 
 class Null(Child):
@@ -254,6 +339,8 @@ WRONG: list[tuple[type[Child], str, Verdict, str]] = [
     (TwiceMuchLater, "processRecords is answered once, and by its name", Verdict.FAIL, "answers no request"),
     (Talkative, BATCHES, Verdict.FAIL, "status has no property took"),
     (Printing, BATCHES, Verdict.NON_STRICT, "skips (not JSON"),
+    (Babbling, BATCHES, Verdict.FAIL, "nothing but lines that the daemon skips"),
+    (Deaf, "one record of 10 MiB, the most that Kinesis takes", Verdict.FAIL, "does not read"),
     (Null, BATCHES, Verdict.FAIL, "a literal null"),
     (OnOneLine, BATCHES, Verdict.FAIL, "two messages on a line"),
     (Crashing, BATCHES, Verdict.FAIL, "closed in place of answering processRecords"),
@@ -308,7 +395,7 @@ WRONG: list[tuple[type[Child], str, Verdict, str]] = [
     ),
     (
         *(Hasty, "a slow reply at the shard's end is waited for"),
-        *(Verdict.FAIL, "asked again before the daemon had replied"),
+        *(Verdict.FAIL, "before the daemon had replied to its checkpoint"),
     ),
     (
         *(NoLastCheckpoint, "before the lease goes all that was delivered is checkpointed"),
@@ -352,7 +439,7 @@ async def test_a_child_that_is_not_there_is_an_error_and_no_verdict(unused_tcp_p
 
 # On the pipes of a process, and as a command.
 
-COMMAND = (sys.executable, str(PROCESSOR))
+COMMAND = (sys.executable, str(comparison.PROCESSOR))
 
 
 @pytest.mark.parametrize(
@@ -394,6 +481,13 @@ def test_the_command_tells_a_table_and_writes_json(
     assert all(case["source"] for case in report["cases"])
 
 
+def test_cases_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["conformance", "--list", "--only", "limits"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^E03 +limits +a line of 65,537 bytes +MessageWriter", told, re.MULTILINE)
+    assert "framing" not in told
+
+
 def test_a_run_without_a_failure_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["conformance", "--only", CASES[BATCHES].number, "--", *COMMAND]) == 0
     assert "all" in capsys.readouterr().out
@@ -413,6 +507,14 @@ def test_what_cannot_be_played_at_is_told(
 ) -> None:
     assert cli.run(["conformance", *arguments]) == code
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_amazon_kclpy_comes_to_what_the_page_says() -> None:
+    told = json.loads(comparison.RESULTS.read_text("utf-8"))["others"]
+    assert {number: verdict for number, (verdict, _) in comparison.play().items()} == {
+        number: verdict for number, (verdict, _) in told.items()
+    }
 
 
 # The server.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from conformance import comparison as conformance
 from support.pages import DOCS
 
 from mldserver.admin.metrics import METRICS
@@ -164,6 +165,7 @@ PAGES: Final = {
     "events.md": events_page,
     "protocol.md": protocol_page,
     "monitoring.md": monitoring_page,
+    "conformance.md": conformance.page,
 }
 
 if __name__ == "__main__":
