@@ -10,10 +10,12 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import uvloop
 from support.serving import connect, quick, until
 
 from mldserver.errors import InternalError
@@ -21,7 +23,7 @@ from mldserver.server import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, Server
 from mldserver.testing import LocalEngine, VirtualClock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 HANGS_AT_IMPORT = """
 import os, pathlib, subprocess, sys, time
@@ -327,3 +329,18 @@ async def test_a_part_whose_end_fails_does_not_keep_the_others_from_theirs(
             await server.listening()
             server.stop("the test is over")
         assert life.result() == code
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_server_inside_somebodys_thread_lives_and_ends_without_signals(
+    tmp_path: Path, run: Callable[[Coroutine[Any, Any, int]], int]
+) -> None:
+    async def life() -> int:
+        server = Server(quick(tmp_path / "out", "handlers.departures"), engine=LocalEngine())
+        living = asyncio.create_task(server.run())
+        await asyncio.sleep(0)
+        server.stop("its owner has enough of it")
+        return await living
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run, life()).result(60) == EXIT_CLEAN

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from crash.seeds import crash_seed
+from support.certificates import Certificates
 from support.java_stack import Stack, is_alive
 
 if TYPE_CHECKING:
@@ -229,3 +230,32 @@ async def test_a_host_whose_server_is_dead_leaves_its_shards_to_another_before_i
         assert await two.end(two.daemon) == 0
         assert await two.end(two.server) == 0
     assert [event for event in one.daemon_events() if "lead of the application" in str(event)] == []
+
+
+@pytest.mark.long
+async def test_over_tls_every_record_comes_and_certificates_change_under_it(tmp_path: Path) -> None:
+    everything, folder = orders(0, 200), tmp_path / "tls"
+    folder.mkdir()
+    files = Certificates(folder)
+    stack = Stack(tmp_path, no_rows(tmp_path))
+    stack.environment = {
+        "MLDSERVER_TLS_CERTIFICATE": str(files.server),
+        "MLDSERVER_TLS_CLIENT_CA": str(files.ca),
+    }
+    async with stack.running(shards=2):
+        stack.start_server(tls_names="server", allow_shards="shardId-*")
+        stack.start_daemon()
+        await stack.put(everything[:100])
+        await stack.until_durable()
+        Certificates(folder, "next authority")
+        assert stack.server is not None
+        stack.server.send_signal(signal.SIGHUP)
+        await stack.until(
+            "there is a JVM", stack.kill_jvm
+        )  # its successor's bridges show the new certificate
+        await stack.put(everything[100:])
+        await stack.until_durable()
+        last = await stack.last_sequences()
+        await stack.until_checkpointed({shard: str(number) for shard, number in last.items()})
+        assert await stack.end(stack.daemon) == 0
+        assert await stack.end(stack.server) == 0

@@ -78,6 +78,8 @@ class Stack:
         self._hosts = [self]
         self.out = folder / "out"
         self.handler = handler
+        self.environment: dict[str, str] = {}
+        """Beside this process's own, of server and daemon."""
         self.samples = Samples()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -160,7 +162,7 @@ class Stack:
     def _start(
         self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
     ) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **CREDENTIALS, "PYTHONPATH": str(self.folder)}
+        environment = {**os.environ, **CREDENTIALS, "PYTHONPATH": str(self.folder), **self.environment}
         with self._log(name).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, *arguments],
