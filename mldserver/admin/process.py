@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -183,19 +184,10 @@ class AdminEndpoint:
     async def _live(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> str:
         """Run one process to its end, and return how it ended."""
         printed = Printed()
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
-
-        def take(lines: list[str]) -> bool:
-            passed = [line for line in lines if line and printed.passes()]
-            for line in passed:
-                log.warning("library.log", logger="mldserver.admin", text=line)
-            return len(passed) == len(lines)
-
         child = await ChildProcess.start(
             [sys.executable, "-P", "-m", "mldserver.admin.child"],
-            environment=environment,
-            output=[take],
+            environment=_environment(),
+            output=[partial(_log_lines, printed)],
             talks=True,
         )
         gone = asyncio.Event()
@@ -266,3 +258,18 @@ class AdminEndpoint:
             elif self._child is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
                 self._child.kill()
             await pause(_SECONDS)
+
+
+def _environment() -> dict[str, str]:
+    """Return what the process needs of this one's environment; it finds this package wherever the server was started."""
+    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return passed | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, passed.get("PYTHONPATH"))))}
+
+
+def _log_lines(printed: Printed, lines: list[str]) -> bool:
+    """Log what the process prints; return whether that was not too much."""
+    said = [line for line in lines if line]
+    passed = [line for line in said if printed.passes()]
+    for line in passed:
+        log.warning("library.log", logger="mldserver.admin", text=line)
+    return len(passed) == len(said)
