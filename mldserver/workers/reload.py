@@ -99,16 +99,21 @@ class Reload:
 
     @contextlib.asynccontextmanager
     async def _nothing_in_hand(self) -> AsyncIterator[None]:
-        """Let every worker finish what it has in hand, but for what waits itself, and begin nothing while the block runs."""
+        """Let every worker finish what it has in hand, but for what waits itself, and begin nothing while the block runs.
+
+        One that is dead has nothing in hand, and whatever waits for it may as well be killed with its next process.
+        """
         inside: list[tuple[Worker, int]] = []
         try:
             try:
                 async with asyncio.timeout(WAIT_SECONDS):
-                    for worker in self.workers:
-                        inside.append((worker, await worker.gate.enter(alone=True)))  # noqa: PERF401  # those that came in go out again
+                    for worker in filter(lambda each: each.present, self.workers):
+                        inside.append(
+                            (worker, await worker.gate.enter(alone=True))
+                        )  # those that came in go out again
             except TimeoutError:
                 raise OperatorError(
-                    f"Worker {self.workers[len(inside)].number} has not finished what it has in hand for {WAIT_SECONDS:g} s.",
+                    f"Worker {worker.number} has not finished what it has in hand for {WAIT_SECONDS:g} s.",
                     did=_DID,
                     advice="Ask again when its calls take less long.",
                 ) from None

@@ -151,7 +151,7 @@ class Handler:
 '''
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 async def test_reloads_under_load_lose_double_and_reorder_no_row_and_drop_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]], *, long: bool
 ) -> None:
@@ -175,7 +175,7 @@ async def test_reloads_under_load_lose_double_and_reorder_no_row_and_drop_no_con
             put()
             await until(lambda: daemon.records_sent > given.records - 40)
 
-    async with serving(quick(tmp_path / "out", "mine:Handler", workers=2)) as server, asyncio.timeout(580):
+    async with serving(quick(tmp_path / "out", "mine:Handler", workers=2)) as server, asyncio.timeout(1700):
         daemon = FakeMLD(given, await server.listening(), habits=Habits(max_records=4))
         put()
         playing, loading = asyncio.create_task(daemon.run()), asyncio.create_task(load())

@@ -253,3 +253,18 @@ async def test_a_record_processor_that_has_not_checkpointed_keeps_the_old_versio
         one._owing.add("a")
         with pytest.raises(OperatorError, match=r"have not checkpointed all that they were given: a\."):
             await one.reload()
+
+
+@pytest.mark.long
+async def test_workers_that_die_of_the_old_version_again_and_again_are_mended_by_a_new_one(
+    one: WorkerRuntime, logged: list[dict[str, Any]]
+) -> None:
+    write(1, harm="os._exit(3)")
+    async with running(one), asyncio.timeout(100):
+        await one.open(Shard("a"))
+        working = asyncio.create_task(one.process(delivery("a", "x")))
+        await until(lambda: len(named(logged, "worker.lost")) > 1)
+        write(2)
+        await one.reload()
+        await working
+        assert row(await one.process(delivery("a", "x")))["version"] == 2
