@@ -116,7 +116,7 @@ def _context(kind: int, certificate: Path | None, key: Path | None, ca: Path | N
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Whatever goes over it says for itself where it ends: nobody on the way gains anything by cutting it off.
-    context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
+    context.options |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)  # OpenSSL 1.1 does not take it amiss
     where = certificate
     try:
         if certificate is not None:

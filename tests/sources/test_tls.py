@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
 from support.certificates import Certificates
 
-from mldserver.base.tls import client_context
+from mldserver.base.tls import ServerTLS, client_context
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
@@ -193,6 +194,44 @@ def test_on_a_unix_socket_nothing_is_encrypted(tmp_path: Path, on: Any, files: C
             assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
 
     on(story())
+
+
+# Who names a shard: the whole table
+
+LISTENERS = ("clear text", "TLS", "TLS for some names", "TLS for anyone")
+CREDENTIALS = ("clear text", "no certificate", "ours", "another name", "another authority", "over")
+NAMES_A_SHARD = {
+    ("a Unix socket", "clear text"),
+    ("clear text", "clear text"),
+    *(("TLS", credential) for credential in ("ours", "another name")),
+    ("TLS for some names", "ours"),
+    # Only on loopback, or where the settings say `insecure`: the server alone proves who it is.
+    *(("TLS for anyone", credential) for credential in CREDENTIALS if credential != "clear text"),
+}
+
+
+@pytest.mark.parametrize(
+    ("listener", "credential"),
+    # A certificate is nothing to a Unix socket: the file's mode says who may come.
+    [("a Unix socket", "clear text"), *itertools.product(LISTENERS, CREDENTIALS)],
+)
+async def test_who_may_name_a_shard(tmp_path: Path, listener: str, credential: str) -> None:
+    files = Certificates(tmp_path)
+    files.write("intruder")
+    files.write("former", days=-1)
+    shown = {"ours": "client", "another name": "intruder", "another authority": "stranger", "over": "former"}
+    client = None if credential == "clear text" else files.both(shown.get(credential, ""))[1]
+    server = {
+        "TLS": ServerTLS(files.server, client_ca=files.ca),
+        "TLS for some names": ServerTLS(files.server, client_ca=files.ca, names=["client"]),
+        "TLS for anyone": ServerTLS(files.server),
+    }.get(listener)
+    address = (tmp_path / "s",) if listener == "a Unix socket" else ("127.0.0.1", 0)
+    async with asyncio.timeout(20), serving(address, tls=(server, client)) as house:
+        with contextlib.suppress(OSError, AssertionError):
+            await (await house.connect()).initialize()
+        named = [call[0] for call in house.runtime.calls] == ["open"]
+    assert named is ((listener, credential) in NAMES_A_SHARD)
 
 
 # Shards
