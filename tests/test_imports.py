@@ -94,6 +94,7 @@ CORES = (
     *("records", "errors", "windows", "protocol", "coordinator.core"),
     "admin.history",
     "admin.status",
+    "conformance.judge",
     "dynamodb_streams.merge",
     "dynamodb_streams.positions",
     "dynamodb_streams.shard_tree",

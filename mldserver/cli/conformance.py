@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 from mldserver import __version__
 from mldserver.cli.ledger_tool import table, tell
 from mldserver.config.kinds import address
-from mldserver.conformance.life_cases import catalogue
+from mldserver.conformance import catalogue
 from mldserver.conformance.player import Result, Target, Verdict, counts, play_all
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, ConfigError, NotThereYet, leaves
 

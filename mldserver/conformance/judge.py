@@ -48,8 +48,6 @@ class Judge:
         """The request whose answer is awaited."""
         self.asked = 0
         """Checkpoints asked for since the request."""
-        self.refused = 0
-        """Replies of the case that were given, in all."""
         self.skipped = ""
         """The last line that the daemon could not read, and why; it explains a daemon that waits for ever."""
         self.replying = False
@@ -138,7 +136,6 @@ class Judge:
         if self._throttled_at is not None and now - self._throttled_at < AT_ONCE_SECONDS:
             self.remarks.append("asked again at once for a checkpoint that was throttled")
         raw = self._replies.popleft() if self._replies else None
-        self.refused += raw is not None
         self._error = _GONE if self._gone else raw if isinstance(raw, str) else None
         error = self._outcome(request, asked)
         self._gone |= error == _GONE

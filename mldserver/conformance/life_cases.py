@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.conformance import checkpoint_cases, wire_cases
 from mldserver.conformance.cases import (
     BATCH,
     DRAIN,
@@ -40,7 +38,7 @@ from mldserver.conformance.cases import (
 )
 
 if TYPE_CHECKING:
-    from mldserver.conformance.cases import Ask, Case, Step
+    from mldserver.conformance.cases import Ask, Step
     from mldserver.testing.daemon import Form
 
 _ALIVE: Final = (Reopen(), initialize(), batch(record(1)), lease_lost())
@@ -283,10 +281,3 @@ def _time() -> Section:
 
 
 SECTIONS: Final = (_answers, _ends, _orders, _malformed, _time)
-
-
-@functools.cache
-def catalogue() -> tuple[Case, ...]:
-    """Return every case, in the order of the sections."""
-    sections = (*wire_cases.SECTIONS, *checkpoint_cases.SECTIONS, *SECTIONS)
-    return tuple(case for section in sections for case in section().cases)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 class Child:
@@ -65,7 +66,12 @@ class Child:
     async def ask(self, number: str | None, sub: int | None) -> str | None:
         keys = {"checkpoint": number} if self.v1 else {"sequenceNumber": number, "subSequenceNumber": sub}
         await self.say({"action": "checkpoint", **keys})
-        error: str | None = json.loads(await self.reader.readline())["error"]
+        raw = b"\n"
+        while raw == b"\n":
+            raw = await self.reader.readline()
+        error = json.loads(raw)["error"]
+        if error is not None and not isinstance(error, str):
+            raise TypeError(error)
         return error
 
     async def pause(self, attempt: int) -> None:
@@ -80,8 +86,8 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def listening(kind: type[Child]) -> AsyncIterator[str]:
-    """Serve children of this kind on loopback; yield the address."""
+async def listening(kind: type[Child], path: Path | None = None) -> AsyncIterator[str]:
+    """Serve children of this kind on loopback, or at a Unix socket; yield the address."""
 
     serving: set[asyncio.Task[Any]] = set()
 
@@ -97,10 +103,15 @@ async def listening(kind: type[Child]) -> AsyncIterator[str]:
             writer.close()
             serving.discard(task)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 27)
-    async with server:
+    if path is None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 27)
         host, port = server.sockets[0].getsockname()
-        yield f"{host}:{port}"
+        address = f"{host}:{port}"
+    else:
+        server = await asyncio.start_unix_server(serve, path, limit=1 << 27)
+        address = f"unix:{path}"
+    async with server:
+        yield address
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)

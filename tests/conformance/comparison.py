@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mldserver.conformance.life_cases import catalogue
+from mldserver.conformance import catalogue
 from mldserver.conformance.player import Target, Verdict, play_all
 from mldserver.testing import Form
 

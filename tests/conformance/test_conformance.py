@@ -16,6 +16,7 @@ from conformance.children import Child, listening
 from support.serving import KEEP_EVERYTHING, quick, serving
 
 from mldserver import cli
+from mldserver.conformance import catalogue
 from mldserver.conformance.cases import (
     SHARD,
     Ask,
@@ -27,7 +28,6 @@ from mldserver.conformance.cases import (
     shutdown_requested,
 )
 from mldserver.conformance.judge import Judge
-from mldserver.conformance.life_cases import catalogue
 from mldserver.conformance.player import Result, Target, Verdict, play, play_all
 from mldserver.conformance.wire_cases import aggregate
 from mldserver.protocol.batch_decoder import deaggregate
@@ -119,12 +119,22 @@ def test_the_catalogue_speaks_as_the_java_did_and_the_judge_replies_as_it_did(na
 # A child that does everything right.
 
 
-@pytest.mark.parametrize("section", ["checkpoints", "answers", "endings", "batches", "framing"])
+@pytest.mark.parametrize(
+    "section", [*("checkpoints", "replies to checkpoints", "answers", "endings", "batches", "framing")]
+)
 async def test_a_child_that_does_everything_right_passes(section: str) -> None:
     cases = [case for case in catalogue() if case.section == section]
     async with listening(Child) as address:
         results = await play_all(cases, Target(address), at_a_time=64, patience=20)
     assert [(result.case.title, result.why) for result in results if result.verdict is not Verdict.PASS] == []
+
+
+async def test_a_child_is_reached_at_a_unix_socket(tmp_path: Path) -> None:
+    async with listening(Child, tmp_path / "socket") as address:
+        result = await play(
+            CASES["three batches of ten records"], Target(address), "shardId-000000000001", 20
+        )
+    assert result.verdict is Verdict.PASS, result.why
 
 
 # Children that do one thing wrong.
@@ -510,6 +520,7 @@ def test_what_cannot_be_played_at_is_told(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_amazon_kclpy_comes_to_what_the_page_says() -> None:
     told = json.loads(comparison.RESULTS.read_text("utf-8"))["others"]
     assert {number: verdict for number, (verdict, _) in comparison.play().items()} == {
