@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,9 @@ log = structlog.get_logger("mldserver")
 _WATCH_SECONDS: Final = 0.25
 _LOOK_SECONDS: Final = 0.1
 """How often it is looked how late the event loop is."""
+_LONGEST_SECONDS: Final = 3.0
+"""Between two documents: without one for five the server counts as one that hangs."""
+_FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
 _ENDED: Final = 100
 _OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
 _SAMPLES: Final = 65
@@ -157,16 +160,20 @@ class Gatherer:
         self._settings, self._clock, self._tally = settings, clock, tally
         self._started_ms = clock.now_ms()
         self._late_ms = 0
-        self._undurable: dict[str, Waiting] = {}
-        self._unstored: dict[str, Waiting] = {}
+        self._slept_ms: int | None = None
+        self._undurable: defaultdict[str, Waiting] = defaultdict(Waiting)
+        self._unstored: defaultdict[str, Waiting] = defaultdict(Waiting)
 
     async def pause(self, seconds: float = 1.0) -> None:
-        """Sleep, and see meanwhile how late the event loop is for those who sleep."""
+        """Sleep, longer where what is done between takes more than a hundredth of that; see how late the event loop is."""
+        took_ms = 0 if self._slept_ms is None else self._clock.steady_ms() - self._slept_ms
+        seconds = max(seconds, min(took_ms / 10, _LONGEST_SECONDS))
         for _ in range(round(seconds / _LOOK_SECONDS)):
             before_ms = self._clock.steady_ms()
             await self._clock.sleep(_LOOK_SECONDS)
             late_ms = self._clock.steady_ms() - before_ms - round(_LOOK_SECONDS * 1000)
             self._late_ms = max(self._late_ms, late_ms)
+        self._slept_ms = self._clock.steady_ms()
 
     def take(self, parts: Parts | None, *, doing: str = "") -> status.Status:
         """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work."""
@@ -249,9 +256,7 @@ class Gatherer:
             workers_replaced=seen["worker.replaced"],
             spark_starts=seen["spark.starting"],
             spark_lost=seen["spark.lost"],
-            windows_failed=sum(
-                seen[f"window.{name}"] for name in ("failed", "group_failed", "halted", "set_aside")
-            ),
+            windows_failed=sum(seen[f"window.{name}"] for name in _FAILED),
             ledger_calls=ledger.calls,
             ledger_faults=ledger.faults,
             ledger_seconds=ledger.spent_ms / 1000,
@@ -294,11 +299,10 @@ class Gatherer:
         position = None if session is None else session.position
         durable_age = checkpoint_age = None
         if position is not None:
-            waiting = self._undurable.setdefault(shard_id, Waiting())
-            durable_age = waiting.seconds(position.accepted, position.durable, now_ms)
+            durable_age = self._undurable[shard_id].seconds(position.accepted, position.durable, now_ms)
             if shard_id in source.peers:  # who else would checkpoint
-                waiting = self._unstored.setdefault(shard_id, Waiting())
-                checkpoint_age = waiting.seconds(position.due(), position.checkpointed, now_ms)
+                due, stored = position.due(), position.checkpointed
+                checkpoint_age = self._unstored[shard_id].seconds(due, stored, now_ms)
         if (since_ms := source.since_ms.get(shard_id)) is not None:
             durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
         return _counted(

@@ -1,9 +1,9 @@
 """What a running server tells of itself: one document, from which metrics, page and terminal are made.
 
-The server makes one a second (``gather.py``); ``/status`` shows it as JSON. Counts are since the start of the server; names
-end in their unit; ``…_ms`` without another word are milliseconds since the epoch. Fields may be added under the same
-``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or a record's data beyond what a handler's own
-error says.
+The server makes one a second, less often where it has very many shards (``gather.py``); ``/status`` shows it as JSON. Counts
+are since the start of the server; names end in their unit; ``…_ms`` without another word are milliseconds since the epoch.
+Fields may be added under the same ``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or
+a record's data beyond what a handler's own error says.
 """
 
 from __future__ import annotations

@@ -184,6 +184,28 @@ async def test_a_loop_that_stands_still_is_told_of_once(tmp_path: Path, handler:
     assert gatherer.take(None).loop_lag_seconds == 0
 
 
+async def test_documents_take_no_more_than_a_hundredth_of_the_time(tmp_path: Path, handler: str) -> None:
+    class Slow(SystemClock):
+        """Each look at it takes 20 ms."""
+
+        at_ms = 0
+        slept = 0.0
+
+        def steady_ms(self) -> int:
+            self.at_ms += 20
+            return self.at_ms
+
+        async def sleep(self, seconds: float) -> None:
+            self.slept += seconds
+
+    clock = Slow()
+    gatherer = Gatherer(quick(tmp_path, handler), clock=clock, tally=EventTally())
+    await gatherer.pause(1.0)
+    assert round(clock.slept, 3) == 1.0
+    await gatherer.pause(1.0)
+    assert round(clock.slept, 3) == 1.0 + 2.0
+
+
 def place(number: int) -> Sequence:
     return Sequence(number, 0)
 
