@@ -114,6 +114,7 @@ def test_a_server_that_lives_is_healthy_and_one_whose_loop_stands_still_or_that_
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(bool(BUILDER), reason=f"not installed: {', '.join(BUILDER)} (Debian has it)")
 @pytest.mark.skipif(os.getuid() != 0, reason="debootstrap needs root")
 def test_a_builder_builds_the_image_from_debian_and_it_runs(tmp_path: Path) -> None:

@@ -204,7 +204,10 @@ async def test_an_async_hook_and_one_instance_for_all_windows(world: World) -> N
 
 
 async def test_the_users_settings_win_and_the_defaults_hold(world: World) -> None:
-    """The host's own defaults count where neither names a property; a secret is in no command line, UI or event log."""
+    """The host's own defaults count where neither names a property; a secret is in no command line, UI or event log.
+
+    The driver's process is named after the application too.
+    """
     result = await world.engine.compute(world.job("settings"))
     told = {row["name"]: row["value"] for row in world.output("settings", result.files).to_pylist()}
     ui = told.pop("ui")
@@ -222,6 +225,7 @@ async def test_the_users_settings_win_and_the_defaults_hold(world: World) -> Non
     shown = event_log.read_text() + "".join(command for _, command in processes().values())
     assert all(word in shown for word in ("mldserver: windows", "spark.eventLog.dir", "--properties-file"))
     assert SECRET not in shown
+    assert "mldserver: windows Spark driver" in shown
 
 
 @pytest.mark.parametrize(
