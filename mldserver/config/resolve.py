@@ -80,6 +80,7 @@ def resolve(
     _check(settings)
     if handler_required:
         _check_yarn(settings, environ)
+        _check_security(settings)
     return settings
 
 
@@ -177,7 +178,6 @@ def _check(settings: Settings) -> None:
             )
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
-    _check_security(settings)
     sink = sink_of(settings)
     for name in ("sink_table", "sink_options"):
         if sink is None and getattr(settings, name):

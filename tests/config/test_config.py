@@ -309,6 +309,11 @@ def test_outside_loopback_both_sides_show_certificates_unless_it_is_said_in_so_m
         assert str(getattr(resolved({name: address, **more}), name)) == address
 
 
+def test_tools_which_listen_nowhere_do_not_mind() -> None:
+    settings = resolve({"listen": "0.0.0.0:1"}, environ={}, folder=Path("/nowhere"), handler_required=False)
+    assert str(settings.listen) == "0.0.0.0:1"
+
+
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:7070", "127.8.9.1:0", "[::1]:1", "localhost:1", "unix:/run/m.sock"]
 )
