@@ -114,7 +114,11 @@ class Backpressure:
 
     def pauses(self, session: Session) -> bool:
         """Whether an operator lets the session's shard wait."""
-        return (self.paused or session.shard_id in self.paused_shards) and not session.finishing
+        return self.is_paused(session.shard_id) and not session.finishing
+
+    def is_paused(self, shard_id: str) -> bool:
+        """Whether a shard is paused, by itself or as all are."""
+        return self.paused or shard_id in self.paused_shards
 
     def is_held(self, session: Session) -> bool:
         """Whether the session's shard must wait."""

@@ -303,6 +303,8 @@ class Coordinator:
     def status(self) -> CoordinatorStatus:
         """Return a snapshot."""
         flusher, runner, view = self._flusher, self._runner, self._view
+        here = view.holder.shard_id if view.holder.server_id is None else None
+        paused = here is not None and self._backpressure.is_paused(here)
         return CoordinatorStatus(
             shards_connected=len(self.lineage.connected()),
             shards_missing=tuple(node.id for node in self.lineage.missing()),
@@ -321,7 +323,7 @@ class Coordinator:
             watermark_ms=view.watermark_ms,
             held_by=view.holder.shard_id,
             held_by_server=view.holder.server_id,
-            reason=view.holder.reason,
+            reason="paused" if paused else view.holder.reason,
             stuck=self._reports.stuck,
             servers=1 + self._membership.peers.serving,
             stream_ended=self.is_over,

@@ -87,6 +87,8 @@ async def test_no_window_closes_past_a_paused_shard_whose_daemon_waits(tmp_path:
             await pipeline.give(other, [(number, 1000 * number)])
             await pipeline.clock.advance(2)
         assert pipeline.published() == {}
+        status = pipeline.coordinator.status()
+        assert (status.held_by, status.reason) == ("a", "paused"), "readiness says so, once windows are due"
         await carried_out(pipeline, "resume")
         assert held.done()
         await pipeline.give(session, [(2, 60_000)])
