@@ -62,6 +62,13 @@ async def test_a_server_reads_a_stream_by_its_settings_and_goes_on_after_a_resta
         async with serving(settings) as server:
             assert await server.listening() == fake.arn
             await until(lambda: server.status().rows_durable == 100)
+            told = server.document()
+            assert (told.listening, told.totals.records, told.totals.rows) == (fake.arn, 100, 100)
+            assert sum(shard.records for shard in told.shards) == 100
+            assert {shard.state for shard in told.shards} == {"connected"}
+            assert {shard.checkpoint_age_seconds for shard in told.shards} == {None}, (
+                "nothing is checkpointed"
+            )
         for number in range(100, 150):
             fake.put({"id": number})
         fake.split(fake.open_shards[0])
