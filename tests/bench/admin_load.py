@@ -60,6 +60,7 @@ async def _measure(rounds: int, share: float, requests: int) -> dict[str, float]
             for name in in_turn(tuple(runs), rounds):
                 run = runs[name]
                 if name == "alone":
+                    await asyncio.sleep(_SECOND)  # as long as clients take to come
                     await run.round()
                     continue
                 await load(True)
