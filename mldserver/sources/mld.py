@@ -46,6 +46,8 @@ _ACCEPT_PAUSE_SECONDS: Final = 0.5
 """After a failed accept, e.g. when the process is out of file descriptors."""
 _HANDSHAKE_SECONDS: Final = 10.0
 """Whoever has shown no certificate by then gives its slot back."""
+_HANDSHAKE_PAUSE_SECONDS: Final = 0.01
+"""Between two handshakes: each takes the loop about 2 ms before anybody is known, and a flood must leave it to batches."""
 _NOTICE_SILENCE: Final = tuple(
     (getattr(socket, name), value)
     for name, value in {
@@ -242,6 +244,8 @@ class MLDListener:
                 raise
             else:
                 group.create_task(self._serve(peer_socket, peer))
+                if self._tls is not None:
+                    await self._clock.sleep(_HANDSHAKE_PAUSE_SECONDS)
 
     async def _slot(self, listener: socket.socket) -> None:
         """Take a slot for the next connection; say so when a peer has to wait for one."""

@@ -107,6 +107,7 @@ HELD_BY = {
         "sources/test_tls.py::test_a_handshake_that_never_ends_gives_its_slot_back_in_time",
         "sources/test_tls.py::test_a_stop_does_not_wait_for_handshakes",
     ],
+    "A hundred handshakes": ["sources/test_tls.py::test_a_hundred_handshakes_begin_in_a_second_at_most"],
     "Memory for unread messages": [
         "sources/test_mld.py::test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete"
     ],

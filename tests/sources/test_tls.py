@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import uvloop
 from support.certificates import Certificates
 
+from mldserver.base.clock import SystemClock
 from mldserver.base.tls import ServerTLS, client_context
 from tests.sources.house import serving
 
@@ -139,6 +140,25 @@ def test_a_handshake_that_never_ends_gives_its_slot_back_in_time(on: Any, files:
             writer.close()
 
     on(story())
+
+
+def test_a_hundred_handshakes_begin_in_a_second_at_most(on: Any, files: Certificates) -> None:
+    class Watched(SystemClock):
+        pauses: ClassVar[list[float]] = []
+
+        async def sleep(self, seconds: float) -> None:
+            self.pauses.append(seconds)
+            await super().sleep(seconds)
+
+    async def story(tls: tuple[Any, Any], pauses: int) -> None:
+        Watched.pauses.clear()
+        async with serving(tls=tls, clock=Watched()) as house:
+            for shard in ("shardId-1", "shardId-2", "shardId-3"):
+                await (await house.connect()).initialize(shard)
+        assert Watched.pauses.count(0.01) == pauses
+
+    on(story(files.both(), 3))
+    on(story((None, None), 0))
 
 
 def test_a_stop_does_not_wait_for_handshakes(on: Any, files: Certificates) -> None:
