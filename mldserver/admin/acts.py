@@ -156,7 +156,11 @@ class _Acts:
                 advice="Stop and start the server, or let it have workers (`--workers 1`).",
             )
         before = runtime.version
-        await runtime.reload()
+        try:
+            await runtime.reload()
+        except HandlerError as error:
+            error.did = error.did or "Nothing has changed: the old version goes on."
+            raise
         text = f"Workers run {runtime.spec.path} as it is now ({runtime.version}; before: {before})."
         if engine is None:
             return text

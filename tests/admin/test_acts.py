@@ -183,6 +183,7 @@ async def test_reloads_under_load_lose_double_and_reorder_no_row_and_drop_no_con
             write(number + 1, "(" if number == 2 else "")
             done, text = await server.carry_out("reload", "")
             assert done is (number != 2), text
+            assert ("Nothing has changed: the old version goes on." in text) is (number == 2)
             sent = daemon.records_sent
             await until(lambda sent=sent: daemon.records_sent > sent + 100)  # type: ignore[misc]  # mypy does not infer it
         loading.cancel()
