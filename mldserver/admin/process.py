@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,12 @@ import structlog
 import mldserver
 from mldserver.admin import wire
 from mldserver.admin.access import make_token, read_token
+from mldserver.admin.status import Status
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
 from mldserver.base.listening import listen_tcp, listen_unix
 from mldserver.base.threads import aside
-from mldserver.children.channel import Channel
+from mldserver.children.channel import Channel, encodable
 from mldserver.children.process import ChildProcess, ending
 from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
 from mldserver.config.resolve import home
@@ -33,10 +35,8 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.logging import Printed
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from mldserver.admin.status import Status
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
     from mldserver.config.kinds import Address
@@ -51,6 +51,8 @@ _SECONDS: Final = 1.0
 """From document to document."""
 _HANGS_SECONDS: Final = 30.0
 """A process that has not taken a document for so long is replaced."""
+_AGAIN_SECONDS: Final = 5.0
+"""The longest wait for a fresh process: probes must not take its absence for the server's."""
 _PASSED_ON: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """Of the environment: it may hold secrets, and the process listens to anybody."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
@@ -71,6 +73,7 @@ class AdminEndpoint:
         self._settings = settings
         self._place: Address = settings.admin
         self._clock = clock
+        self._started_ms = clock.now_ms()
         # On loopback it speaks plain HTTP.
         certificate = None if is_local(settings.admin) else settings.tls_certificate
         self._start = wire.Start(
@@ -144,7 +147,7 @@ class AdminEndpoint:
             self._channel.send(wire.Renew())
 
     async def _listen(self) -> socket.socket | None:
-        """Return a listening socket; None where the default address is taken."""
+        """Return a listening socket; None where the default address cannot be had."""
         place = self._place
         try:
             listener = listen_unix(place.path) if isinstance(place, UnixAddress) else await listen_tcp(*place)
@@ -153,10 +156,10 @@ class AdminEndpoint:
                 f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}."
             )
             advice = "Give another address with --admin, or `none`."
-            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            if taken and "admin" not in self._settings.origins:
+            if isinstance(error, OSError) and "admin" not in self._settings.origins:
                 log.warning("admin.unavailable", what=what, did="The server goes on without.", advice=advice)
                 return None
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             raise (NotThereYet if taken else OperatorError)(what, advice=advice) from error
         if isinstance(place, TcpAddress):
             place = TcpAddress(*listener.getsockname()[:2])
@@ -168,7 +171,7 @@ class AdminEndpoint:
 
     async def _keep(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> None:
         """Have a process; when it ends, have another."""
-        again = Backoff(1.0, 60.0, free=1)
+        again = Backoff(1.0, _AGAIN_SECONDS, free=1)
         while True:
             began_ms = self._clock.steady_ms()
             try:
@@ -239,25 +242,53 @@ class AdminEndpoint:
         self, status: Callable[[], Status | None], pause: Callable[[float], Awaitable[None]]
     ) -> None:
         """Send a document a second; the next one only when the process has taken the one before."""
-        encoder = msgspec.json.Encoder()
-        told = False
+        told = ""
         sent_ms = self._clock.steady_ms()
         while True:
             if self._channel is not None and self._taken.is_set():
                 try:
-                    document = status()
-                    data = b"" if document is None else encoder.encode(document)
-                except Exception:
-                    data = b""  # the loop turns all the same
-                    if not told:
-                        log.exception("admin.failed", did="/status stands still; nothing else is concerned.")
-                    told = True
+                    data = _encoded(status())
+                except Exception as error:
+                    reason = f"the status cannot be made: {type(error).__name__}: {error}"
+                    data = _encoded(self._unknown(reason))
+                    if reason != told:
+                        log.exception(
+                            "admin.failed",
+                            did="/readyz is red, and /status says why; nothing else is concerned.",
+                        )
+                    told = reason
                 self._taken.clear()
                 self._channel.send(wire.Document(data))
                 sent_ms = self._clock.steady_ms()
             elif self._child is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
                 self._child.kill()
             await pause(_SECONDS)
+
+    def _unknown(self, reason: str) -> Status:
+        """Return what can be told without asking the server's parts, which have failed to say it."""
+        settings = self._settings
+        return Status(
+            taken_ms=self._clock.now_ms(),
+            pipeline=settings.pipeline,
+            handler=settings.handler,
+            version=mldserver.__version__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            server_id=settings.server_id or "",
+            started_ms=self._started_ms,
+            ready=False,
+            reasons=(reason,),
+        )
+
+
+def _encoded(document: Status | None) -> bytes:
+    """Return a document's bytes, whatever a user's texts hold; of none, none."""
+    if document is None:
+        return b""
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(encodable(msgspec.to_builtins(document)))
 
 
 def _environment() -> dict[str, str]:

@@ -67,18 +67,19 @@ def encode(message: Message) -> bytes:
     try:
         return _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError):
-        return _encoder.encode(_encodable(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=str)))
+        return _encoder.encode(encodable(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=str)))
 
 
-def _encodable(value: Any) -> Any:
+def encodable(value: Any) -> Any:
+    """Return builtins as they can be encoded: halves of surrogate pairs are escaped, numbers beyond 64 bits become text."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return str(value)
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(each) for key, each in value.items()}
+        return {encodable(key): encodable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_encodable(each) for each in value]
+        return [encodable(each) for each in value]
     return value
 
 

@@ -54,11 +54,11 @@ tls.refused  error
 admin.listening  info  address token_file
     The server is seen and steered there; ``token_file`` holds the token for steering.
 admin.unavailable  warning
-    Another process has the default address: the server goes on without an admin endpoint.
+    The default address cannot be listened on, as when another process has it: the server goes on without an admin endpoint.
 admin.lost  warning  reason delay_seconds
     The admin endpoint's process ended; a fresh one starts after the delay. Nothing else is concerned.
 admin.failed  error  traceback
-    The server's status could not be told: what the admin endpoint shows stands still.
+    The server's status could not be made: `/readyz` is red and `/status` says why. Told again when the reason changes.
 admin.act  info|warning  act argument who done text
     Somebody steered the server: ``who`` asked for what, and what became of it.
 connection.opened  debug  peer

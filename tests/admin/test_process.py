@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from mldserver.admin.access import read_token
 from mldserver.admin.process import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
 from mldserver.base.tls import client_context
+from mldserver.children.process import ChildProcess
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
@@ -185,9 +187,13 @@ async def test_a_process_that_hangs_is_replaced_and_documents_do_not_pile_up(
 async def test_what_goes_wrong_with_a_status_or_an_act_is_told_and_the_server_lives(
     tmp_path: Path, logged: Logged
 ) -> None:
+    bugs = ["a bug in a part", "a bug \ud800"]
+    made: list[str] = []
+
     def tell() -> Status:
-        if not events(logged, "admin.failed"):
-            raise ValueError("a bug in a part")
+        if len(made) < 6:
+            made.append(bugs[len(made) // 3])
+            raise ValueError(made[-1])
         return status(loop_lag_seconds=float("nan"))  # which JSON does not have
 
     async def fail(act: str, argument: str) -> tuple[bool, str]:
@@ -195,15 +201,43 @@ async def test_what_goes_wrong_with_a_status_or_an_act_is_told_and_the_server_li
 
     async with shown(settings(tmp_path), tell, fail) as server:
         assert (await server.ask("/livez")).code == 200
-        await until(lambda: bool(events(logged, "admin.failed")))
         answer = await server.steer("flush")
         assert (answer.code, answer.json["text"]) == (409, "It failed: RuntimeError: no ledger.")
-        assert (await server.ask("/status")).code == 503
         await until(lambda: "loop_lag_seconds" in str(events(logged, "library.log")))
         assert (await server.ask("/livez")).code == 200
+        ready = await server.ask("/readyz")
+        assert (ready.code, ready.json["reasons"]) == (
+            503,
+            ["the status cannot be made: ValueError: a bug \\ud800"],
+        )
+        assert (await server.status()).json["handler"] == "departures"
     assert not events(logged, "admin.lost")
-    (failed,) = events(logged, "admin.failed")
-    assert "a bug in a part" in failed["exception"]
+    failed = events(logged, "admin.failed")
+    assert [event["level"] for event in failed] == ["error", "error"], "once for each reason"
+    assert ["a bug" in event["exception"] for event in failed] == [True, True]
+
+
+async def test_half_of_a_surrogate_pair_in_a_users_text_does_not_stop_the_documents(
+    tmp_path: Path, logged: Logged
+) -> None:
+    poison = status(reasons=("poison \ud800",), failures={"Bad\udfff": 1}, ready=False)
+    async with shown(settings(tmp_path), lambda: poison) as server:
+        told = (await server.status()).json
+    assert (told["reasons"], told["failures"]) == (["poison \\ud800"], {"Bad\\udfff": 1})
+    assert not events(logged, "admin.failed")
+
+
+async def test_a_fresh_process_is_never_long_in_coming(
+    tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no process to be had")
+
+    monkeypatch.setattr(ChildProcess, "start", fail)
+    async with shown(settings(tmp_path)):
+        await until(lambda: len(events(logged, "admin.lost")) >= 7)
+    lost = events(logged, "admin.lost")[:7]
+    assert [event["delay_seconds"] for event in lost] == [0.0, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
 
 
 async def test_its_process_gives_way_and_knows_no_secret_of_the_environment(
@@ -266,7 +300,7 @@ async def test_a_certificate_that_cannot_be_used_ends_the_start(tmp_path: Path) 
             pass
 
 
-async def test_the_default_address_may_be_taken_and_one_that_was_given_may_not(
+async def test_the_default_address_may_be_out_of_reach_and_one_that_was_given_may_not(
     tmp_path: Path, logged: Logged
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -279,8 +313,12 @@ async def test_the_default_address_may_be_taken_and_one_that_was_given_may_not(
         with pytest.raises(NotThereYet, match="Address already in use"):
             async with shown(given):
                 pass
+    elsewhere = settings(tmp_path, admin=TcpAddress("198.51.100.1", 80), insecure=True)
+    async with shown(elsewhere) as server:
+        assert server.endpoint.address is None
+    assert "Cannot assign requested address" in events(logged, "admin.unavailable")[1]["what"]
     with pytest.raises(OperatorError, match="Cannot assign requested address"):
-        async with shown(settings(tmp_path, admin=TcpAddress("198.51.100.1", 80), insecure=True)):
+        async with shown(replace(elsewhere, origins={"admin": "command line --admin"})):
             pass
 
 
