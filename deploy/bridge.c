@@ -133,9 +133,18 @@ static void die_of_tls(void)
     die(1, reason ? reason : errno ? strerror(errno) : "the TLS connection broke");
 }
 
+/* An encrypted key is refused: by default OpenSSL asks the terminal, or the daemon's lines on stdin, for its password. */
+static int no_password(char *buffer, int size, int encrypts, void *data)
+{
+    (void)buffer, (void)size, (void)encrypts, (void)data;
+    return 0;
+}
+
 static void start_tls(int server, char **files)
 {
     SSL_CTX *context = SSL_CTX_new(TLS_client_method());
+    if (context)
+        SSL_CTX_set_default_passwd_cb(context, no_password);
     if (!context || !SSL_CTX_set_min_proto_version(context, TLS1_2_VERSION) ||
         !SSL_CTX_load_verify_locations(context, files[0], NULL) ||
         SSL_CTX_use_certificate_chain_file(context, files[1]) != 1 ||

@@ -20,6 +20,8 @@ TELL_SECONDS: Final = 1.0
 """Between two words to systemd."""
 _EXTEND_US: Final = 15_000_000
 """How long a start or a stop may take from each word on (µs): as long as the event loop turns, nothing ends it."""
+_TEXT_CHARACTERS: Final = 500
+"""A datagram that is too long is lost, with all that is in it."""
 
 
 def entitle(pipeline: str, role: str) -> None:
@@ -50,19 +52,20 @@ class Service:
         """Tell how it is, once a second, and last when cancelled. The watchdog misses it when the loop stands still."""
         try:
             while self._address:
-                self._send(self.words(report()))
+                self._tell(report())
                 await self._clock.sleep(TELL_SECONDS)
         finally:
             if self._address:
-                self._send(self.words(report()))  # a stop may take less than a second
+                self._tell(report())  # a stop may take less than a second
 
     def words(self, report: Report) -> list[str]:
-        """Return what is new to systemd, and that the event loop turns."""
+        """Return what is new to systemd. Of the text no more than a line of it gets there, whatever is in it."""
         told = self._told
-        self._told = Report(report.text, told.ready or report.ready, report.stopping)
+        # A line break would begin an assignment, and what is no text takes the whole datagram with it.
+        text = "".join(each if each.isprintable() else " " for each in report.text[:_TEXT_CHARACTERS])
+        self._told = Report(text, told.ready or report.ready, report.stopping)
         lines = {
-            "WATCHDOG=1": True,
-            f"STATUS={report.text}": report.text != told.text,
+            f"STATUS={text}": text != told.text,
             "READY=1": report.ready and not told.ready,
             "STOPPING=1": report.stopping and not told.stopping,
             f"EXTEND_TIMEOUT_USEC={_EXTEND_US}": report.stopping or not self._told.ready,
@@ -81,8 +84,14 @@ class Service:
             if tells:
                 self._send(["READY=1"])
 
+    def _tell(self, report: Report) -> None:
+        # By itself: no text that systemd or the socket refuses keeps it from the watchdog.
+        self._send(["WATCHDOG=1"])
+        if words := self.words(report):
+            self._send(words)
+
     def _send(self, lines: list[str]) -> None:
         # Nobody can be told that systemd is gone, or does not read.
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
             end.setblocking(False)
-            end.sendto("\n".join(lines).encode(), self._address)
+            end.sendto("\n".join(lines).encode(errors="replace"), self._address)

@@ -38,22 +38,44 @@ def heard(systemd: socket.socket) -> list[list[str]]:
     found = []
     with contextlib.suppress(BlockingIOError):
         while True:
-            found.append(systemd.recv(4096).decode().splitlines())
+            found.append(systemd.recv(2**20).decode().splitlines())
     return found
 
 
-def test_a_start_a_life_and_a_stop_are_told_each_once_and_that_the_loop_turns_each_time() -> None:
+def test_a_start_a_life_and_a_stop_are_told_each_once() -> None:
     told = service("/nowhere")
-    assert told.words(Report("starting: handler")) == ["WATCHDOG=1", "STATUS=starting: handler", EXTEND]
-    assert told.words(Report("starting: handler")) == ["WATCHDOG=1", EXTEND]
-    assert told.words(Report("ready", ready=True)) == ["WATCHDOG=1", "STATUS=ready", "READY=1"]
-    assert told.words(Report("ready", ready=True)) == ["WATCHDOG=1"]
+    assert told.words(Report("starting: handler")) == ["STATUS=starting: handler", EXTEND]
+    assert told.words(Report("starting: handler")) == [EXTEND]
+    assert told.words(Report("ready", ready=True)) == ["STATUS=ready", "READY=1"]
+    assert told.words(Report("ready", ready=True)) == []
     # systemd knows no way back from readiness: what is red later is in the text.
-    assert told.words(Report("Spark is not running")) == ["WATCHDOG=1", "STATUS=Spark is not running"]
-    assert told.words(Report("ready", ready=True)) == ["WATCHDOG=1", "STATUS=ready"]
+    assert told.words(Report("Spark is not running")) == ["STATUS=Spark is not running"]
+    assert told.words(Report("ready", ready=True)) == ["STATUS=ready"]
     stopping = Report("stopping: SIGTERM", ready=True, stopping=True)
-    assert told.words(stopping) == ["WATCHDOG=1", "STATUS=stopping: SIGTERM", "STOPPING=1", EXTEND]
-    assert told.words(stopping) == ["WATCHDOG=1", EXTEND]
+    assert told.words(stopping) == ["STATUS=stopping: SIGTERM", "STOPPING=1", EXTEND]
+    assert told.words(stopping) == [EXTEND]
+
+
+@pytest.mark.parametrize(
+    ("text", "arrives"),
+    [
+        ("a shard's\nWATCHDOG=trigger", "a shard's WATCHDOG=trigger"),
+        ("a shard's\x00\r\u2028\x85name", "a shard's    name"),
+        ("a shard's\udc80name", "a shard's name"),
+        ("a" * 300_000, "a" * 500),
+    ],
+)
+async def test_a_reason_is_one_short_line_whatever_is_in_it_and_the_watchdog_hears_of_the_loop(
+    text: str, arrives: str, systemd: socket.socket
+) -> None:
+    clock = VirtualClock()
+    told = Service({"NOTIFY_SOCKET": systemd.getsockname()}, clock=clock)
+    running = asyncio.create_task(told.run(lambda: Report(text, ready=True)))
+    await clock.advance(0)
+    assert heard(systemd) == [["WATCHDOG=1"], [f"STATUS={arrives}", "READY=1"]]
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -70,11 +92,11 @@ async def test_it_is_told_once_a_second_whatever_kind_of_address_systemd_gives(
         running = asyncio.create_task(told.run(lambda: Report("ready", ready=True, stopping=stops)))
         for seconds in (0, TELL_SECONDS, TELL_SECONDS):
             await clock.advance(seconds)
-        assert heard(systemd) == [["WATCHDOG=1", "STATUS=ready", "READY=1"], ["WATCHDOG=1"], ["WATCHDOG=1"]]
+        assert heard(systemd) == [["WATCHDOG=1"], ["STATUS=ready", "READY=1"], *[["WATCHDOG=1"]] * 2]
         stops = True
         running.cancel()
         await asyncio.wait({running})
-        assert heard(systemd) == [["WATCHDOG=1", "STOPPING=1", EXTEND]]
+        assert heard(systemd) == [["WATCHDOG=1"], ["STOPPING=1", EXTEND]]
 
 
 async def test_where_systemd_names_no_socket_nothing_is_told() -> None:

@@ -85,6 +85,13 @@ def test_the_probes_ask_whether_it_lives_and_is_ready_as_the_image_does() -> Non
     assert asked["liveness"][-1] == check
 
 
+def test_a_loop_that_stands_still_has_longer_than_under_systemd_before_it_is_started_again() -> None:
+    unit = (DEPLOY / "mldserver@.service").read_text("utf-8")
+    (watchdog,) = re.findall(r"^WatchdogSec=(\d+)$", unit, re.MULTILINE)
+    probe = CONTAINERS["server"]["livenessProbe"]
+    assert probe["periodSeconds"] * (probe["failureThreshold"] - 1) > int(watchdog)
+
+
 def test_no_container_may_more_than_it_needs() -> None:
     user = re.findall(r"--uid (\d+)", (DEPLOY / "Dockerfile").read_text("utf-8"))
     assert [str(POD["securityContext"]["runAsUser"])] == user

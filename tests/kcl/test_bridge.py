@@ -316,6 +316,21 @@ def test_each_bridge_shows_its_certificate(encrypted: tuple[str, ...], certifica
     made.process.communicate(timeout=LIMIT)
 
 
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(
+    encrypted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without a terminal OpenSSL would ask stdin, where the daemon's lines come."""
+    files = Certificates(tmp_path)
+    shown = (files.ca, files.write("client", password=b"hush"), files.client)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Bridged(encrypted, listener, f"127.0.0.1:{listener.getsockname()[1]}", *shown)
+        _, told = made.process.communicate(b"a wrong one\n", timeout=LIMIT)
+        made.server.close()
+    assert made.process.returncode == 1
+    assert len(told.splitlines()) == 1, told
+    assert b"pass phrase" not in told
+
+
 async def test_a_shard_goes_over_it_to_a_listener_of_ours(
     encrypted: tuple[str, ...], certificates: Certificates
 ) -> None:
