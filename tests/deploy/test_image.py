@@ -163,4 +163,7 @@ def test_a_builder_builds_the_image_from_debian_and_it_runs(tmp_path: Path) -> N
         assert "it can be run" in buildah(*run, "mldserver", "check", "handlers.departures")
         assert "17." in buildah(*run, "java", "-version")
     finally:
-        subprocess.run(["buildah", *stored, "rm", "--all"], check=False, capture_output=True)
+        # Nothing stays mounted, or pytest could not delete the folder.
+        for end in (["buildah", *stored, "rm", "--all"], ["umount", str(tmp_path / "root" / "overlay")]):
+            subprocess.run(end, check=False, capture_output=True)
+        shutil.rmtree(tmp_path)
