@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hmac
 import ipaddress
 import os
 import secrets
 import stat
-from typing import TYPE_CHECKING, Final
+import tempfile
+from pathlib import Path
+from typing import Final, NamedTuple
 
-from mldserver.errors import NotThereYet, OperatorError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from mldserver.errors import OperatorError
 
 
 class Listener(enum.Enum):
@@ -118,33 +118,59 @@ def is_loopback(host: str) -> bool:
 # The token.
 
 
-def make_token(path: Path) -> None:
-    """Make the token's file, unless there is one: random, and for this user alone. Blocking.
+class Token(NamedTuple):
+    """What a token's file holds, and whose file it is."""
 
-    Raises OperatorError when it cannot be made, or others may read the one that is there.
+    word: str
+    owner: int
+    """The user's id."""
+
+
+def make_token(path: Path) -> None:
+    """Make the server's own token file, unless there is a good one: random, and for this user alone. Blocking.
+
+    One of ours that others could read gives way to a new token: somebody may have read the former. Raises OperatorError
+    when it cannot be made or be kept from others, and for another user's file.
     """
     try:
+        read_token(path)
+    except OperatorError:
+        with contextlib.suppress(OSError):  # there is none, or making one will say why
+            if path.lstat().st_uid != os.geteuid():
+                raise
+    else:
+        return
+    # Whole or not at all. Of two servers the later rename counts, for both: each reads the file when a token is shown.
+    own = ""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all, and whichever of two servers is first: the other takes what it finds.
-        own = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:  # noqa: PTH123  # the mode from the first moment on
+        descriptor, own = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123  # a descriptor has no path
             file.write(secrets.token_urlsafe(32) + "\n")
-        try:
-            os.link(own, path)
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
+        Path(own).replace(path)
     except OSError as error:
-        raise NotThereYet(
+        if own:
+            Path(own).unlink(missing_ok=True)
+        raise OperatorError(
             f"The token file {path} cannot be made: {error.strerror or error}.",
-            advice="Name another with --admin-token-file, or set admin = none.",
+            advice="Name another with --admin-token-file.",
         ) from error
     read_token(path)
 
 
 def read_token(path: Path) -> str:
-    """Return the token. Blocking. Raises OperatorError when it cannot be read, is empty, or is not this user's secret."""
+    """Return the token for a server. Blocking. Raises OperatorError as ``find_token``, and for another user's file."""
+    token = find_token(path)
+    if token.owner not in {os.geteuid(), 0}:
+        raise OperatorError(
+            f"The token file {path} belongs to user {token.owner}, not to the server's user or root.",
+            advice="Remove it, or name another with --admin-token-file.",
+        )
+    return token.word
+
+
+def find_token(path: Path) -> Token:
+    """Return what a token file holds. Blocking. Raises OperatorError when it cannot be read, is empty, or no secret."""
     try:
         with path.open(encoding="ascii") as file:
             about = os.fstat(file.fileno())
@@ -161,7 +187,7 @@ def read_token(path: Path) -> str:
         )
     if not token:
         raise OperatorError(f"The token file {path} is empty.", advice="Write a random word into it.")
-    return token
+    return Token(token, about.st_uid)
 
 
 def same_token(shown: str, token: str) -> bool:

@@ -6,23 +6,30 @@ Each request has a connection of its own. No proxy of the environment is used, a
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import socket
 import ssl
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
 
 from mldserver.admin.status import SCHEMA, Status
-from mldserver.config.kinds import UnixAddress
+from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless
 
 if TYPE_CHECKING:
+    from mldserver.admin.access import Token
     from mldserver.config.kinds import Address
 
 _ANSWER_SECONDS: Final = 5.0
+_REFUSALS: Final = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
+_LISTENS: Final = "0A"
+"""TCP_LISTEN of the kernel."""
 _LARGEST: Final = 64 << 20
 """Bytes of an answer: whatever listens at the address, the command's memory is bounded."""
 
@@ -50,7 +57,7 @@ class Client:
         self,
         address: Address,
         *,
-        token: str | None = None,
+        token: Token | None = None,
         tls: ssl.SSLContext | None = None,
         seconds: float = _ANSWER_SECONDS,
     ) -> None:
@@ -59,6 +66,7 @@ class Client:
         self._token = token
         self._tls = tls
         self._seconds = seconds
+        self._on_loopback = isinstance(address, TcpAddress) and is_local(address)
 
     def status(self) -> bytes:
         """Return the status document as it came. Raises NoAnswer and Refused."""
@@ -83,16 +91,31 @@ class Client:
             raise Refused(f"The server at {self.address} did not do it: {_sentence(status, body)}") from error
 
     def _ask(self, method: str, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Make one request; return the answer's status and body."""
+        """Make one request; return the answer's status and body. Who only reads shows the token when it is refused without."""
+        status, data = self._once(method, path, seconds, body, None if method == "GET" else self._token)
+        if status in _REFUSALS and method == "GET" and self._token is not None:
+            status, data = self._once(method, path, seconds, body, self._token)
+        if status in _REFUSALS:
+            raise Refused(
+                f"The server at {self.address} refuses: {_sentence(status, data)}",
+                advice="--admin-token-file names the token's file; --certificate and --key are a client certificate.",
+            )
+        return status, data
+
+    def _once(
+        self, method: str, path: str, seconds: float, body: bytes | None, token: Token | None
+    ) -> tuple[int, bytes]:
         connection, connected = _Connection(self.address, self._tls, seconds), False
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token.word}"
         try:
             connection.connect()
             connected = True
+            if token is not None and self._tls is None and self._on_loopback:
+                self._know(connection.sock, token.owner)
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             data = answer.read(_LARGEST)
@@ -113,12 +136,49 @@ class Client:
             raise NoAnswer(f"No server answers at {self.address}: {why}.") from error
         finally:
             connection.close()
-        if answer.status in {http.client.UNAUTHORIZED, http.client.FORBIDDEN}:
-            raise Refused(
-                f"The server at {self.address} refuses: {_sentence(answer.status, data)}",
-                advice="--admin-token-file names the token's file; --certificate and --key are a client certificate.",
-            )
         return answer.status, data
+
+    def _know(self, ours: socket.socket, owner: int) -> None:
+        """See that the token goes to its owner, or root, and to nobody who has only taken the port. Raises Refused."""
+        strangers = listening_users(ours) - {owner, 0}
+        if strangers:
+            raise Refused(
+                f"What listens at {self.address} is of user {min(strangers)}, and the token of user {owner}: it was not sent.",
+                advice="See which process has the port, or name the server's own endpoint with --admin.",
+            )
+
+
+def listening_users(ours: socket.socket, tables: Path = Path("/proc/net")) -> set[int]:
+    """Return the ids of the users whom a TCP connection may have reached on this host; none where the system does not tell.
+
+    Who has accepted it is known for certain. Until then the kernel tells only who listens.
+    """
+    here, there = ours.getsockname()[:2], ours.getpeername()[:2]
+    listeners: dict[bool, set[int]] = {True: set(), False: set()}
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = (tables / name).read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            # man 5 proc: sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode
+            _, local, remote, state, *_, uid, _timeout, inode = line.split()[:10]
+            host, port = _socket_address(local)
+            if (host, port) == there and _socket_address(remote) == here and inode != "0":
+                return {int(uid)}
+            if state == _LISTENS and port == there[1] and host in {there[0], "0.0.0.0", "::"}:  # noqa: S104  # looked for
+                listeners[host == there[0]].add(int(uid))
+    return listeners[True] or listeners[False]
+
+
+def _socket_address(text: str) -> tuple[str, int]:
+    """Return the address that a table of the kernel shows as 32-bit words of the machine's order, in hexadecimal."""
+    words, _, port = text.partition(":")
+    packed = b"".join(
+        int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)
+    )
+    host = ipaddress.ip_address(packed)
+    return str(getattr(host, "ipv4_mapped", None) or host), int(port, 16)
 
 
 class _Connection(http.client.HTTPConnection):

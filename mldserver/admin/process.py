@@ -130,11 +130,18 @@ class AdminEndpoint:
                 self._place.path.unlink(missing_ok=True)
 
     def make_token(self) -> None:
-        """See that the token's file is there, and this user's alone. Blocking. Raises OperatorError."""
-        if self._settings.admin_token_file is None:
-            make_token(token_file(self._settings))
-        else:
+        """See that the token's file is there, and this user's alone. Blocking. Raises OperatorError for one that was given.
+
+        Over Unix sockets, and from outside, nobody steers by a token: none is made.
+        """
+        if self._settings.admin_token_file is not None:
             read_token(self._settings.admin_token_file)
+        elif isinstance(self._place, TcpAddress) and is_local(self._place):
+            try:
+                make_token(token_file(self._settings))
+            except OperatorError as error:
+                error.did = "Nobody can steer over loopback; all else goes on."
+                log.warning("admin.token_unusable", **error.told())
 
     @property
     def pid(self) -> int | None:

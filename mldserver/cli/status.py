@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import msgspec
 from cyclopts import App, Group, Parameter
 
-from mldserver.admin.access import read_token
+from mldserver.admin.access import find_token
 from mldserver.admin.client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
 from mldserver.cli.ledger_tool import (
@@ -31,7 +31,7 @@ from mldserver.config.kinds import Address, TcpAddress, is_local
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
 from mldserver.config.settings import specs
-from mldserver.errors import EXIT_CLEAN, ConfigError, OperatorError
+from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
 
 if TYPE_CHECKING:
@@ -104,12 +104,17 @@ class At(Where):
             certificate, key = settings.tls_certificate, settings.tls_key
             if self.certificate is not None:
                 certificate, key = self.certificate, self.key
-            tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
-        elif token_file is None and steers and isinstance(address, TcpAddress):
+            try:
+                tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
+            except (
+                NotThereYet
+            ) as error:  # a server may wait for its files; a command was given the wrong ones
+                raise ConfigError(error.what, advice=error.advice) from error
+        elif token_file is None and steers and isinstance(address, TcpAddress) and is_local(address):
             from mldserver.admin.process import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
 
             token_file = made(settings)
-        return Client(address, token=None if token_file is None else read_token(token_file), tls=tls)
+        return Client(address, token=None if token_file is None else find_token(token_file), tls=tls)
 
     def meant_pipeline(self) -> str | None:
         """Return the pipeline whose server is meant; None: whichever answers, because nothing names one, or an address does."""

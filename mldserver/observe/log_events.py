@@ -55,6 +55,8 @@ admin.listening  info  address token_file
     The server is seen and steered there; ``token_file`` holds the token for steering.
 admin.unavailable  warning
     The default address cannot be listened on, as when another process has it: the server goes on without an admin endpoint.
+admin.token_unusable  warning
+    The server cannot make its token file, or keep it from others: over loopback nobody steers it, and nothing else is concerned.
 admin.lost  warning  reason delay_seconds
     The admin endpoint's process ended; a fresh one starts after the delay. Nothing else is concerned.
 admin.failed  error  traceback

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+import stat
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,13 +15,14 @@ from mldserver.admin.access import (
     Credential,
     Listener,
     browser_refusal,
+    find_token,
     is_loopback,
     make_token,
     read_token,
     refusal,
     same_token,
 )
-from mldserver.errors import NotThereYet, OperatorError
+from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +99,13 @@ def test_on_loopback_any_other_host_is_refused_as_a_name_that_was_rebound(host: 
     assert asked(Listener.UNIX, host=host) is None
 
 
+def test_under_insecure_a_page_under_a_rebound_name_may_read_as_anyone_may_and_never_steer() -> None:
+    assert asked(Listener.REMOTE, host="evil.example") is None
+    for act in Act:
+        why = refusal(Listener.REMOTE, Credential.NONE, act, insecure=True)
+        assert (why is None) == (act <= Act.READ)
+
+
 @pytest.mark.parametrize("path", ["/status", "/act/pause"])
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "anything"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -135,15 +146,76 @@ def test_a_token_is_made_once_at_random_and_for_its_user_alone(tmp_path: Path) -
     assert list(one.parent.iterdir()) == [one]
 
 
-def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_token_that_others_may_read_is_refused_and_the_servers_own_gives_way_to_a_new_one(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "token"
     make_token(file)
-    for mode in (0o640, 0o604, 0o620):
+    for mode in (0o660, 0o640, 0o604, 0o620):
+        token = read_token(file)
         file.chmod(mode)
         with pytest.raises(OperatorError, match="may be read by others"):
             read_token(file)
-        with pytest.raises(OperatorError, match="may be read by others"):
-            make_token(file)
+        make_token(file)
+        assert read_token(file) != token
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_token_file_that_a_crash_left_empty_is_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    make_token(file)
+    assert len(read_token(file)) >= 40
+
+
+def test_where_no_file_can_be_kept_from_others_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstat
+    monkeypatch.setattr(
+        os, "fstat", lambda file: Stat(real(file), st_mode=stat.S_IFREG | 0o777)
+    )  # as on CIFS
+    with pytest.raises(OperatorError, match=r"may be read by others \(mode 777\)"):
+        make_token(tmp_path / "token")
+
+
+def test_another_users_file_is_no_token_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    make_token(file)
+    held, owner = file.read_text(), file.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "fstat", lambda _file: Stat(file.stat(), st_uid=owner + 2))
+    for take in (read_token, make_token):
+        with pytest.raises(OperatorError, match=f"belongs to user {owner + 2}, not to the server's user"):
+            take(file)
+    assert file.read_text() == held
+    assert find_token(file).owner == owner + 2
+    monkeypatch.setattr(os, "fstat", lambda _file: Stat(file.stat(), st_uid=0))
+    assert read_token(file) == held.strip()
+
+
+def test_a_token_needs_no_hard_links_and_no_name_that_another_server_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / f".token.{os.getpid()}").symlink_to("elsewhere")
+    make_token(tmp_path / "token")
+    assert read_token(tmp_path / "token")
+    assert (tmp_path / "elsewhere").read_bytes() == b""
+
+
+class Stat:
+    """What the system tells of a file, but for what is told otherwise."""
+
+    def __init__(self, real: os.stat_result, **otherwise: int) -> None:
+        self.st_mode, self.st_uid, self.st_size = real.st_mode, real.st_uid, real.st_size
+        self.st_blksize = real.st_blksize
+        vars(self).update(otherwise)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +233,13 @@ def test_a_token_file_that_is_missing_or_cannot_be_made_is_told(tmp_path: Path) 
     with pytest.raises(OperatorError, match="No such file"):
         read_token(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(NotThereYet, match=r"cannot be made: (Not a directory|File exists)"):
-        make_token(tmp_path / "file" / "token")
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "file" / "token", tmp_path / "folder"):
+        with pytest.raises(
+            OperatorError, match=r"cannot be (made|read): (Not a directory|File exists|Is a dir)"
+        ):
+            make_token(place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_only_the_same_token_is_the_token() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.certificates import Certificates
 
-from mldserver.admin.client import Answer, Client, NoAnswer, Refused, read_status
+from mldserver.admin.access import Token
+from mldserver.admin.client import Answer, Client, NoAnswer, Refused, listening_users, read_status
 from mldserver.base.tls import ServerTLS, client_context
 from mldserver.config.kinds import address
 
@@ -27,7 +30,8 @@ def server() -> Iterator[Endpoint]:
         yield served
 
 
-def client(server: Endpoint, token: str | None = None, tls: ssl.SSLContext | None = None) -> Client:
+def client(server: Endpoint, word: str | None = None, tls: ssl.SSLContext | None = None) -> Client:
+    token = None if word is None else Token(word, os.geteuid())
     return Client(address.parse(server.address), token=token, tls=tls)
 
 
@@ -42,6 +46,117 @@ def test_an_act_goes_with_its_argument_and_the_token(server: Endpoint) -> None:
         True, "The level is debug."
     )
     assert server.asked == [("/act/log-level", {"argument": "debug"}, "Bearer secret")]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_who_reads_shows_the_token_only_to_a_server_that_wants_it(status: int, server: Endpoint) -> None:
+    client(server, "secret").status()
+    server.answers["/status"] = status, {"error": "This needs the token."}
+    with pytest.raises(Refused, match="This needs the token"):
+        client(server, "secret").status()
+    with pytest.raises(Refused, match="This needs the token"):
+        client(server).status()
+    assert [token for _, _, token in server.asked] == [None, None, "Bearer secret", None]
+
+
+def test_a_stranger_who_has_taken_the_port_is_not_shown_the_token(
+    server: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = os.geteuid() + 1
+    monkeypatch.setattr("mldserver.admin.client.listening_users", lambda _socket: {stranger})
+    server.answers["/status"] = 401, {"error": "Your token, please."}
+    ours = client(server, "secret")
+    for ask in (ours.status, lambda: ours.act("pause", "", seconds=5)):
+        with pytest.raises(
+            Refused, match=f"is of user {stranger}, and the token of user .*: it was not sent"
+        ):
+            ask()
+    assert {token for _, _, token in server.asked} == {None}
+    monkeypatch.setattr("mldserver.admin.client.listening_users", lambda _socket: {0})
+    server.answers["/act/pause"] = 200, {"done": True, "text": "It is paused."}
+    assert ours.act("pause", "", seconds=5).done
+
+
+class Socket(NamedTuple):
+    """A connection, from one port to another."""
+
+    here: tuple[str, int]
+    there: tuple[str, int]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.here
+
+    def getpeername(self) -> tuple[str, int]:
+        return self.there
+
+
+OURS = Socket(("127.0.0.1", 0x9000), ("127.0.0.1", 0x1B9F))
+HOME, ANY, ANY_6 = "0100007F", "0" * 8, "0" * 32
+MAPPED = "0000000000000000FFFF0000" + HOME
+
+
+def row(local: str, remote: str, state: str, uid: int, inode: int) -> str:
+    return f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000 {uid:5} 0 {inode} 1 0"
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the tables are of a little-endian machine")
+@pytest.mark.parametrize(
+    ("tcp", "tcp6", "users"),
+    [
+        ([], [], set()),
+        ([(f"{HOME}:1B9F", f"{ANY}:0000", "0A", 7, 1)], [], {7}),
+        ([(f"{HOME}:1B9E", f"{ANY}:0000", "0A", 7, 1)], [], set()),
+        ([(f"{ANY}:1B9F", f"{ANY}:0000", "0A", 8, 1)], [], {8}),
+        ([], [(f"{ANY_6}:1B9F", f"{ANY_6}:0000", "0A", 9, 1)], {9}),
+        # Who listens just there has it, whoever else listens everywhere.
+        (
+            [(f"{HOME}:1B9F", f"{ANY}:0000", "0A", 7, 1)],
+            [(f"{ANY_6}:1B9F", f"{ANY_6}:0000", "0A", 9, 1)],
+            {7},
+        ),
+        # Accepted, by a process that does not listen any more; and not accepted yet.
+        ([(f"{HOME}:1B9F", f"{HOME}:9000", "01", 8, 5)], [], {8}),
+        ([], [(f"{MAPPED}:1B9F", f"{MAPPED}:9000", "01", 8, 5)], {8}),
+        (
+            [(f"{HOME}:1B9F", f"{ANY}:0000", "0A", 7, 1), (f"{HOME}:1B9F", f"{HOME}:9000", "01", 0, 0)],
+            [],
+            {7},
+        ),
+        # Our own end, and another client's.
+        (
+            [(f"{HOME}:9000", f"{HOME}:1B9F", "01", 3, 5), (f"{HOME}:1B9F", f"{HOME}:9001", "01", 4, 5)],
+            [],
+            set(),
+        ),
+    ],
+)
+def test_the_kernels_tables_tell_whose_a_port_is(
+    tcp: list[tuple[str, str, str, int, int]],
+    tcp6: list[tuple[str, str, str, int, int]],
+    users: set[int],
+    tmp_path: Path,
+) -> None:
+    for name, rows in (("tcp", tcp), ("tcp6", tcp6)):
+        (tmp_path / name).write_text("\n".join(["  sl  local_address", *(row(*one) for one in rows)]))
+    assert listening_users(OURS, tmp_path) == users  # type: ignore[arg-type]  # of a socket it asks only these
+
+
+def test_where_the_system_has_no_such_tables_nothing_is_told(tmp_path: Path) -> None:
+    assert listening_users(OURS, tmp_path) == set()  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_real_ports_user_is_told_before_and_after_the_accept(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as ours,
+    ):
+        assert listening_users(ours) == {os.geteuid()}
+        with listener.accept()[0]:
+            listener.close()
+            assert listening_users(ours) == {os.geteuid()}
 
 
 def test_an_act_that_was_not_done_has_its_sentence(server: Endpoint) -> None:

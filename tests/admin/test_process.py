@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from mldserver.admin.status import Status
+    from mldserver.config.kinds import Address
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)
 Logged = list[dict[str, Any]]
@@ -98,7 +99,8 @@ async def shown(
     endpoint = AdminEndpoint(given, clock)
     endpoint.make_token()
     async with asyncio.timeout(120), endpoint.serving(tell, carry_out):
-        yield Shown(endpoint, read_token(token_file(given)), clock)
+        made = token_file(given)
+        yield Shown(endpoint, read_token(made) if made.exists() else "none", clock)
 
 
 def events(logged: Logged, name: str) -> Logged:
@@ -331,6 +333,31 @@ async def test_a_token_file_that_was_given_is_not_made(tmp_path: Path) -> None:
     async with shown(given) as server:
         assert (await server.ask("/status")).code == 401
         assert (await server.steer("pause")).code == 200
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660])
+async def test_a_token_file_that_the_server_made_never_ends_a_start(
+    mode: int, tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(tmp_path)
+    file = token_file(given)
+    file.parent.mkdir(parents=True)
+    file.write_text("known\n")
+    file.chmod(mode)
+    AdminEndpoint(given, Clock()).make_token()
+    assert (read_token(file) == "known") == (mode == 0o600)
+    assert events(logged, "admin.token_unusable") == []
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    file.chmod(0o660)
+    AdminEndpoint(given, Clock()).make_token()
+    assert "Nobody can steer over loopback" in events(logged, "admin.token_unusable")[0]["did"]
+
+
+@pytest.mark.parametrize("place", [UnixAddress(Path("admin")), TcpAddress("192.0.2.1", 7071)])
+async def test_where_nobody_steers_by_a_token_none_is_made(place: Address, tmp_path: Path) -> None:
+    given = settings(tmp_path, admin=place, insecure=True)
+    AdminEndpoint(given, Clock()).make_token()
+    assert not token_file(given).exists()
 
 
 # With a whole server

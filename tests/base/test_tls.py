@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ssl
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.certificates import Certificates
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from support.certificates import Certificates, issued
 
 from mldserver.base.tls import ServerTLS, client_context, names_of
 from mldserver.errors import ConfigError, NotThereYet
@@ -58,6 +61,24 @@ def test_a_certificate_of_another_authority_never_gets_through(files: Certificat
     server = ServerTLS(files.server, client_ca=files.ca, required=required)
     with pytest.raises(ssl.SSLError, match="certificate verify failed"):
         shaken(server.context, client(files, "stranger"))
+
+
+def test_any_certificate_of_the_authority_gets_through_the_servers_own_too(files: Certificates) -> None:
+    ours, _ = shaken(ServerTLS(files.server, client_ca=files.ca).context, client(files, "server"))
+    assert names_of(ours) == ("server", "127.0.0.1")
+
+
+def test_no_revocation_list_is_read(files: Certificates) -> None:
+    authority, key = issued("authority")
+    now = datetime.now(UTC)
+    revoked = x509.RevokedCertificateBuilder().revocation_date(now)
+    revoked = revoked.serial_number(issued("client", "authority")[0].serial_number)
+    built = x509.CertificateRevocationListBuilder().issuer_name(authority.subject).last_update(now)
+    built = built.next_update(now + timedelta(days=1)).add_revoked_certificate(revoked.build())
+    written = built.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    files.ca.write_bytes(files.ca.read_bytes() + written)
+    ours, _ = shaken(ServerTLS(files.server, client_ca=files.ca).context, client(files))
+    assert names_of(ours)[0] == "client"
 
 
 def test_a_certificate_that_is_over_never_gets_through(files: Certificates) -> None:

@@ -229,6 +229,7 @@ def test_a_newer_servers_status_is_told_of(server: Endpoint, capsys: pytest.Capt
             ["--admin", "192.0.2.1:7071", "--ca", "mldserver.toml"],
             "The certificate mldserver.toml cannot be used",
         ),
+        (["--admin", "192.0.2.1:7071", "--ca", "missing.pem"], "missing.pem cannot be used: No such file"),
     ],
 )
 def test_what_cannot_be_meant_is_told_before_anybody_is_asked(

@@ -35,6 +35,12 @@ HELD_BY = {
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
         "admin/test_endpoint.py::test_from_outside_it_is_the_client_certificate_that_counts",
     ],
+    "Any certificate from": [
+        "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
+        "admin/test_endpoint.py::test_from_outside_it_is_the_client_certificate_that_counts",
+        "base/test_tls.py::test_any_certificate_of_the_authority_gets_through_the_servers_own_too",
+        "sources/test_tls.py::test_who_may_name_a_shard",
+    ],
     "With `tls_names`": [
         "sources/test_tls.py::test_a_certificate_with_another_name_than_those_allowed_names_no_shard",
         "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
@@ -51,6 +57,10 @@ HELD_BY = {
         "base/test_tls.py::test_what_is_read_again_counts_for_the_next_handshake_and_no_session_outlives_it",
         "sources/test_tls.py::test_certificates_that_are_read_again_count_for_the_next_connection",
         "admin/test_process.py::test_from_outside_it_speaks_tls_and_reads_certificates_again",
+    ],
+    "No revocation list": [
+        "base/test_tls.py::test_no_revocation_list_is_read",
+        "sources/test_tls.py::test_certificates_that_are_read_again_count_for_the_next_connection",
     ],
     "A certificate that cannot be used": [
         "test_server_tls.py::test_a_server_whose_certificate_cannot_be_used_does_not_start",
@@ -77,13 +87,29 @@ HELD_BY = {
     ],
     "The token is random": [
         "admin/test_access.py::test_a_token_is_made_once_at_random_and_for_its_user_alone",
-        "admin/test_access.py::test_a_token_that_others_may_read_is_refused",
+        "admin/test_access.py::test_a_token_that_others_may_read_is_refused_and_the_servers_own_gives_way_to_a_new_one",
+        "admin/test_access.py::test_another_users_file_is_no_token_and_stays",
+        "admin/test_access.py::test_a_token_needs_no_hard_links_and_no_name_that_another_server_may_have",
         "admin/test_endpoint.py::test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never",
+    ],
+    "A file of the server's own": [
+        "admin/test_access.py::test_where_no_file_can_be_kept_from_others_that_is_told",
+        "admin/test_process.py::test_a_token_file_that_the_server_made_never_ends_a_start",
+        "admin/test_process.py::test_a_token_file_that_was_given_is_not_made",
+    ],
+    "Terminal commands show the token": [
+        "admin/test_client.py::test_who_reads_shows_the_token_only_to_a_server_that_wants_it",
+        "admin/test_client.py::test_a_stranger_who_has_taken_the_port_is_not_shown_the_token",
+        "admin/test_client.py::test_the_kernels_tables_tell_whose_a_port_is",
+        "admin/test_client.py::test_a_real_ports_user_is_told_before_and_after_the_accept",
     ],
     "Pages of other sites": [
         "admin/test_access.py::test_on_loopback_any_other_host_is_refused_as_a_name_that_was_rebound",
         "admin/test_access.py::test_a_page_of_another_site_may_not_ask",
         "admin/test_endpoint.py::test_a_page_of_another_site_and_a_name_that_was_rebound_get_nothing",
+    ],
+    "Under `insecure = true` outside loopback": [
+        "admin/test_access.py::test_under_insecure_a_page_under_a_rebound_name_may_read_as_anyone_may_and_never_steer",
     ],
     "The server's own page": [
         "admin/test_endpoint.py::test_the_page_may_run_what_stands_in_it_and_nothing_else"
