@@ -37,7 +37,7 @@ from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
 from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
-from mldserver.base.service import Report, Service
+from mldserver.base.service import Report, Service, handling
 from mldserver.base.threads import aside
 from mldserver.errors import (
     EXIT_CLEAN,
@@ -54,7 +54,7 @@ from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from mldserver.admin.process import AdminEndpoint
     from mldserver.admin.status import Status
@@ -111,6 +111,7 @@ class Server:
         self._built = asyncio.Event()
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
+        self._hung_up = asyncio.Event()
         self._reason = ""
         self._step = ""
         """What the start waits for."""
@@ -136,7 +137,9 @@ class Server:
             out=str(self.settings.out),
             settings=self.settings.given(),
         )
-        with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), self._signals():
+        signals: dict[signal.Signals, Callable[[], None]] = {signal.SIGHUP: self._hang_up}
+        signals |= {number: partial(self.stop, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
+        with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), handling(signals):
             code = await self._live()
         if code == EXIT_CLEAN and self._forced.is_set():
             code = EXIT_FORCED
@@ -147,7 +150,8 @@ class Server:
         """Start, work until stopped, close what there is, and show all of it; return the exit code."""
         code = EXIT_FAULT
         try:
-            async with contextlib.AsyncExitStack() as ends:
+            async with asyncio.TaskGroup() as always, contextlib.AsyncExitStack() as ends:
+                ends.callback(always.create_task(self._read_again()).cancel)
                 if self._endpoint is not None:
                     await ends.enter_async_context(
                         self._endpoint.serving(self.document, self.carry_out, self._gatherer.pause)
@@ -371,29 +375,19 @@ class Server:
     def _since(self, began_ms: int) -> float:
         return (self._clock.steady_ms() - began_ms) / 1000
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        handlers: dict[signal.Signals, Callable[[], None]] = {signal.SIGHUP: self._hang_up}
-        handlers |= {number: partial(self.stop, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number, handler in handlers.items():
-            # Only the main thread may take signals: a server inside someone's thread leaves them alone.
-            with contextlib.suppress(ValueError, RuntimeError):
-                loop.add_signal_handler(number, handler)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ValueError, RuntimeError):
-                for number in handlers:
-                    loop.remove_signal_handler(number)
-
     def _hang_up(self) -> None:
-        with self._service.reloading():
-            reopen()
-            if self._parts is not None and self._parts.tls is not None:
-                self._parts.tls.read_again()
-            if self._endpoint is not None:
-                self._endpoint.renew()
+        reopen()
+        if self._endpoint is not None:
+            self._endpoint.renew()
+        self._hung_up.set()
+
+    async def _read_again(self) -> None:
+        """Read certificates on SIGHUP: one reading at a time, however long it hangs, and one for all that came meanwhile."""
+        while await self._hung_up.wait():
+            self._hung_up.clear()
+            with self._service.reloading():
+                if self._parts is not None and self._parts.tls is not None:
+                    await self._parts.tls.read_again()
 
     # Watching.
 

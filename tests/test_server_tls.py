@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import pytest
 from support.certificates import Certificates
 from support.serving import KEEP_EVERYTHING, quick, serving, until
 
-from mldserver.base.tls import client_context
+from mldserver.base.tls import ServerTLS, client_context
 from mldserver.server import Server
 
 if TYPE_CHECKING:
@@ -84,6 +85,50 @@ async def test_sighup_reads_certificates_again_and_a_bad_one_leaves_the_former(
         await hung_up("tls.read")
         assert await answer(address, former) is None
         assert await answer(address, client_context(renewed.client, None, renewed.ca))
+
+
+async def test_while_the_certificates_file_system_hangs_shards_are_served_and_one_reading_waits(
+    settings: Settings, files: Certificates, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = files.both()[1]
+    readings: list[ssl.SSLContext] = []
+    mounted = threading.Event()
+
+    def hangs(self: ServerTLS) -> ssl.SSLContext:
+        readings.append(self.context)
+        assert mounted.wait(10), "nobody mends it while it is waited for"
+        return self.context
+
+    async with asyncio.timeout(60), serving(settings) as server:
+        address = await server.listening()
+        monkeypatch.setattr(ServerTLS, "_read", hangs)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: bool(readings))
+            assert await answer(address, former)
+        assert len(readings) == 1
+        mounted.set()
+        await until(lambda: sum(entry["event"] == "tls.read" for entry in logged) == 2)
+        assert len(readings) == 2, "what came while the first one hung is one reading more"
+
+
+async def test_a_server_stops_while_the_certificates_file_system_hangs(
+    settings: Settings, files: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, mounted = threading.Event(), threading.Event()
+
+    def hangs(self: ServerTLS) -> ssl.SSLContext:
+        hung.set()
+        assert mounted.wait(10), "nobody mends it while it is waited for"
+        return self.context
+
+    async with asyncio.timeout(60), serving(settings) as server:
+        await server.listening()
+        monkeypatch.setattr(ServerTLS, "_read", hangs)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(hung.is_set)
+    assert not mounted.is_set()
+    mounted.set()
 
 
 async def test_a_server_whose_certificate_cannot_be_used_does_not_start(

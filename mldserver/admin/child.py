@@ -50,6 +50,7 @@ class Child:
             asyncio.get_running_loop().create_future()
         )
         self._tls: ServerTLS | None = None
+        self._renewed = asyncio.Event()
         self._documents: asyncio.Queue[bytes] = asyncio.Queue()
         self._channel = Channel[wire.ToEndpoint](
             end, wire.ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0)
@@ -71,6 +72,7 @@ class Child:
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(endpoint.serve(listener))
+            group.create_task(self._read_again())
             while True:
                 document = await self._documents.get()
                 try:
@@ -78,6 +80,12 @@ class Child:
                 except Exception:  # noqa: BLE001  # the next may be better
                     traceback.print_exc()
                 self._channel.send(wire.Taken())
+
+    async def _read_again(self) -> None:
+        while await self._renewed.wait():
+            self._renewed.clear()
+            if self._tls is not None:
+                await self._tls.read_again()
 
     async def _ask(self, act: str, argument: str, who: str) -> wire.Answered:
         number = next(self._numbers)
@@ -101,8 +109,8 @@ class Child:
                 self._started.set_result((message, socket.socket(fileno=files.pop(0))))
             case wire.Document():
                 self._documents.put_nowait(message.status)
-            case wire.Renew() if self._tls is not None:
-                self._tls.read_again()
+            case wire.Renew():
+                self._renewed.set()
             case wire.Answered() if message.number in self._asked:
                 self._asked[message.number].set_result(message)
 

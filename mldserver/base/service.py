@@ -1,10 +1,11 @@
-"""A process as its host sees it: what ``ps`` calls it, and what systemd is told of it (sd_notify(3)).
+"""A process as its host sees it: what ``ps`` calls it, the signals that it takes, and what systemd is told of it (sd_notify(3)).
 
 systemd names a socket in ``NOTIFY_SOCKET``, and takes datagrams of lines there. Where it names none, nothing is told.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from setproctitle import setproctitle
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Iterator, Mapping
 
     from mldserver.base.clock import Clock
@@ -27,6 +29,21 @@ _TEXT_CHARACTERS: Final = 500
 def entitle(pipeline: str, role: str) -> None:
     """Let ``ps`` and ``top`` show what this process is: ``mldserver: departures worker 2``."""
     setproctitle(f"mldserver: {pipeline} {role}")
+
+
+@contextlib.contextmanager
+def handling(signals: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Let the running loop call these at signals. One outside the main thread, which alone may take them, leaves them alone."""
+    loop = asyncio.get_running_loop()
+    for number, handler in signals.items():
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError, RuntimeError):
+            for number in signals:
+                loop.remove_signal_handler(number)
 
 
 class Report(NamedTuple):
@@ -81,7 +98,7 @@ class Service:
         try:
             yield
         finally:
-            if tells:
+            if tells and not self._told.stopping:
                 self._send(["READY=1"])
 
     def _tell(self, report: Report) -> None:

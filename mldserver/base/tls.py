@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from mldserver.base.threads import aside
 from mldserver.errors import ConfigError, NotThereYet
 
 if TYPE_CHECKING:
@@ -52,10 +53,13 @@ class ServerTLS:
             self._renew
         )  # called in every handshake, also of clients that name no server
 
-    def read_again(self) -> None:
-        """Read the files; what cannot be used is logged, and the former certificates stay. Blocking."""
+    async def read_again(self) -> None:
+        """Read the files; what cannot be used is logged, and the former certificates stay. For one caller at a time.
+
+        Their file system may hang: then only the reading does, on a thread of its own.
+        """
         try:
-            self._latest, self._read_at = self._read(), int(time.time())
+            self._latest, self._read_at = await aside(self._read, name="mldserver-tls"), int(time.time())
         except (ConfigError, NotThereYet) as error:
             log.error("tls.refused", **error.told())  # the error is told in words
         else:

@@ -22,6 +22,7 @@ from support.serving import quick, until
 from mldserver.admin.access import read_token
 from mldserver.admin.process import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
+from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
 from mldserver.config.kinds import TcpAddress, UnixAddress
@@ -288,6 +289,22 @@ async def test_from_outside_it_speaks_tls_and_reads_certificates_again(
         assert (await server.ask("/livez", tls=client_context(renewed.client, None, renewed.ca))).code == 200
         with pytest.raises(OSError, match="certificate verify failed"):
             await server.ask("/livez", tls=tls)
+
+
+async def test_it_answers_while_the_certificates_file_system_hangs(tmp_path: Path, logged: Logged) -> None:
+    files = Certificates(tmp_path)
+    given = settings(
+        tmp_path, admin=TcpAddress("0.0.0.0", 0), tls_certificate=files.server, tls_client_ca=files.ca
+    )
+    tls = client_context(files.client, None, files.ca)
+    async with shown(given) as server:
+        assert (await server.ask("/livez", tls=tls)).code == 200
+        files.server.unlink()
+        os.mkfifo(files.server)  # whose reader waits for what is written, as its writer does for a reader
+        server.endpoint.renew()
+        with await aside(lambda: files.server.open("wb"), name="writer"):
+            assert (await server.ask("/livez", tls=tls)).code == 200
+            assert not [*events(logged, "tls.read"), *events(logged, "tls.refused")]
 
 
 # Where it cannot be

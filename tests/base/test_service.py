@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.base.service import TELL_SECONDS, Report, Service
+from mldserver.base.service import TELL_SECONDS, Report, Service, handling
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -122,6 +123,29 @@ def test_a_reload_does_not_disturb_a_start_or_a_stop(report: Report, systemd: so
     with told.reloading():
         pass
     assert heard(systemd) == []
+
+
+def test_a_reload_that_a_stop_cuts_short_takes_nothing_back(systemd: socket.socket) -> None:
+    told = service(systemd.getsockname())
+    told.words(Report("ready", ready=True))
+    with told.reloading():
+        assert len(heard(systemd)) == 1
+        told.words(Report("stopping", ready=True, stopping=True))
+    assert heard(systemd) == []
+
+
+async def test_signals_are_taken_in_the_main_thread_alone_and_only_meanwhile() -> None:
+    former, came = signal.getsignal(signal.SIGUSR1), asyncio.Event()
+
+    async def elsewhere() -> None:
+        with handling({signal.SIGUSR1: came.set}):
+            assert signal.getsignal(signal.SIGUSR1) == former
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    with handling({signal.SIGUSR1: came.set}):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await came.wait()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def test_a_systemd_that_is_gone_disturbs_nobody(systemd: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def test_what_is_read_again_counts_for_the_next_handshake_and_no_session_outlive
     Certificates(files.folder, "next authority")
     former.load_verify_locations(files.ca)  # it would take the new server, but is not taken by it
     shaken(server.context, former)
-    server.read_again()
+    asyncio.run(server.read_again())
     assert [entry["event"] for entry in logged] == ["tls.read"]
     for session in (None, theirs.session):
         with pytest.raises(ssl.SSLError, match=r"certificate verify failed|CALLBACK_FAILED"):
@@ -149,7 +150,7 @@ def test_what_cannot_be_used_is_told_and_the_former_certificate_stays(
     server = ServerTLS(files.server, client_ca=files.ca)
     for damage in (files.server.unlink, lambda: files.server.write_text("none")):
         damage()
-        server.read_again()
+        asyncio.run(server.read_again())
         shaken(server.context, client(files))
     assert [(entry["event"], entry["level"]) for entry in logged] == [("tls.refused", "error")] * 2
     assert f"The certificate {files.server} cannot be used: No such file" in logged[0]["what"]

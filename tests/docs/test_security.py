@@ -65,6 +65,7 @@ HELD_BY = {
     "A certificate that cannot be used": [
         "test_server_tls.py::test_a_server_whose_certificate_cannot_be_used_does_not_start",
         "test_server_tls.py::test_sighup_reads_certificates_again_and_a_bad_one_leaves_the_former",
+        "test_server_tls.py::test_while_the_certificates_file_system_hangs_shards_are_served_and_one_reading_waits",
         "admin/test_process.py::test_a_certificate_that_cannot_be_used_ends_the_start",
     ],
     "Under `insecure = true`": [

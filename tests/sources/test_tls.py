@@ -197,7 +197,7 @@ def test_certificates_that_are_read_again_count_for_the_next_connection(on: Any,
             daemon = await house.connect()
             await daemon.initialize()
             renewed = Certificates(files.folder, "next authority")
-            tls.read_again()
+            await tls.read_again()
             house.client = client_context(renewed.client, None, renewed.ca)
             await (await house.connect()).initialize("shardId-1")
             await daemon.process(1)
