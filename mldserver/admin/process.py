@@ -72,6 +72,7 @@ class AdminEndpoint:
         assert settings.admin is not None, "there is an endpoint only where there is an address"
         self._settings = settings
         self._place: Address = settings.admin
+        self._by_token = isinstance(settings.admin, TcpAddress) and is_local(settings.admin)
         self._clock = clock
         self._started_ms = clock.now_ms()
         # On loopback it speaks plain HTTP.
@@ -136,7 +137,7 @@ class AdminEndpoint:
         """
         if self._settings.admin_token_file is not None:
             read_token(self._settings.admin_token_file)
-        elif isinstance(self._place, TcpAddress) and is_local(self._place):
+        elif self._by_token:
             try:
                 make_token(token_file(self._settings))
             except OperatorError as error:
@@ -171,7 +172,8 @@ class AdminEndpoint:
         if isinstance(place, TcpAddress):
             place = TcpAddress(*listener.getsockname()[:2])
         self.address = str(place)
-        log.info("admin.listening", address=self.address, token_file=str(token_file(self._settings)))
+        steered_by = str(token_file(self._settings)) if self._by_token else ""
+        log.info("admin.listening", address=self.address, token_file=steered_by)
         return listener
 
     # The process.

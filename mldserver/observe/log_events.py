@@ -52,7 +52,7 @@ tls.failed  debug|warning  peer
 tls.refused  error
     A certificate that was to be read again cannot be used: the one before it stays.
 admin.listening  info  address token_file
-    The server is seen and steered there; ``token_file`` holds the token for steering.
+    The server is seen and steered there; ``token_file`` holds the token for steering, and is empty where none counts.
 admin.unavailable  warning
     The default address cannot be listened on, as when another process has it: the server goes on without an admin endpoint.
 admin.token_unusable  warning

@@ -260,12 +260,15 @@ async def test_its_process_gives_way_and_knows_no_secret_of_the_environment(
         assert "Max open files            512" in limits
 
 
-async def test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server(tmp_path: Path) -> None:
+async def test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server(
+    tmp_path: Path, logged: Logged
+) -> None:
     path = tmp_path / "admin.sock"
     async with shown(settings(tmp_path, admin=UnixAddress(path))) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         answer = await server.ask("/act/pause", "POST")
         assert answer.json == {"done": True, "text": "pause"}
+        assert events(logged, "admin.listening")[0]["token_file"] == ""
     assert not path.exists()
 
 

@@ -13,6 +13,8 @@ from support.certificates import Certificates
 from mldserver import cli
 from mldserver.admin.access import make_token, read_token
 from mldserver.base.tls import ServerTLS
+from mldserver.cli.status import At
+from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,6 +129,14 @@ def test_a_token_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str],
     assert "may be read by others (mode 644)" in capsys.readouterr().err
     assert cli.run(["flush", "--admin", "127.0.0.1:1", "--out", "out"]) == 2
     assert "admin.token cannot be read" in capsys.readouterr().err
+
+
+def test_the_token_that_a_server_has_made_for_loopback_goes_nowhere_else(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(OperatorError, match=r"admin\.token cannot be read"):
+        At(admin="127.0.0.1:7071", out=str(out)).client(steers=True)
+    for place, insecure in (("192.0.2.1:7071", True), ("unix:admin", False)):
+        At(admin=place, insecure=insecure, out=str(out)).client(steers=True)  # it looks for none
 
 
 def test_a_client_certificate_needs_no_token(tmp_path: Path) -> None:
