@@ -125,12 +125,18 @@ def main(arguments: list[str]) -> None:
         # Where each session gets an equal share of the processors, niceness counts only within its own.
         Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
     os.nice(_NICE)
-    for kind, limit in ((resource.RLIMIT_DATA, _MEMORY_BYTES), (resource.RLIMIT_NOFILE, _DESCRIPTORS)):
-        with contextlib.suppress(ValueError):  # there is a lower one
-            resource.setrlimit(kind, (limit, limit))
+    limit(resource.RLIMIT_DATA, _MEMORY_BYTES)
+    limit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
     end = socket.socket(fileno=int(arguments[0]))
     end.set_inheritable(False)
     uvloop.run(_serve(end))
+
+
+def limit(kind: int, most: int) -> None:
+    """Limit what this process may have of a resource, unless a lower limit holds already."""
+    hard = resource.getrlimit(kind)[1]
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (allowed, allowed))
 
 
 async def _serve(end: socket.socket) -> None:

@@ -67,6 +67,8 @@ _IDLE_SECONDS: Final = 30.0
 """From an answer's begin to the next request: a slow reader has as long as one that says nothing."""
 _STREAM_SECONDS: Final = 10.0
 """How long a reader of events may take for one document."""
+_STREAMING_SECONDS: Final = 600.0
+"""After which a stream ends; browsers come back by themselves."""
 _SILENT_SECONDS: Final = 5.0
 """Without a document for so long, the server's event loop does not turn."""
 
@@ -78,6 +80,7 @@ _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
 }
 
+_EVENT: Final = b"event: status\ndata: %b\n\n"
 _PAGE: Final = Path(__file__).with_name("page.html")
 
 _READS: Final = {
@@ -112,6 +115,7 @@ class Connection:
         self._socket = peer_socket
         self._loop = asyncio.get_running_loop()
         self.gone = asyncio.Event()
+        self.asked = False  # anything, in a whole request
         self.deadline: float | None = self._loop.time() + _REQUEST_SECONDS
         """When it is cut, in the loop's time; None: not now."""
         self.transport: asyncio.Transport | None = None
@@ -257,11 +261,11 @@ class Endpoint:
             news.set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept clients until cancelled. The oldest gives way to what is too many."""
+        """Accept clients until cancelled. To what is too many the oldest gives way that has asked nothing yet, or the oldest."""
         listener.setblocking(False)
         self.listener = _kind(listener)
         async with asyncio.TaskGroup() as group:
-            clients: dict[asyncio.Task[None], None] = {}
+            clients: dict[Connection, asyncio.Task[None]] = {}
             while True:
                 try:
                     peer_socket, _ = await self._loop.sock_accept(listener)
@@ -270,10 +274,10 @@ class Endpoint:
                     await asyncio.sleep(1.0)
                     continue
                 if len(clients) >= _MOST_CONNECTIONS:
-                    next(iter(clients)).cancel()
-                client = group.create_task(Connection(self, peer_socket).run())
-                clients[client] = None
-                client.add_done_callback(clients.pop)
+                    clients.pop(min(clients, key=lambda client: client.asked)).cancel()
+                client = Connection(self, peer_socket)
+                clients[client] = group.create_task(client.run())
+                clients[client].add_done_callback(partial(clients.pop, client))
 
     def is_token(self, shown: str) -> bool:
         """Whether a client has shown the token that the file holds now."""
@@ -293,6 +297,7 @@ class Endpoint:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; whatever goes wrong with it is its own affair."""
         connection = self.server.serving[request.protocol]
+        connection.asked = True
         connection.extend(_IDLE_SECONDS)
         try:
             response = await self._answer(request, connection)
@@ -336,6 +341,9 @@ class Endpoint:
             return await self._steer(request, connection, who)
         if path == "/events" and request.method == "GET":
             return await self._stream(request, connection)
+        for _ in range(5 if self.silent_seconds >= _SILENT_SECONDS else 0):
+            # It may be this process that stood still: a document that waits already is taken first.
+            await asyncio.sleep(0)
         may_read = self._may(self.listener, credential, Act.READ) is None
         return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=may_read)
 
@@ -373,15 +381,16 @@ class Endpoint:
         self._streams += 1
         try:
             await response.prepare(request)
-            while True:
-                news = self._news
-                connection.extend(_STREAM_SECONDS)
-                if self._document:
-                    await response.write(
-                        self._once("events", lambda: b"event: status\ndata: %b\n\n" % self._document)
-                    )
-                connection.extend(None)
-                await news.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STREAMING_SECONDS):
+                    while True:
+                        news = self._news
+                        connection.extend(_STREAM_SECONDS)
+                        if self._document:
+                            await response.write(self._once("events", lambda: _EVENT % self._document))
+                        connection.extend(None)
+                        await news.wait()
+            return response
         finally:
             self._streams -= 1
 

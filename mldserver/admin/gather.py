@@ -86,9 +86,9 @@ class Readiness:
             await clock.sleep(_WATCH_SECONDS)
 
 
-def unready(parts: Parts) -> list[tuple[str, bool]]:
+def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple[str, bool]]:
     """Return why it is red, the most urgent first, and whether each is more than a part that has not started yet."""
-    status = parts.coordinator.status()
+    status = status or parts.coordinator.status()
     found: list[tuple[str, bool]] = []
     if parts.source.waits_for is not None:
         found.append((parts.source.waits_for, False))
@@ -196,7 +196,7 @@ class Gatherer:
         if parts is None:
             return status.Status(server_id=settings.server_id or "", ready=False, reasons=(doing,), **common)
         source, told = parts.source.status(), parts.coordinator.status()
-        reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts))
+        reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
         rules, counts = parts.coordinator.rules, source.counts
         budgets = {
             "buffer": status.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),

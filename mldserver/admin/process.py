@@ -89,6 +89,8 @@ class AdminEndpoint:
         )
         self.address: str | None = None
         """Where it listens, with the real port; None: it does not."""
+        self._made: os.stat_result | None = None
+        """The Unix socket that it has made."""
         self._child: ChildProcess | None = None
         self._channel: Channel[wire.FromEndpoint] | None = None
         self._acts: set[asyncio.Task[None]] = set()
@@ -126,9 +128,12 @@ class AdminEndpoint:
                     for task in (*tasks, *self._acts):
                         task.cancel()
         finally:
+            # While the socket is open its inode is no other file's: what has taken the path since stays.
+            if isinstance(self._place, UnixAddress) and self._made is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(self._made, self._place.path.lstat()):
+                        self._place.path.unlink()
             listener.close()
-            if isinstance(self._place, UnixAddress):
-                self._place.path.unlink(missing_ok=True)
 
     def make_token(self) -> None:
         """See that the token's file is there, and this user's alone. Blocking. Raises OperatorError for one that was given.
@@ -171,6 +176,8 @@ class AdminEndpoint:
             raise (NotThereYet if taken else OperatorError)(what, advice=advice) from error
         if isinstance(place, TcpAddress):
             place = TcpAddress(*listener.getsockname()[:2])
+        else:
+            self._made = place.path.lstat()
         self.address = str(place)
         steered_by = str(token_file(self._settings)) if self._by_token else ""
         log.info("admin.listening", address=self.address, token_file=steered_by)

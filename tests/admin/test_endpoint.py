@@ -158,6 +158,41 @@ def test_it_is_live_while_documents_come_and_ready_when_they_say_so(tmp_path: Pa
     running(story())
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_a_document_that_waits_is_taken_before_the_server_is_said_to_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            server.endpoint.take(document())
+            own, others = socket.socketpair()
+            own.setblocking(False)
+            took = asyncio.Event()
+
+            async def take() -> None:
+                await took.wait()
+                server.endpoint.take(document())
+
+            taking = asyncio.create_task(take())
+            shown = module.Connection.shown
+
+            def starved(*arguments: Any) -> Any:
+                """Stand still while a document comes."""
+                pass_seconds(6)
+                asyncio.get_running_loop().add_reader(own, took.set)
+                others.send(b"a document")
+                return shown(*arguments)
+
+            with own, others:
+                client = await server.client()
+                monkeypatch.setattr(module.Connection, "shown", starved)
+                assert (await client.ask(path)).code == 200
+                asyncio.get_running_loop().remove_reader(own)
+            await taking
+
+    running(story())
+
+
 def test_events_are_the_documents_as_they_come_the_present_one_first(tmp_path: Path) -> None:
     async def story() -> None:
         async with served(tmp_path) as server:
@@ -515,6 +550,24 @@ def test_of_too_many_connections_the_oldest_gives_way(
     running(story())
 
 
+def test_who_has_asked_nothing_yet_gives_way_before_who_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_CONNECTIONS", 3)
+
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            probe = await server.client()
+            assert (await probe.ask("/livez")).code == 200
+            flood = [await server.client() for _ in range(8)]
+            for client in flood[:6]:
+                assert await client.ended()
+            for client in (probe, *flood[6:]):
+                assert (await client.ask("/livez")).code == 200
+
+    running(story())
+
+
 def test_garbage_is_answered_with_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def story() -> None:
         async with served(tmp_path) as server:
@@ -562,6 +615,24 @@ def test_who_does_not_read_events_is_cut_and_others_go_on(tmp_path: Path) -> Non
             await until(lambda: len(server.endpoint.server.serving) == 1)
             server.endpoint.take(document(version="last"))
             assert (await reader.event())["version"] == "last"
+
+    running(story())
+
+
+def test_a_stream_ends_after_ten_minutes(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path) as server:
+            server.endpoint.take(document(version="1"))
+            reader = await server.client()
+            reader.writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.answer()
+            assert (await reader.event())["version"] == "1"
+            pass_seconds(590)
+            server.endpoint.take(document(version="2"))
+            assert (await reader.event())["version"] == "2"
+            pass_seconds(11)
+            assert await reader.reader.readuntil(b"0\r\n\r\n"), "the end of the answer, in order"
+            assert server.endpoint._streams == 0
 
     running(story())
 

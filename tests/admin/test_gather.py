@@ -13,6 +13,7 @@ from support.serving import quick, serving, until
 
 from mldserver.admin.gather import EventTally, Gatherer, Waiting
 from mldserver.base.clock import SystemClock
+from mldserver.coordinator.coordinator import Coordinator
 from mldserver.observe.logging import logging_to
 from mldserver.records import Sequence
 from mldserver.testing import FakeMLD, FakeStream, Habits, VirtualClock
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.server import Server
 
 HANDLER = '''
@@ -154,6 +156,24 @@ async def test_a_shard_at_work_tells_its_connection_lag_and_position(tmp_path: P
     assert status.windows.open == 1
     assert set(status.budgets) == {"buffer", "lines", "segments"}
     assert status.budgets["segments"].used_bytes > 0
+
+
+async def test_a_document_looks_at_the_coordinator_once(
+    tmp_path: Path, handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = Coordinator.status
+
+    def counted(coordinator: Coordinator) -> CoordinatorStatus:
+        nonlocal looks
+        looks += 1
+        return look(coordinator)
+
+    async with told(tmp_path, handler, stream=filled(1)) as server:
+        await server.listening()
+        monkeypatch.setattr(Coordinator, "status", counted)
+        assert server.document().ready
+        assert looks == 1
 
 
 def test_a_server_that_starts_or_stops_says_so(tmp_path: Path, handler: str) -> None:

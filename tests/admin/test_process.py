@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import socket
 import stat
@@ -19,9 +20,11 @@ from support.certificates import Certificates
 from support.raw_http import Answer, asked, status
 from support.serving import quick, until
 
+from mldserver.admin import child
 from mldserver.admin.access import read_token
 from mldserver.admin.process import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
+from mldserver.base.listening import listen_unix
 from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
@@ -270,6 +273,27 @@ async def test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server(
         assert answer.json == {"done": True, "text": "pause"}
         assert events(logged, "admin.listening")[0]["token_file"] == ""
     assert not path.exists()
+
+
+async def test_a_unix_socket_of_another_server_stays(tmp_path: Path) -> None:
+    path = tmp_path / "admin.sock"
+    async with shown(settings(tmp_path, admin=UnixAddress(path))):
+        path.unlink()
+        another = listen_unix(path)
+    assert path.exists()
+    another.close()
+    async with shown(settings(tmp_path, admin=UnixAddress(path))):
+        path.unlink()
+
+
+def test_a_lower_limit_than_its_process_gives_itself_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_NOFILE: 256}
+    limits: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, hard[kind]))
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    child.limit(resource.RLIMIT_DATA, 512)
+    child.limit(resource.RLIMIT_NOFILE, 512)
+    assert limits == {resource.RLIMIT_DATA: (512, 512), resource.RLIMIT_NOFILE: (256, 256)}
 
 
 async def test_from_outside_it_speaks_tls_and_reads_certificates_again(
