@@ -631,7 +631,8 @@ def test_a_stream_ends_after_ten_minutes(tmp_path: Path) -> None:
             server.endpoint.take(document(version="2"))
             assert (await reader.event())["version"] == "2"
             pass_seconds(11)
-            assert await reader.reader.readuntil(b"0\r\n\r\n"), "the end of the answer, in order"
+            async with asyncio.timeout(5):
+                assert await reader.reader.readuntil(b"0\r\n\r\n"), "the end of the answer, in order"
             assert server.endpoint._streams == 0
 
     running(story())
