@@ -332,7 +332,8 @@ class Driver:
 
     def _tidy(self) -> None:
         if self._start is not None:
-            shutil.rmtree(self._start.scratch, ignore_errors=True)
+            for left in (self._start.scratch, f"{self._start.scratch}{wire.WARM_UP}"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def main() -> None:

@@ -15,12 +15,16 @@ import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from mldserver.children import channel
 from mldserver.jobs.engine import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
 from mldserver.spark.sinks.sink import SinkSpec  # noqa: TC001  # msgspec reads it
+
+WARM_UP: Final = "-warm-up"
+"""What the folder of the warm-up's window has behind the scratch folder's name, where it has no ``place``."""
 
 
 class Start(channel.Message, frozen=True):
@@ -55,7 +59,7 @@ class Start(channel.Message, frozen=True):
     storage: dict[str, str] = msgspec.field(default_factory=dict)
     """Hadoop's settings of the output folder's storage: the session's own, never on the JVM's command line."""
     place: str = ""
-    """Where the warm-up's window lies, as Spark knows it, in the storage of the output; empty: in ``scratch``."""
+    """Where the warm-up's window lies, as Spark knows it, in the storage of the output; empty: beside ``scratch``."""
     out: str = ""
     """``WindowJob.out`` of it."""
 

@@ -22,7 +22,7 @@ from pyspark.errors import AnalysisException
 from mldserver.base.uris import reach
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.jobs.engine import WindowJob
-from mldserver.spark.driver_messages import lost_connection, message
+from mldserver.spark.driver_messages import WARM_UP, lost_connection, message
 from mldserver.spark.session import is_local
 from mldserver.spark.sinks.sink import escaped
 from mldserver.spark.window_job import TASK_BYTES, Pipeline, columns_ddl, inspect_output, run_windows, write
@@ -58,7 +58,7 @@ def warm_up(session: Session, start: Start) -> None:
     with a local output what Spark raises.
     """
     # Beside the scratch folder, which is this user's alone: executors may be others.
-    own = start.place or f"{start.scratch}-warm-up"
+    own = start.place or f"{start.scratch}{WARM_UP}"
     filesystem, root = reach(own, start.out)
     elsewhere = bool(start.out) or not is_local(start.master)
     _forget(filesystem, root)  # what a driver that was killed has left

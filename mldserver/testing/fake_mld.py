@@ -193,8 +193,6 @@ class FakeMLD:
         self.life += 1
         self._die.clear()
         self._blocked.clear()
-        # A session whose task was cancelled before it first ran could not take itself out.
-        self._sessions.clear()
         faults: list[Exit] = []
         to_raise: Exception | None = None
         try:
@@ -213,6 +211,9 @@ class FakeMLD:
             faults.append(Exit(EXIT_TERMINATED, "SIGTERM, its grace over"))
         except* DaemonHangs as group_of_hangs:
             to_raise = group_of_hangs.exceptions[0]
+        finally:
+            # A session whose task was cancelled before it first ran could not take itself out.
+            self._sessions.clear()
         if to_raise is not None:
             raise to_raise
         if faults:

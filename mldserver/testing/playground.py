@@ -56,6 +56,15 @@ _OUTWARD: Final = frozenset(
         "region",
         "endpoint_url",
         "list_shards_interval",
+        # Nobody connects but the fake daemon, and nobody looks.
+        "allow_shards",
+        "tls_certificate",
+        "tls_key",
+        "tls_client_ca",
+        "tls_names",
+        "insecure",
+        "admin",
+        "admin_token_file",
     }
 )
 """Settings that reach out of a run's folder. ``cache_dir`` does too, but what lies there only saves time."""
