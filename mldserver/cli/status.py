@@ -106,14 +106,18 @@ class At(Where):
                 certificate, key = self.certificate, self.key
             try:
                 tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
-            except (
-                NotThereYet
-            ) as error:  # a server may wait for its files; a command was given the wrong ones
+            # A server may wait for its files; a command was given the wrong ones.
+            except NotThereYet as error:
                 raise ConfigError(error.what, advice=error.advice) from error
         elif token_file is None and steers and isinstance(address, TcpAddress) and is_local(address):
             from mldserver.admin.process import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
 
             token_file = made(settings)
+            if not token_file.exists():
+                raise ConfigError(
+                    f"There is no token of a server at {token_file}.",
+                    advice="Give --out as the server has it, or --admin-token-file.",
+                )
         return Client(address, token=None if token_file is None else find_token(token_file), tls=tls)
 
     def meant_pipeline(self) -> str | None:
