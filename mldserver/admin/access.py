@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import hmac
-import ipaddress
 import os
 import secrets
 import stat
@@ -13,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from mldserver.config.kinds import is_loopback
 from mldserver.errors import OperatorError
 
 
@@ -105,14 +105,6 @@ def _bare(host: str) -> str:
     """Return the host of ``host:port``."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this host's own, and nobody else's."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
 
 
 # The token.

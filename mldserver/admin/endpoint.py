@@ -35,7 +35,6 @@ from mldserver.admin.access import (
     Credential,
     Listener,
     browser_refusal,
-    is_loopback,
     read_token,
     refusal,
     same_token,
@@ -44,6 +43,7 @@ from mldserver.admin.history import History
 from mldserver.admin.status import Status
 from mldserver.base.clock import Flag
 from mldserver.base.tls import ServerTLS, names_of
+from mldserver.config.kinds import is_loopback
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ Last comes what becomes of records by the class of their error, as the setting `
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
 import re
 from collections.abc import Mapping
@@ -30,7 +31,6 @@ HIGHEST_PORT = 65_535
 _LARGEST = 2**63 - 1
 """What SQLite, Arrow and messages between processes hold; more than there is of anything."""
 
-_LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)?", re.IGNORECASE)
 _DECIMAL_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -67,7 +67,15 @@ Address = TcpAddress | UnixAddress
 
 def is_local(address: Address) -> bool:
     """Whether only processes of this host can reach it."""
-    return isinstance(address, UnixAddress) or bool(_LOOPBACK.fullmatch(address.host))
+    return isinstance(address, UnixAddress) or is_loopback(address.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this host's own, and nobody else's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

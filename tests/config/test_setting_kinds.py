@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.config import kinds, locations
-from mldserver.config.kinds import TcpAddress, UnixAddress, show_duration, show_size
+from mldserver.config.kinds import TcpAddress, UnixAddress, is_loopback, show_duration, show_size
 
 
 @pytest.mark.parametrize(
@@ -318,3 +318,8 @@ def test_a_master_on_which_no_session_can_be_made_is_refused(raw: str, why: str)
     with pytest.raises(ValueError, match=why) as caught:
         locations.spark_master.parse(raw)
     assert "hush" not in str(caught.value)
+
+
+def test_loopback_is_told_from_its_looks() -> None:
+    names = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "10.0.0.1", "0.0.0.0", "example.org", "")
+    assert [name for name in names if is_loopback(name)] == ["localhost", "127.0.0.1", "127.1.2.3", "::1"]
