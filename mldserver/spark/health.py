@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -208,19 +208,21 @@ class Watch:
     """Tells the progress of jobs; set when there can be any."""
     pause: Callable[[], bool] = field(default_factory=lambda: lambda: threading.Event().wait(_TICK_SECONDS))
     now: Callable[[], float] = time.monotonic
+    pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="ask"))
+    """Where Spark is asked."""
     _asked: int = 0
     _seen: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Watch until the session is dead; ``pause`` returns whether to stop before."""
         judge, told = Judge(), wire.Health("")
-        with ThreadPoolExecutor(1, thread_name_prefix="ask") as pool:
-            asking: Future[None] = pool.submit(self._ask)
+        with self.pool:
+            asking: Future[None] = self.pool.submit(self._ask)
             while not (self.pause() or told.over):
                 silent = not asking.done()
                 health = judge.verdict(self.now(), {**self._seen, "silent": ""} if silent else self._seen)
                 if not silent:
-                    asking = pool.submit(self._ask)
+                    asking = self.pool.submit(self._ask)
                 if health != told:
                     told = health
                     (self.fall if health.over else self.send)(health)
