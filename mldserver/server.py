@@ -56,8 +56,8 @@ from mldserver.observe.logging import reopen
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from mldserver.admin.process import AdminEndpoint
-    from mldserver.admin.status import Status
+    from mldserver.admin.document import Status
+    from mldserver.admin.endpoint_keeper import AdminEndpoint
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
     from mldserver.coordinator.coordinator import Coordinator

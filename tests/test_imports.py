@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 CORES = (
     *("records", "errors", "windows", "protocol", "coordinator.core"),
     "admin.history",
-    "admin.status",
+    "admin.document",
     "conformance.judge",
     "dynamodb_streams.merge",
     "dynamodb_streams.positions",

@@ -39,8 +39,8 @@ from mldserver.admin.access import (
     refusal,
     same_token,
 )
+from mldserver.admin.document import Status
 from mldserver.admin.history import History
-from mldserver.admin.status import Status
 from mldserver.base.clock import Flag
 from mldserver.base.tls import ServerTLS, names_of
 from mldserver.config.kinds import is_loopback
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from aiohttp.web_protocol import RequestHandler
 
-    from mldserver.admin.wire import Answered
+    from mldserver.admin.endpoint_messages import Answered
 
     AskServer = Callable[[str, str, str], Awaitable[Answered]]
 
@@ -227,7 +227,7 @@ class Endpoint:
     ) -> None:
         """Know who may do what. ``ask`` lets the server carry out an act: its name, argument, and who asks.
 
-        ``uid``: the user who may use a Unix socket, beside root. For the rest see ``wire.Start`` and ``access.py``.
+        ``uid``: the user who may use a Unix socket, beside root. For the rest see ``endpoint_messages.Start`` and ``access.py``.
         """
         self.server = _Server(self._handle)
         self.listener = Listener.LOOPBACK

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver import __version__
-from mldserver.admin import status
+from mldserver.admin import document
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.observe.logging import Logger, lines_lost
 
@@ -175,7 +175,7 @@ class Gatherer:
             self._late_ms = max(self._late_ms, late_ms)
         self._slept_ms = self._clock.steady_ms()
 
-    def take(self, parts: Parts | None, *, doing: str = "") -> status.Status:
+    def take(self, parts: Parts | None, *, doing: str = "") -> document.Status:
         """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work."""
         settings, stopping = self._settings, doing.startswith("stops")
         common: dict[str, Any] = {
@@ -194,17 +194,19 @@ class Gatherer:
         self._late_ms = 0
         doing = f"the server {doing}"
         if parts is None:
-            return status.Status(server_id=settings.server_id or "", ready=False, reasons=(doing,), **common)
+            return document.Status(
+                server_id=settings.server_id or "", ready=False, reasons=(doing,), **common
+            )
         source, told = parts.source.status(), parts.coordinator.status()
         reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
         rules, counts = parts.coordinator.rules, source.counts
         budgets = {
-            "buffer": status.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),
-            "segments": status.Budget(used_bytes=told.segment_bytes, limit_bytes=rules.segment_disk_bytes),
+            "buffer": document.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),
+            "segments": document.Budget(used_bytes=told.segment_bytes, limit_bytes=rules.segment_disk_bytes),
         }
         if source.lines[1]:
-            budgets["lines"] = status.Budget(used_bytes=source.lines[0], limit_bytes=source.lines[1])
-        return status.Status(
+            budgets["lines"] = document.Budget(used_bytes=source.lines[0], limit_bytes=source.lines[1])
+        return document.Status(
             paused=parts.coordinator.shards.backpressure.paused,
             handler_version=getattr(
                 parts.runtime, "version", parts.handler_version
@@ -214,11 +216,11 @@ class Gatherer:
             ready=not reasons,
             reasons=reasons,
             totals=self._totals(parts, source, told),
-            batch_seconds=status.Histogram() if counts is None else _histogram(counts.took),
+            batch_seconds=document.Histogram() if counts is None else _histogram(counts.took),
             failures={} if counts is None else dict(counts.failures),
             connections=dict(source.connections),
             shards=self._shards(parts, source),
-            watermark=status.Watermark(
+            watermark=document.Watermark(
                 at_ms=told.watermark_ms,
                 held_by=told.held_by,
                 server=told.held_by_server,
@@ -235,9 +237,9 @@ class Gatherer:
             **common,
         )
 
-    def _totals(self, parts: Parts, source: SourceStatus, told: CoordinatorStatus) -> status.Totals:
+    def _totals(self, parts: Parts, source: SourceStatus, told: CoordinatorStatus) -> document.Totals:
         seen, ledger, counts = self._tally.counts, parts.ledger, source.counts
-        return status.Totals(
+        return document.Totals(
             **({} if counts is None else _of_batches(counts)),
             rows_durable=told.rows_durable,
             segments=told.segments,
@@ -265,7 +267,7 @@ class Gatherer:
             reloads_refused=seen["refused"],
         )
 
-    def _shards(self, parts: Parts, source: SourceStatus) -> tuple[status.Shard, ...]:
+    def _shards(self, parts: Parts, source: SourceStatus) -> tuple[document.Shard, ...]:
         """Return the shards that this server has or misses, and those that it has read to their end lately."""
         lineage = parts.coordinator.lineage
         counted = {} if source.counts is None else source.counts.shards
@@ -292,7 +294,7 @@ class Gatherer:
 
     def _shard(
         self, parts: Parts, source: SourceStatus, node: ShardNode, of_worker: Mapping[str, int]
-    ) -> status.Shard:
+    ) -> document.Shard:
         shards, now_ms, shard_id = parts.coordinator.shards, self._clock.steady_ms(), node.id
         session, held = shards.sessions.live(shard_id), shards.backpressure
         paused = session is not None and held.pauses(session)
@@ -336,21 +338,21 @@ def _of_batches(counts: ProgressLog) -> dict[str, Any]:
     }
 
 
-def _counted(shard_id: str, state: str, counts: Mapping[str, Any], **more: Any) -> status.Shard:
+def _counted(shard_id: str, state: str, counts: Mapping[str, Any], **more: Any) -> document.Shard:
     of = counts.get(shard_id)
     came = {} if of is None else {"records": of.records, "rows": of.rows, "bytes": of.bytes}
-    return status.Shard(id=shard_id, state=state, **came, **more)
+    return document.Shard(id=shard_id, state=state, **came, **more)
 
 
-def _histogram(durations: Durations) -> status.Histogram:
-    return status.Histogram(counts=tuple(durations.counts), sum_seconds=durations.sum_ms / 1000)
+def _histogram(durations: Durations) -> document.Histogram:
+    return document.Histogram(counts=tuple(durations.counts), sum_seconds=durations.sum_ms / 1000)
 
 
-def _windows(parts: Parts, told: CoordinatorStatus) -> status.Windows:
+def _windows(parts: Parts, told: CoordinatorStatus) -> document.Windows:
     runner = parts.runner
     if runner is None:
-        return status.Windows()
-    return status.Windows(
+        return document.Windows()
+    return document.Windows(
         open=told.windows_open,
         waiting=told.windows_waiting,
         published=told.windows_published,
@@ -359,7 +361,7 @@ def _windows(parts: Parts, told: CoordinatorStatus) -> status.Windows:
         rows_out=runner.rows_out,
         seconds=_histogram(runner.took),
         latest=tuple(
-            status.Window(
+            document.Window(
                 id=life.entry.window_id,
                 state=life.state,
                 revision=life.entry.revision,
@@ -379,9 +381,9 @@ def _windows(parts: Parts, told: CoordinatorStatus) -> status.Windows:
     )
 
 
-def _workers(parts: Parts) -> tuple[status.Worker, ...]:
+def _workers(parts: Parts) -> tuple[document.Worker, ...]:
     return tuple(
-        status.Worker(
+        document.Worker(
             number=worker.number,
             pid=None if worker.present is None else worker.present.pid,
             generation=worker.generation,
@@ -395,18 +397,18 @@ def _workers(parts: Parts) -> tuple[status.Worker, ...]:
     )
 
 
-def _spark(parts: Parts) -> status.Spark | None:
+def _spark(parts: Parts) -> document.Spark | None:
     if parts.engine is None:
         return None
     facts = asdict(parts.engine.facts())
-    return status.Spark(ready=parts.engine.is_ready, trouble=parts.engine.trouble, **facts)
+    return document.Spark(ready=parts.engine.is_ready, trouble=parts.engine.trouble, **facts)
 
 
-def _dead_letters(parts: Parts, told: CoordinatorStatus) -> status.DeadLetters:
+def _dead_letters(parts: Parts, told: CoordinatorStatus) -> document.DeadLetters:
     state = parts.coordinator.shards.state
 
-    def shown(letter: DeadLetter) -> status.DeadLetter:
-        return status.DeadLetter(
+    def shown(letter: DeadLetter) -> document.DeadLetter:
+        return document.DeadLetter(
             at_ms=letter.at_ms,
             shard=letter.shard_id,
             sequence=str(letter.sequence),
@@ -415,23 +417,23 @@ def _dead_letters(parts: Parts, told: CoordinatorStatus) -> status.DeadLetters:
             attempts=letter.attempts,
         )
 
-    return status.DeadLetters(
+    return document.DeadLetters(
         waiting=state.dead_letters if parts.letters is None else None,
         redriving=state.redrives,
         latest=tuple(map(shown, told.latest_letters)),
     )
 
 
-def _servers(parts: Parts, now_ms: int) -> tuple[status.Peer, ...]:
+def _servers(parts: Parts, now_ms: int) -> tuple[document.Peer, ...]:
     """Return the servers on the ledger, as this one looked at it last."""
     membership, own_id = parts.coordinator.shards.membership, parts.ledger.server_id
 
-    def shown() -> Iterator[status.Peer]:
+    def shown() -> Iterator[document.Peer]:
         told = parts.coordinator.shards.state.servers.get(own_id)
         for server in (*membership.peers.states(), *([] if told is None else [told])):
             own, name = server is told, server.server_id
             silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms(name)
-            yield status.Peer(
+            yield document.Peer(
                 id=name,
                 this=own,
                 beat_age_seconds=silent_ms / 1000,

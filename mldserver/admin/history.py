@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from mldserver.admin.status import SECONDS
+from mldserver.admin.document import SECONDS
 
 if TYPE_CHECKING:
-    from mldserver.admin.status import Histogram, Status
+    from mldserver.admin.document import Histogram, Status
 
 __all__ = ["History", "Point", "quantile"]
 

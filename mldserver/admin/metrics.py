@@ -21,14 +21,14 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from mldserver.admin.status import SECONDS
+from mldserver.admin.document import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client.core import Metric as Family
 
-    from mldserver.admin.status import Status
+    from mldserver.admin.document import Status
 
 MOST_SHARDS: Final = 200
 PREFIX: Final = "mldserver_"

@@ -139,8 +139,8 @@ def live(settings: Settings, *, drain: bool = False) -> int:
 
     import uvloop  # noqa: PLC0415  # see above
 
+    from mldserver.admin.endpoint_keeper import AdminEndpoint  # noqa: PLC0415  # see above
     from mldserver.admin.gather import EventTally  # noqa: PLC0415  # `--help` and wrong settings must not wait for it
-    from mldserver.admin.process import AdminEndpoint  # noqa: PLC0415  # see above
     from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
     from mldserver.base.service import Service, entitle  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above

@@ -14,7 +14,7 @@ import msgspec
 from cyclopts import App, Group, Parameter
 
 from mldserver.admin.access import find_token
-from mldserver.admin.client import Client, NoAnswer, read_status
+from mldserver.admin.http_client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
 from mldserver.cli.ledger_tool import (
     AsJson,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from mldserver.admin.status import Shard, Status
+    from mldserver.admin.document import Shard, Status
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
 
@@ -110,7 +110,7 @@ class At(Where):
             except NotThereYet as error:
                 raise ConfigError(error.what, advice=error.advice) from error
         elif token_file is None and steers and isinstance(address, TcpAddress) and is_local(address):
-            from mldserver.admin.process import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
+            from mldserver.admin.endpoint_keeper import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
 
             token_file = made(settings)
             if not token_file.exists():

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from mldserver.admin.client import NoAnswer
+from mldserver.admin.http_client import NoAnswer
 from mldserver.cli.ledger_tool import AsJson, plain, tell, tell_json
 from mldserver.cli.status import HERE, At, ask
 from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the annotations

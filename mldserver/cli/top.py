@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from mldserver.admin.client import NoAnswer
+from mldserver.admin.http_client import NoAnswer
 from mldserver.cli import status
 from mldserver.cli.ledger_tool import details, moment, plain
 from mldserver.cli.status import HERE, At, Rates
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from mldserver.admin.client import Client
-    from mldserver.admin.status import Shard, Status, Totals
+    from mldserver.admin.document import Shard, Status, Totals
+    from mldserver.admin.http_client import Client
 
 _HELP = """
 Show a running server's status live, in a terminal.

@@ -20,7 +20,7 @@ from mldserver.admin import endpoint as module
 from mldserver.admin import metrics
 from mldserver.admin.access import make_token, read_token
 from mldserver.admin.endpoint import Endpoint
-from mldserver.admin.wire import Answered
+from mldserver.admin.endpoint_messages import Answered
 from mldserver.base.listening import listen_tcp, listen_unix
 from mldserver.base.tls import ServerTLS, client_context
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from mldserver.admin.document import SECONDS, Histogram, Shard, Status, Totals, Watermark
 from mldserver.admin.history import POINTS, History, quantile
-from mldserver.admin.status import SECONDS, Histogram, Shard, Status, Totals, Watermark
 
 BEGIN = 1_700_000_000_000
 

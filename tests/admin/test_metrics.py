@@ -14,8 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from support.pages import ROOT, examples
 
-from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
-from mldserver.admin.status import (
+from mldserver.admin.document import (
     SECONDS,
     Budget,
     DeadLetters,
@@ -28,6 +27,7 @@ from mldserver.admin.status import (
     Windows,
     Worker,
 )
+from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
 
 if TYPE_CHECKING:
     from pathlib import Path

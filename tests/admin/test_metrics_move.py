@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from spark.bench import FAKE, job
 from support.serving import connect, quick, serving
 
-from mldserver.admin import wire
+from mldserver.admin.endpoint_keeper import AdminEndpoint
+from mldserver.admin.endpoint_messages import Ask
 from mldserver.admin.gather import EventTally
 from mldserver.admin.metrics import METRICS, PREFIX, TEXT, exposed
-from mldserver.admin.process import AdminEndpoint
 from mldserver.base.clock import SystemClock
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
@@ -298,7 +298,7 @@ async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path,
 async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path / "out", handler, workers=1)
     endpoint, told = AdminEndpoint(settings, SystemClock()), []
-    ask, channel = wire.Ask(1, "reload", "", "somebody"), cast("Any", SimpleNamespace(send=told.append))
+    ask, channel = Ask(1, "reload", "", "somebody"), cast("Any", SimpleNamespace(send=told.append))
     async with watched(settings) as watch:
         (tmp_path / "wishing.py").write_text("this is no Python")
         await endpoint._act(channel, ask, watch.server.carry_out)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from support.browser import Browser
 
-    from mldserver.admin.status import Status
+    from mldserver.admin.document import Status
 
 SCREENS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 """Of what colour, and how many pixels wide."""

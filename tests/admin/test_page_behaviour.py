@@ -11,7 +11,7 @@ from support.statuses import NOW, failing, healthy, hour_before, lagging
 
 from mldserver.admin import endpoint as module
 from mldserver.admin.access import read_token
-from mldserver.admin.status import (
+from mldserver.admin.document import (
     DeadLetter,
     DeadLetters,
     Shard,

@@ -11,7 +11,7 @@ from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.admin.status import SCHEMA
+from mldserver.admin.document import SCHEMA
 from mldserver.cli.status import size, span
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER

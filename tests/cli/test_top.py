@@ -18,8 +18,8 @@ from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.admin.client import Refused
-from mldserver.admin.status import Shard, Totals
+from mldserver.admin.document import Shard, Totals
+from mldserver.admin.http_client import Refused
 from mldserver.cli.status import At, Rates
 from mldserver.cli.top import Screen, View
 from mldserver.errors import OperatorError

@@ -51,12 +51,12 @@ HELD_BY = {
         "base/test_tls.py::test_a_client_refuses_a_server_of_another_authority_or_another_name",
         "kcl/test_bridge.py::test_a_bridge_says_nothing_to_a_server_that_is_not_the_right_one",
         "kcl/test_supervisor.py::test_a_server_whose_certificate_is_not_the_right_one_is_told_of_and_not_waited_for",
-        "admin/test_client.py::test_where_one_side_proves_nothing_neither_is_told_a_word",
+        "admin/test_http_client.py::test_where_one_side_proves_nothing_neither_is_told_a_word",
     ],
     "Certificates that are read again": [
         "base/test_tls.py::test_what_is_read_again_counts_for_the_next_handshake_and_no_session_outlives_it",
         "sources/test_tls.py::test_certificates_that_are_read_again_count_for_the_next_connection",
-        "admin/test_process.py::test_from_outside_it_speaks_tls_and_reads_certificates_again",
+        "admin/test_endpoint_keeper.py::test_from_outside_it_speaks_tls_and_reads_certificates_again",
     ],
     "No revocation list": [
         "base/test_tls.py::test_no_revocation_list_is_read",
@@ -66,7 +66,7 @@ HELD_BY = {
         "test_server_tls.py::test_a_server_whose_certificate_cannot_be_used_does_not_start",
         "test_server_tls.py::test_sighup_reads_certificates_again_and_a_bad_one_leaves_the_former",
         "test_server_tls.py::test_while_the_certificates_file_system_hangs_shards_are_served_and_one_reading_waits",
-        "admin/test_process.py::test_a_certificate_that_cannot_be_used_ends_the_start",
+        "admin/test_endpoint_keeper.py::test_a_certificate_that_cannot_be_used_ends_the_start",
     ],
     "Under `insecure = true`": [
         "admin/test_endpoint.py::test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said",
@@ -74,7 +74,7 @@ HELD_BY = {
     ],
     "A Unix socket is for": [
         "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
-        "admin/test_process.py::test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server",
+        "admin/test_endpoint_keeper.py::test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server",
         "admin/test_endpoint.py::test_a_unix_socket_is_its_users_who_is_known_by_the_kernel",
         "admin/test_endpoint.py::test_another_user_of_the_host_is_told_nothing_on_the_unix_socket",
     ],
@@ -95,14 +95,14 @@ HELD_BY = {
     ],
     "A file of the server's own": [
         "admin/test_access.py::test_where_no_file_can_be_kept_from_others_that_is_told",
-        "admin/test_process.py::test_a_token_file_that_the_server_made_never_ends_a_start",
-        "admin/test_process.py::test_a_token_file_that_was_given_is_not_made",
+        "admin/test_endpoint_keeper.py::test_a_token_file_that_the_server_made_never_ends_a_start",
+        "admin/test_endpoint_keeper.py::test_a_token_file_that_was_given_is_not_made",
     ],
     "Terminal commands show the token": [
-        "admin/test_client.py::test_who_reads_shows_the_token_only_to_a_server_that_wants_it",
-        "admin/test_client.py::test_a_stranger_who_has_taken_the_port_is_not_shown_the_token",
-        "admin/test_client.py::test_the_kernels_tables_tell_whose_a_port_is",
-        "admin/test_client.py::test_a_real_ports_user_is_told_before_and_after_the_accept",
+        "admin/test_http_client.py::test_who_reads_shows_the_token_only_to_a_server_that_wants_it",
+        "admin/test_http_client.py::test_a_stranger_who_has_taken_the_port_is_not_shown_the_token",
+        "admin/test_http_client.py::test_the_kernels_tables_tell_whose_a_port_is",
+        "admin/test_http_client.py::test_a_real_ports_user_is_told_before_and_after_the_accept",
     ],
     "Pages of other sites": [
         "admin/test_access.py::test_on_loopback_any_other_host_is_refused_as_a_name_that_was_rebound",
@@ -119,7 +119,7 @@ HELD_BY = {
         "admin/test_page_behaviour.py::test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout"
     ],
     "What HTTP clients do": [
-        "admin/test_process.py::test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on",
+        "admin/test_endpoint_keeper.py::test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on",
         "admin/test_endpoint.py::test_who_sends_nothing_or_a_byte_now_and_then_is_cut",
         "admin/test_endpoint.py::test_of_too_many_connections_the_oldest_gives_way",
         "admin/test_endpoint.py::test_what_is_too_long_is_refused",
@@ -148,10 +148,10 @@ HELD_BY = {
         "docs/test_security.py::test_no_secret_of_a_setting_is_in_log_status_or_metrics",
     ],
     "The endpoint's process": [
-        "admin/test_process.py::test_its_process_gives_way_and_knows_no_secret_of_the_environment"
+        "admin/test_endpoint_keeper.py::test_its_process_gives_way_and_knows_no_secret_of_the_environment"
     ],
     "Each act of steering": [
-        "admin/test_process.py::test_it_shows_each_second_what_the_server_tells_and_asks_it_to_act",
+        "admin/test_endpoint_keeper.py::test_it_shows_each_second_what_the_server_tells_and_asks_it_to_act",
         "admin/test_endpoint.py::test_who_steers_from_outside_is_named_by_the_certificate",
     ],
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mldserver.admin.status import (
+from mldserver.admin.document import (
     Budget,
     DeadLetter,
     DeadLetters,

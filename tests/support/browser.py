@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from mldserver.admin.status import Status
+    from mldserver.admin.document import Status
 
 PROGRAMS: Final = {"chromium": "chromium", "chromedriver": "chromium-driver"}
 """What is needed, and Debian's package that has it."""

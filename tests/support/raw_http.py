@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mldserver.admin.status import Status
+from mldserver.admin.document import Status
 
 if TYPE_CHECKING:
     import ssl

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from mldserver.admin.status import (
+from mldserver.admin.document import (
     SECONDS,
     Budget,
     DeadLetter,

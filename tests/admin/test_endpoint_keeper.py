@@ -20,9 +20,9 @@ from support.certificates import Certificates
 from support.raw_http import Answer, asked, status
 from support.serving import quick, until
 
-from mldserver.admin import child
+from mldserver.admin import endpoint_process
 from mldserver.admin.access import read_token
-from mldserver.admin.process import AdminEndpoint, token_file
+from mldserver.admin.endpoint_keeper import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
 from mldserver.base.listening import listen_unix
 from mldserver.base.threads import aside
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable
 
-    from mldserver.admin.status import Status
+    from mldserver.admin.document import Status
     from mldserver.config.kinds import Address
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)
@@ -291,8 +291,8 @@ def test_a_lower_limit_than_its_process_gives_itself_holds(monkeypatch: pytest.M
     limits: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, hard[kind]))
     monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
-    child.limit(resource.RLIMIT_DATA, 512)
-    child.limit(resource.RLIMIT_NOFILE, 512)
+    endpoint_process.limit(resource.RLIMIT_DATA, 512)
+    endpoint_process.limit(resource.RLIMIT_NOFILE, 512)
     assert limits == {resource.RLIMIT_DATA: (512, 512), resource.RLIMIT_NOFILE: (256, 256)}
 
 

@@ -14,7 +14,7 @@ from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.certificates import Certificates
 
 from mldserver.admin.access import Token
-from mldserver.admin.client import Answer, Client, NoAnswer, Refused, listening_users, read_status
+from mldserver.admin.http_client import Answer, Client, NoAnswer, Refused, listening_users, read_status
 from mldserver.base.tls import ServerTLS, client_context
 from mldserver.config.kinds import address
 
@@ -63,7 +63,7 @@ def test_a_stranger_who_has_taken_the_port_is_not_shown_the_token(
     server: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = os.geteuid() + 1
-    monkeypatch.setattr("mldserver.admin.client.listening_users", lambda _socket: {stranger})
+    monkeypatch.setattr("mldserver.admin.http_client.listening_users", lambda _socket: {stranger})
     server.answers["/status"] = 401, {"error": "Your token, please."}
     ours = client(server, "secret")
     for ask in (ours.status, lambda: ours.act("pause", "", seconds=5)):
@@ -72,7 +72,7 @@ def test_a_stranger_who_has_taken_the_port_is_not_shown_the_token(
         ):
             ask()
     assert {token for _, _, token in server.asked} == {None}
-    monkeypatch.setattr("mldserver.admin.client.listening_users", lambda _socket: {0})
+    monkeypatch.setattr("mldserver.admin.http_client.listening_users", lambda _socket: {0})
     server.answers["/act/pause"] = 200, {"done": True, "text": "It is paused."}
     assert ours.act("pause", "", seconds=5).done
 

@@ -1,6 +1,6 @@
 """The endpoint's process: takes documents from the server, and serves whoever may ask.
 
-Not for people: ``python -m mldserver.admin.child FD``. It gives way to the server in everything: CPU, memory, life.
+Not for people: ``python -m mldserver.admin.endpoint_process FD``. It gives way to the server in everything: CPU, memory, life.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import uvloop
 
-from mldserver.admin import wire
 from mldserver.admin.endpoint import Endpoint
+from mldserver.admin.endpoint_messages import (
+    Answered,
+    Ask,
+    Document,
+    LogLine,
+    Renew,
+    Start,
+    Taken,
+    ToEndpoint,
+)
 from mldserver.base.service import entitle
 from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
@@ -45,15 +54,15 @@ class Child:
     def __init__(self, end: socket.socket) -> None:
         """Own the socket to the server."""
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[wire.Answered]] = {}
-        self._started: asyncio.Future[tuple[wire.Start, socket.socket]] = (
+        self._asked: dict[int, asyncio.Future[Answered]] = {}
+        self._started: asyncio.Future[tuple[Start, socket.socket]] = (
             asyncio.get_running_loop().create_future()
         )
         self._tls: ServerTLS | None = None
         self._renewed = asyncio.Event()
         self._documents: asyncio.Queue[bytes] = asyncio.Queue()
-        self._channel = Channel[wire.ToEndpoint](
-            end, wire.ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0)
+        self._channel = Channel[ToEndpoint](
+            end, ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0)
         )
         structlog.configure(processors=[structlog.processors.add_log_level, self._log])
 
@@ -79,7 +88,7 @@ class Child:
                     endpoint.take(document)
                 except Exception:  # noqa: BLE001  # the next may be better
                     traceback.print_exc()
-                self._channel.send(wire.Taken())
+                self._channel.send(Taken())
 
     async def _read_again(self) -> None:
         while await self._renewed.wait():
@@ -87,11 +96,11 @@ class Child:
             if self._tls is not None:
                 await self._tls.read_again()
 
-    async def _ask(self, act: str, argument: str, who: str) -> wire.Answered:
+    async def _ask(self, act: str, argument: str, who: str) -> Answered:
         number = next(self._numbers)
-        answer: asyncio.Future[wire.Answered] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._channel.send(wire.Ask(number, act, argument, who))
+        self._channel.send(Ask(number, act, argument, who))
         try:
             return await answer
         finally:
@@ -100,18 +109,18 @@ class Child:
     def _log(self, _logger: object, _method: str, fields: EventDict) -> EventDict:
         """Let the server log an event."""
         event, level = fields.pop("event"), fields.pop("level")
-        self._channel.send(wire.LogLine(level, event, dict(fields)))
+        self._channel.send(LogLine(level, event, dict(fields)))
         raise structlog.DropEvent
 
-    def _receive(self, message: wire.ToEndpoint, files: Descriptors) -> None:
+    def _receive(self, message: ToEndpoint, files: Descriptors) -> None:
         match message:
-            case wire.Start():
+            case Start():
                 self._started.set_result((message, socket.socket(fileno=files.pop(0))))
-            case wire.Document():
+            case Document():
                 self._documents.put_nowait(message.status)
-            case wire.Renew():
+            case Renew():
                 self._renewed.set()
-            case wire.Answered() if message.number in self._asked:
+            case Answered() if message.number in self._asked:
                 self._asked[message.number].set_result(message)
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from mldserver.admin.status import SCHEMA, Status
+from mldserver.admin.document import SCHEMA, Status
 from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless

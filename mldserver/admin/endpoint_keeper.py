@@ -20,9 +20,18 @@ import msgspec
 import structlog
 
 import mldserver
-from mldserver.admin import wire
 from mldserver.admin.access import make_token, read_token
-from mldserver.admin.status import Status
+from mldserver.admin.document import Status
+from mldserver.admin.endpoint_messages import (
+    Answered,
+    Ask,
+    Document,
+    FromEndpoint,
+    LogLine,
+    Renew,
+    Start,
+    Taken,
+)
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
 from mldserver.base.listening import listen_tcp, listen_unix
@@ -77,7 +86,7 @@ class AdminEndpoint:
         self._started_ms = clock.now_ms()
         # On loopback it speaks plain HTTP.
         certificate = None if is_local(settings.admin) else settings.tls_certificate
-        self._start = wire.Start(
+        self._start = Start(
             pipeline=settings.pipeline,
             token_file=str(token_file(settings).absolute()),
             guarded=settings.admin_token_file is not None,
@@ -92,7 +101,7 @@ class AdminEndpoint:
         self._made: os.stat_result | None = None
         """The Unix socket that it has made."""
         self._child: ChildProcess | None = None
-        self._channel: Channel[wire.FromEndpoint] | None = None
+        self._channel: Channel[FromEndpoint] | None = None
         self._acts: set[asyncio.Task[None]] = set()
         """What is carried out: it goes on when the process that asked for it dies."""
         self._taken = asyncio.Event()
@@ -157,7 +166,7 @@ class AdminEndpoint:
     def renew(self) -> None:
         """Read certificates again."""
         if self._channel is not None:
-            self._channel.send(wire.Renew())
+            self._channel.send(Renew())
 
     async def _listen(self) -> socket.socket | None:
         """Return a listening socket; None where the default address cannot be had."""
@@ -204,7 +213,7 @@ class AdminEndpoint:
         """Run one process to its end, and return how it ended."""
         printed = Printed()
         child = await ChildProcess.start(
-            [sys.executable, "-P", "-m", "mldserver.admin.child"],
+            [sys.executable, "-P", "-m", "mldserver.admin.endpoint_process"],
             environment=_environment(),
             output=[partial(_log_lines, printed)],
             talks=True,
@@ -217,19 +226,19 @@ class AdminEndpoint:
             wrong = what or ""
             gone.set()
 
-        def receive(message: wire.FromEndpoint, _files: Descriptors) -> None:
+        def receive(message: FromEndpoint, _files: Descriptors) -> None:
             match message:
-                case wire.Taken():
+                case Taken():
                     self._taken.set()
-                case wire.LogLine():
+                case LogLine():
                     getattr(log, message.level)(message.event, **message.fields)
-                case wire.Ask():
+                case Ask():
                     act = group.create_task(self._act(channel, message, carry_out))
                     self._acts.add(act)
                     act.add_done_callback(self._acts.discard)
 
         assert child.end is not None, "it was started with a socket"
-        channel = Channel[wire.FromEndpoint](child.end, wire.FromEndpoint, receive=receive, ended=ended)
+        channel = Channel[FromEndpoint](child.end, FromEndpoint, receive=receive, ended=ended)
         try:
             channel.send(self._start, (os.dup(listener.fileno()),))
             self._child, self._channel = child, channel
@@ -242,7 +251,7 @@ class AdminEndpoint:
             printed.tell()
         return wrong or ending(await child.wait())
 
-    async def _act(self, channel: Channel[wire.FromEndpoint], ask: wire.Ask, carry_out: CarryOut) -> None:
+    async def _act(self, channel: Channel[FromEndpoint], ask: Ask, carry_out: CarryOut) -> None:
         """Carry out what somebody asked for, and answer; whatever goes wrong is told to them, and logged."""
         try:
             done, text = await carry_out(ask.act, ask.argument)
@@ -250,7 +259,7 @@ class AdminEndpoint:
             done, text = False, f"It failed: {type(error).__name__}: {error}."
         tell = log.info if done else log.warning
         tell("admin.act", act=ask.act, argument=ask.argument, who=ask.who, done=done, text=text)
-        channel.send(wire.Answered(ask.number, done, text))
+        channel.send(Answered(ask.number, done, text))
 
     # Documents.
 
@@ -274,7 +283,7 @@ class AdminEndpoint:
                         )
                     told = reason
                 self._taken.clear()
-                self._channel.send(wire.Document(data))
+                self._channel.send(Document(data))
                 sent_ms = self._clock.steady_ms()
             elif self._child is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
                 self._child.kill()
