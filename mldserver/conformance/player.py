@@ -306,7 +306,8 @@ class _Play:
         """Listen for what must not come."""
         now = asyncio.get_running_loop().time
         until = now() + seconds
-        while (left := until - now()) > 0 and not self._child.ended and not self._deaf:
+        over = self.judge.faults
+        while (left := until - now()) > 0 and not (self._child.ended or self._deaf or over):
             with contextlib.suppress(TimeoutError):
                 if text := await self._child.line(left):
                     self.judge.hear(text, now())

@@ -86,8 +86,8 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def listening(kind: type[Child], path: Path | None = None) -> AsyncIterator[str]:
-    """Serve children of this kind on loopback, or at a Unix socket; yield the address."""
+async def listening(kind: type[Child], path: Path) -> AsyncIterator[str]:
+    """Serve children of this kind at a Unix socket; yield the address."""
 
     serving: set[asyncio.Task[Any]] = set()
 
@@ -103,15 +103,8 @@ async def listening(kind: type[Child], path: Path | None = None) -> AsyncIterato
             writer.close()
             serving.discard(task)
 
-    if path is None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 27)
-        host, port = server.sockets[0].getsockname()
-        address = f"{host}:{port}"
-    else:
-        server = await asyncio.start_unix_server(serve, path, limit=1 << 27)
-        address = f"unix:{path}"
-    async with server:
-        yield address
+    async with await asyncio.start_unix_server(serve, path, limit=1 << 27):
+        yield f"unix:{path}"
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)

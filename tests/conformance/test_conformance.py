@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conformance import comparison
 from conformance.children import Child, listening
+from support.processes import held_port
 from support.serving import KEEP_EVERYTHING, quick, serving
+from support.virtual_loop import IdleLoop
 
 from mldserver import cli
 from mldserver.conformance import catalogue
@@ -36,13 +38,21 @@ from mldserver.testing import Form
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mldserver.conformance.cases import Case
+
 TRANSCRIPTS = Path(__file__).parents[1] / "transcripts"
 CASES = {case.title: case for case in catalogue()}
 
 
-async def played(kind: type[Child], title: str, patience: float = 0.5) -> Result:
-    async with listening(kind) as address:
-        return await play(CASES[title], Target(address), "shardId-000000000001", patience)
+def played(kind: type[Child], folder: Path, cases: list[Case]) -> list[Result]:
+    """Play cases at children of this kind, in time that passes only while both wait."""
+
+    async def all_of_them() -> list[Result]:
+        async with listening(kind, folder / "s") as address:
+            return await play_all(cases, Target(address), at_a_time=64, patience=20)
+
+    with asyncio.Runner(loop_factory=IdleLoop) as runner:
+        return runner.run(all_of_them())
 
 
 # The catalogue.
@@ -122,19 +132,9 @@ def test_the_catalogue_speaks_as_the_java_did_and_the_judge_replies_as_it_did(na
 @pytest.mark.parametrize(
     "section", [*("checkpoints", "replies to checkpoints", "answers", "endings", "batches", "framing")]
 )
-async def test_a_child_that_does_everything_right_passes(section: str) -> None:
-    cases = [case for case in catalogue() if case.section == section]
-    async with listening(Child) as address:
-        results = await play_all(cases, Target(address), at_a_time=64, patience=20)
+def test_a_child_that_does_everything_right_passes(section: str, tmp_path: Path) -> None:
+    results = played(Child, tmp_path, [case for case in catalogue() if case.section == section])
     assert [(result.case.title, result.why) for result in results if result.verdict is not Verdict.PASS] == []
-
-
-async def test_a_child_is_reached_at_a_unix_socket(tmp_path: Path) -> None:
-    async with listening(Child, tmp_path / "socket") as address:
-        result = await play(
-            CASES["three batches of ten records"], Target(address), "shardId-000000000001", 20
-        )
-    assert result.verdict is Verdict.PASS, result.why
 
 
 # Children that do one thing wrong.
@@ -434,17 +434,17 @@ WRONG: list[tuple[type[Child], str, Verdict, str]] = [
 @pytest.mark.parametrize(
     ("kind", "title", "verdict", "why"), WRONG, ids=lambda value: getattr(value, "__name__", None)
 )
-async def test_what_a_child_does_wrong_is_caught(
-    kind: type[Child], title: str, verdict: Verdict, why: str
+def test_what_a_child_does_wrong_is_caught(
+    kind: type[Child], title: str, verdict: Verdict, why: str, tmp_path: Path
 ) -> None:
-    result = await played(kind, title)
+    (result,) = played(kind, tmp_path, [CASES[title]])
     assert result.verdict is verdict, result.why
     assert why in result.why
 
 
-async def test_a_child_that_is_not_there_is_an_error_and_no_verdict(unused_tcp_port: int) -> None:
-    with pytest.raises(OSError, match="Connect"):
-        await play(CASES[BATCHES], Target(f"127.0.0.1:{unused_tcp_port}"), "shardId-000000000001", 1)
+async def test_a_child_that_is_not_there_is_an_error_and_no_verdict() -> None:
+    with held_port() as nobodys, pytest.raises(OSError, match="Connect"):
+        await play(CASES[BATCHES], Target(f"127.0.0.1:{nobodys}"), "shardId-000000000001", 1)
 
 
 # On the pipes of a process, and as a command.
