@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.processes import held_port
 
 import mldserver
 
@@ -104,14 +104,13 @@ def probe(port: int) -> int:
 def test_a_server_that_lives_is_healthy_and_one_whose_loop_stands_still_or_that_is_not_there_is_not(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        free = nobody.getsockname()[1]
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free}")  # such as a cluster gives every container
-    assert probe(port) == 0
-    monkeypatch.setattr(Answers, "status", 503)
-    assert probe(port) == 1
-    assert probe(free) == 1
+    with held_port() as nobodys:
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{nobodys}")  # such as a cluster gives every container
+        assert probe(port) == 0
+        monkeypatch.setattr(Answers, "status", 503)
+        assert probe(port) == 1
+        assert probe(nobodys) == 1
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.certificates import Certificates
+from support.processes import held_port
 
 from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
@@ -281,8 +282,7 @@ def test_both_directions_flow_when_both_are_full(bridged: Bridged) -> None:
     while got < size:
         got += len(bridged.read())
     for thread in (down, up, reader):
-        thread.join(LIMIT)
-        assert not thread.is_alive()
+        thread.join()
 
 
 def test_it_joins_unix_sockets_too(command: tuple[str, ...], tmp_path: Path) -> None:
@@ -424,9 +424,9 @@ def run(command: tuple[str, ...], *arguments: str) -> subprocess.CompletedProces
 def test_without_a_server_it_exits_with_one_clear_line(
     command: tuple[str, ...], unix: bool, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = f"unix:{tmp_path}/none" if unix else f"127.0.0.1:{gone.getsockname()[1]}"
-    done = run(command, address)
+    with held_port() as nobodys:
+        address = f"unix:{tmp_path}/none" if unix else f"127.0.0.1:{nobodys}"
+        done = run(command, address)
     reason = "No such file or directory" if unix else "Connection refused"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"mldserver bridge: {address}: {reason}\n")
 

@@ -249,23 +249,24 @@ def test_an_emulator_gets_json_and_a_given_region_stays(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_waited_for_without_java(
-    environment: dict[str, str], tmp_path: Path, server: socket.socket, seen: Path
+    environment: dict[str, str], tmp_path: Path, seen: Path
 ) -> None:
-    address = server.getsockname()
-    server.close()
-    command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "r"]
-    command += ["--connect", f"127.0.0.1:{address[1]}", "--log-format", "json"]
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        waiting = json.loads(process.stdout.readline())
-        assert (waiting["event"], waiting["address"]) == ("kcl.waiting", f"127.0.0.1:{address[1]}")
-        with socket.create_server(address):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody answers yet
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "r"]
+        command += ["--connect", address, "--log-format", "json"]
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            waiting = json.loads(process.stdout.readline())
+            assert (waiting["event"], waiting["address"]) == ("kcl.waiting", address)
+            server.listen()
             (seen / "pid").read_text()
             process.send_signal(signal.SIGTERM)
             assert process.wait(LIMIT) == 0
-        assert next(event["event"] for event in logged(process)) == "kcl.starting"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+            assert next(event["event"] for event in logged(process)) == "kcl.starting"
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()

@@ -1,23 +1,45 @@
-"""What processes there are."""
+"""What processes there are, and a port that no other gets."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def group_members(leader: int) -> list[int]:
-    """The processes of a group that live; one that is killed is dead, though it was not reaped, or had no turn since."""
+    """The processes of a group that have not ended."""
     members = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, group = entry.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z" and not _is_killed(entry.parent):
+            group = entry.read_text().rpartition(")")[2].split()[2]
+            if int(group) == leader and not has_ended(int(entry.parent.name)):
                 members.append(int(entry.parent.name))
     return members
 
 
-def _is_killed(process: Path) -> bool:
-    pending = (line for line in (process / "status").read_text().splitlines() if line.startswith("ShdPnd:"))
-    return bool(int(next(pending).split()[1], 16) & 1 << (signal.SIGKILL - 1))
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, or waits for a parent that looks, or was killed and had no turn since to die."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text("utf-8", "replace")
+    except OSError:
+        return True
+    told = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return told["State"][0] in "ZX" or bool(int(told["ShdPnd"], 16) & 1 << (signal.SIGKILL - 1))
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of loopback that is given to nobody else while the block runs.
+
+    Nobody is there until a program listens that was told of it, and may listen there again and again.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.processes import held_port
 
 from mldserver.testing import (
     DaemonHangs,
@@ -156,20 +157,20 @@ async def test_a_dropped_connection_takes_the_whole_jvm_down(tiny_server: TinySe
     assert mld.active_shards == ()
 
 
-async def test_at_a_closed_port_it_says_where_it_found_no_server(unused_tcp_port: int) -> None:
-    mld = FakeMLD(filled(), f"127.0.0.1:{unused_tcp_port}", habits=QUICK)
-    with pytest.raises(NoServer, match=f"found no server at 127.0.0.1:{unused_tcp_port}"):
-        await mld.run()
+async def test_at_a_closed_port_it_says_where_it_found_no_server() -> None:
+    with held_port() as nobodys:
+        mld = FakeMLD(filled(), f"127.0.0.1:{nobodys}", habits=QUICK)
+        with pytest.raises(NoServer, match=f"found no server at 127.0.0.1:{nobodys}"):
+            await mld.run()
 
 
-async def test_a_server_that_is_gone_later_makes_the_jvm_exit(
-    tiny_server: TinyServer, unused_tcp_port: int
-) -> None:
+async def test_a_server_that_is_gone_later_makes_the_jvm_exit(tiny_server: TinyServer) -> None:
     stream = filled(1, 5)
     stream.split(stream.open_shards[0])
     mld = FakeMLD(stream, tiny_server.address, habits=QUICK)
-    mld.at(5, lambda: setattr(mld, "address", f"127.0.0.1:{unused_tcp_port}"))
-    assert await mld.run() == 1
+    with held_port() as nobodys:
+        mld.at(5, lambda: setattr(mld, "address", f"127.0.0.1:{nobodys}"))
+        assert await mld.run() == 1
     assert "found no server" in mld.exits[0].reason
 
 

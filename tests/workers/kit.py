@@ -28,7 +28,6 @@ __all__ = [
     "children",
     "delivery",
     "descriptors",
-    "has_ended",
     "named",
     "no_descriptor",
     "running",
@@ -108,14 +107,6 @@ def descriptors() -> int:
 def no_descriptor(*_: object) -> int:
     """Do as ``os.dup`` does when all descriptors are in use."""
     raise OSError(errno.EMFILE, "Too many open files")
-
-
-def has_ended(process: int) -> bool:
-    """Whether a process is gone, or waits for nobody but a parent that looks."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.processes import has_ended
 from support.serving import until
-from workers.kit import children, has_ended
+from workers.kit import children
 
 from mldserver.testing import FakeMLD, FakeStream
 
