@@ -11,6 +11,7 @@ import pytest
 from support.processes import group_members
 from support.serving import quick, serving, until
 
+from mldserver.base.clock import SystemClock
 from mldserver.server import EXIT_CLEAN, EXIT_FORCED
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeMLD, FakeStream
@@ -65,16 +66,39 @@ async def computing(server: Server, spark: SparkEngine) -> int:
     return spark._life._child.pid
 
 
+class Ahead(SystemClock):
+    """Is set forward when all rows are durable: then nothing is left of the grace, however long that took here."""
+
+    ahead_ms = 0
+
+    def steady_ms(self) -> int:
+        return super().steady_ms() + self.ahead_ms
+
+
 @pytest.mark.parametrize(
     ("plan", "said"), [("hang", ["stopping in order"]), ("deaf", ["stopping in order"]), ("stay", [])]
 )
 async def test_a_stop_while_a_job_runs_is_a_clean_end(
-    tmp_path: Path, handler: str, logged: list[dict[str, Any]], plan: str, said: list[str]
+    tmp_path: Path,
+    handler: str,
+    logged: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    plan: str,
+    said: list[str],
 ) -> None:
-    settings = quick(tmp_path / "out", handler, grace=5.0)
-    spark = engine(tmp_path, plan, stop_grace=0.5 if plan == "stay" else 60)
-    async with serving(settings, engine=spark, exit_code=EXIT_CLEAN) as server:
+    clock = Ahead()
+    settings = quick(tmp_path / "out", handler, grace=600.0)
+    spark = engine(tmp_path, plan, stop_grace=0.5 if plan == "stay" else 600)
+    async with serving(settings, engine=spark, exit_code=EXIT_CLEAN, clock=clock) as server:
         driver = await computing(server, spark)
+        assert server._parts is not None
+        flush = server._parts.coordinator.flush
+
+        async def last_flush(reason: str) -> None:
+            await flush(reason)
+            clock.ahead_ms = 600_000
+
+        monkeypatch.setattr(server._parts.coordinator, "flush", last_flush)
     assert group_members(driver) == []
     assert list((tmp_path / "work").iterdir()) == []
     assert [event["text"] for event in logged if event["event"] == "handler.output"] == said

@@ -60,6 +60,7 @@ class Bench:
                 "cache_dir": tmp_path / "cache",
                 "clock": self.clock,
                 "command": [sys.executable, str(FAKE), script, str(self.state)],
+                "stop_grace": 600,
                 **settings,
             },
         )

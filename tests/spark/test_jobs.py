@@ -53,9 +53,9 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
     )
     jobs.start(driver_messages.Run(1, (job("first"),)))
     jobs.start(driver_messages.Run(2, (job("second"),)))
-    heard = [told.get(timeout=60)]
+    heard = [told.get()]
     while getattr(heard[-1], "id", None) != 2:
-        heard.append(told.get(timeout=60))
+        heard.append(told.get())
     return heard
 
 
@@ -125,7 +125,7 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
 
     def run(*_: object) -> None:
         begun.set()
-        cancelled_twice.wait(20)
+        cancelled_twice.wait()
         raise ValueError("cancelled")
 
     java = SimpleNamespace(sc=lambda: SimpleNamespace(cancelJobGroupAndFutureJobs=cancel))
@@ -141,8 +141,8 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
         session=session, schema="", pipeline=Pipeline(None), send=told.put, concurrency=1, stopped=list
     )
     jobs.start(driver_messages.Run(1, (job("w"),)))
-    assert begun.wait(20)
+    begun.wait()
     jobs.cancel(1)
-    assert told.get(timeout=20).cancelled
+    assert told.get().cancelled
     assert len(cancels) > 1, "Spark has forgotten the first"
     jobs.cancel(1)

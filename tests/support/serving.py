@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pytest
 
     from mldserver.admin.gather import EventTally
+    from mldserver.base.clock import Clock
     from mldserver.config.locations import OutPlace
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
@@ -86,6 +87,7 @@ async def serving(
     source: MakeSource | None = None,
     exit_code: int = 0,
     tally: EventTally | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Server]:
     """Run a server while the block runs; it must then stop as it should, cleanly unless told otherwise.
 
@@ -94,7 +96,7 @@ async def serving(
     if stream is not None:
         settings, kinesis = replace(settings, stream="flights"), FakeKinesis(stream).make
     engine = engine or LocalEngine()
-    server = Server(settings, engine=engine, kinesis=kinesis, source=source, seed=1, tally=tally)
+    server = Server(settings, engine=engine, kinesis=kinesis, source=source, seed=1, tally=tally, clock=clock)
     async with asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         listening = group.create_task(server.listening())
