@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+from support.processes import has_ended
 from support.serving import connect, quick, until
 
 from mldserver.errors import InternalError
@@ -92,12 +93,6 @@ def told(log_file: Path) -> list[str]:
     return [entry["event"] for entry in entries(log_file)]
 
 
-def lives(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.parametrize(
     ("workers", "number"),
     [
@@ -115,12 +110,19 @@ async def test_a_signal_ends_a_start_that_hangs_in_the_handlers_import_in_order(
         await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         process.send_signal(number)
         assert await process.wait() == EXIT_CLEAN
-    assert told(log_file) == ["server.starting", "server.stopping", "server.stopped"]
-    assert entries(log_file)[1]["reason"] == number.name
+    # A slow machine comes to the import late, which is told.
+    begun, *waiting, stopping, stopped = entries(log_file)
+    assert {entry["event"] for entry in waiting} <= {"server.waiting"}
+    assert (begun["event"], stopping["event"], stopped["event"]) == (
+        "server.starting",
+        "server.stopping",
+        "server.stopped",
+    )
+    assert stopping["reason"] == number.name
     importing, started = map(int, pids.read_text().split())
     if workers == "1":  # what the handler starts in the server's own process is the handler's affair
-        assert not lives(importing)
-        await until(lambda: not lives(started))
+        assert has_ended(importing)
+        await until(lambda: has_ended(started))
     else:
         os.kill(started, signal.SIGKILL)
 
@@ -233,8 +235,7 @@ def slow(logged: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.Monke
     go.touch()
     for thread in threading.enumerate():
         if thread.name.startswith("mldserver-"):
-            thread.join(10)
-            assert not thread.is_alive()
+            thread.join()
 
 
 async def test_a_start_that_takes_long_says_what_it_waits_for(

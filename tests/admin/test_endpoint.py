@@ -31,27 +31,23 @@ if TYPE_CHECKING:
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its time is moved on by hand, too."""
+    """Its time is moved on by hand alone: however slow the machine is, nobody is late."""
 
-    ahead = 0.0
+    now = 0.0
 
     def time(self) -> float:
-        return super().time() + self.ahead
+        return self.now
 
 
 def running(test: Coroutine[Any, Any, None]) -> None:
-    async def guarded() -> None:
-        async with asyncio.timeout(10_000):
-            await test
-
     with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(guarded())
+        runner.run(test)
 
 
 def pass_seconds(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, Loop)
-    loop.ahead += seconds
+    loop.now += seconds
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -631,8 +627,7 @@ def test_a_stream_ends_after_ten_minutes(tmp_path: Path) -> None:
             server.endpoint.take(document(version="2"))
             assert (await reader.event())["version"] == "2"
             pass_seconds(11)
-            async with asyncio.timeout(5):
-                assert await reader.reader.readuntil(b"0\r\n\r\n"), "the end of the answer, in order"
+            assert await reader.reader.readuntil(b"0\r\n\r\n"), "the end of the answer, in order"
             assert server.endpoint._streams == 0
 
     running(story())

@@ -224,7 +224,9 @@ def saying(
         thread.start()
         try:
             yield Client(
-                address.parse(f"127.0.0.1:{listener.getsockname()[1]}"), seconds=5 if tls else 0.05, tls=ours
+                address.parse(f"127.0.0.1:{listener.getsockname()[1]}"),
+                seconds=600 if then_close else 0.05,
+                tls=ours,
             )
         finally:
             done.set()

@@ -18,7 +18,7 @@ async def thread() -> Any:
     worker = WorkerThread("test-worker")
     worker.start()
     yield worker
-    assert await worker.close(5)
+    assert await worker.close(600)
 
 
 async def test_jobs_run_on_one_thread_that_is_not_the_loops(thread: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_job_that_ends_after_its_loop_was_closed_harms_nobody() -> None:
     asyncio.run(leave())
     go.set()
     assert asyncio.run(worker.run(lambda: "alive")) == "alive"
-    assert asyncio.run(worker.close(5))
+    assert asyncio.run(worker.close(600))
 
 
 @pytest.mark.parametrize("finishing", [False, True])

@@ -32,7 +32,7 @@ class Gate:
 
     def _wait(self, *args: Any, **kwargs: Any) -> Any:
         self._loop.call_soon_threadsafe(self.entered.set)
-        assert self._released.wait(30)
+        self._released.wait()
         if self._failure:
             raise self._failure
         return self._inner(*args, **kwargs)

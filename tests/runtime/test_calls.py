@@ -38,7 +38,7 @@ async def bench() -> Any:
     thread = WorkerThread("calls")
     thread.start()
     yield Bench(thread)
-    assert await thread.close(5)
+    assert await thread.close(600)
 
 
 def both(function: Any) -> Any:

@@ -36,7 +36,7 @@ def test_a_key_has_the_same_lane_in_every_process() -> None:
 
 
 async def test_synchronous_hooks_of_different_keys_run_at_the_same_time(kit: Any, column: Any) -> None:
-    together = threading.Barrier(2, timeout=30)
+    together = threading.Barrier(2)
 
     def process_record(record: Any) -> Any:
         together.wait()
@@ -126,7 +126,7 @@ async def test_a_call_that_was_given_up_in_a_lane_ends_before_the_shards_next_ho
 
     def process_record(record: Any) -> None:
         begun.set()
-        go.wait(30)
+        go.wait()
         told.append("record")
 
     def hook(shard: Any) -> None:
@@ -137,7 +137,7 @@ async def test_a_call_that_was_given_up_in_a_lane_ends_before_the_shards_next_ho
     told.clear()
     # Lanes 1 and 3: neither is on the thread of the hooks.
     batch = asyncio.create_task(runtime.process(records(kit, "ab")))
-    await asyncio.to_thread(begun.wait, 30)
+    await asyncio.to_thread(begun.wait)
     batch.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await batch

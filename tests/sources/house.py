@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 QUICK = ConnectionLimits(
     line_limit=64 * 1024,
-    initialize_timeout_seconds=30,
-    partial_line_timeout_seconds=30,
-    close_timeout_seconds=5,
+    initialize_timeout_seconds=600,
+    partial_line_timeout_seconds=600,
+    close_timeout_seconds=60,
     retries=RetryPolicy(attempts=3, base_seconds=0.001, cap_seconds=0.002),
     end_retries=RetryPolicy(attempts=3, base_seconds=0.001, cap_seconds=0.002),
 )

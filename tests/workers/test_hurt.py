@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
 import pytest
+from support.processes import has_ended
 from support.serving import quick, serving, until
-from workers.kit import Book, children, has_ended, named
+from workers.kit import Book, children, named
 
 from mldserver.base.backoff import Backoff
 from mldserver.server import EXIT_FORCED, Server
@@ -23,8 +24,6 @@ from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualC
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-pytestmark = pytest.mark.timeout(300)
 
 HANDLER = '''
 """A row for each record; {name} does harm."""
@@ -322,24 +321,28 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
     killed: list[int] = []
     dice = random.Random(7)
 
-    async def kill(process: asyncio.Task[None]) -> None:
-        batches = 0
-        while not process.done() and len(killed) < kills:
-            await asyncio.sleep(dice.random() * 0.3)
-            started = named(logged, "worker.started")
-            pids = {event["worker"]: event["pid"] for event in started}
-            living = [pid for pid in pids.values() if pid not in killed]
-            # Later ones are killed as soon as they are there; a worker that never did anything is given a rest.
-            busy = len(named(logged, "batch.done")) > batches
-            if living and busy:
-                batches = len(named(logged, "batch.done"))
-                killed.append(dice.choice(living))
-                os.kill(killed[-1], signal.SIGKILL)
+    def living(worker: int) -> int | None:
+        pids = [event["pid"] for event in named(logged, "worker.started") if event["worker"] == worker]
+        return pids[-1] if pids and pids[-1] not in killed else None
+
+    async def kill(worker: int, playing: asyncio.Task[None]) -> None:
+        """Kill a worker some batches after the last one was killed."""
+        batches = len(named(logged, "batch.done")) + dice.randrange(1, 40)
+        await until(
+            lambda: (
+                playing.done() or (len(named(logged, "batch.done")) >= batches and living(worker) is not None)
+            )
+        )
+        pid = living(worker)
+        assert pid is not None
+        killed.append(pid)
+        os.kill(pid, signal.SIGKILL)
 
     records = 800 * kills
     async with serving(quick(tmp_path / "out", handler, workers=2)) as server:
         playing = asyncio.create_task(play(server, stream("", shards=4, records=records), max_records=10))
-        await kill(playing)
+        for number in range(kills):
+            await kill(number % 2, playing)
         await playing
     assert named(logged, "connection.failed") == []
     # A record that is in hand alone whenever its process is killed, as often as it may be tried, is taken for the cause:

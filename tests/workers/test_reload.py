@@ -22,8 +22,6 @@ from mldserver.workers.worker import Limits
 if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome
 
-pytestmark = pytest.mark.timeout(120)
-
 HANDLER = '''
 """{note}"""
 import asyncio, os, time
@@ -82,7 +80,7 @@ def opened() -> list[str]:
 async def test_new_processes_take_over_with_all_shards_open_and_the_old_ones_are_gone(
     runtime: WorkerRuntime, logged: list[dict[str, Any]]
 ) -> None:
-    async with running(runtime), asyncio.timeout(100):
+    async with running(runtime):
         for shard in ("a", "b", "c"):
             await runtime.open(Shard(shard))
         before = {shard: row(await runtime.process(delivery(shard, "x"))) for shard in ("a", "b", "c")}
@@ -138,7 +136,7 @@ REFUSED = {
 async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_on_as_it_was(
     one: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(one, spare=False), asyncio.timeout(100):
+    async with running(one, spare=False):
         await one.open(Shard("a"))
         before = row(await one.process(delivery("a", "x")))
         for number, (changes, error, says) in enumerate(REFUSED.values(), 2):
@@ -161,7 +159,7 @@ async def test_what_is_in_hand_is_finished_by_the_old_version_and_what_comes_mea
 ) -> None:
     harm = "open('begun', 'w').close()\n        while not os.path.exists('go'): await asyncio.sleep(0.01)"
     write(1, harm=harm, define="async def")
-    async with running(one, spare=False), asyncio.timeout(100), asyncio.TaskGroup() as group:
+    async with running(one, spare=False), asyncio.TaskGroup() as group:
         await one.open(Shard("a"))
         first = group.create_task(one.process(delivery("a", "x")))
         await until(Path("begun").exists)
@@ -183,7 +181,7 @@ async def test_a_call_that_takes_too_long_keeps_the_old_version(
 ) -> None:
     monkeypatch.setattr(reload, "WAIT_SECONDS", 0.1)
     write(1, harm="open('begun', 'w').close()\n        while not os.path.exists('go'): time.sleep(0.01)")
-    async with running(one, spare=False), asyncio.timeout(100), asyncio.TaskGroup() as group:
+    async with running(one, spare=False), asyncio.TaskGroup() as group:
         await one.open(Shard("a"))
         first = group.create_task(one.process(delivery("a", "x")))
         await until(Path("begun").exists)
@@ -200,7 +198,7 @@ async def test_a_call_that_takes_too_long_keeps_the_old_version(
 async def test_a_shard_that_is_let_go_of_meanwhile_is_not_open_in_the_new_process(
     one: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(one, spare=False), asyncio.timeout(100):
+    async with running(one, spare=False):
         await one.open(Shard("a"))
         take = reload.Reload._open
 
@@ -227,7 +225,7 @@ async def test_a_shard_that_is_let_go_of_meanwhile_is_not_open_in_the_new_proces
 async def test_a_worker_that_is_dead_at_that_moment_begins_again_with_the_new_version(
     one: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(one, spare=False), asyncio.timeout(100):
+    async with running(one, spare=False):
         await one.open(Shard("a"))
         await until(lambda: all(worker.present for worker in one._workers))
         take = reload.Reload._open
@@ -248,7 +246,7 @@ async def test_a_worker_that_is_dead_at_that_moment_begins_again_with_the_new_ve
 async def test_a_record_processor_that_has_not_checkpointed_keeps_the_old_version(
     one: WorkerRuntime,
 ) -> None:
-    async with running(one, spare=False), asyncio.timeout(100):
+    async with running(one, spare=False):
         await one.open(Shard("a"))
         one._owing.add("a")
         with pytest.raises(OperatorError, match=r"have not checkpointed all that they were given: a\."):
@@ -260,7 +258,7 @@ async def test_workers_that_die_of_the_old_version_again_and_again_are_mended_by
     one: WorkerRuntime, logged: list[dict[str, Any]]
 ) -> None:
     write(1, harm="os._exit(3)")
-    async with running(one), asyncio.timeout(100):
+    async with running(one):
         await one.open(Shard("a"))
         working = asyncio.create_task(one.process(delivery("a", "x")))
         await until(lambda: len(named(logged, "worker.lost")) > 1)

@@ -139,11 +139,14 @@ async def test_a_death_beside_which_others_were_at_work_does_not_use_up_a_hooks_
 ) -> None:
     text = """
 import asyncio, pathlib
+async def let_go():
+    while not pathlib.Path("go").exists():
+        await asyncio.sleep(0.01)
 async def shard_ended(shard):
-    await asyncio.sleep(0.5)
+    await let_go()
     pathlib.Path("ended").touch()
 async def process_record(record):
-    await asyncio.sleep(0.5)
+    await let_go()
 """
     once = FailurePolicy(attempts=1, retry_base_seconds=0, retry_cap_seconds=0)
     async with running(runtime_of(text, once)) as runtime, asyncio.timeout(120):
@@ -156,6 +159,7 @@ async def process_record(record):
         ]
         await until(lambda: process.in_hand == 2)
         os.kill(process.pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
         await asyncio.gather(*both)
     assert (tmp_path / "ended").exists()
     assert named(logged, "handler.hook_failed") == []

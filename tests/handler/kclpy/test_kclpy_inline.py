@@ -289,7 +289,7 @@ async def test_a_processor_that_waits_holds_up_no_other_shard(kit: Kit) -> None:
     class It(Processor):
         def process(self, record: Any) -> None:
             if self.shard_id == SHARD.id:
-                assert released.wait(20)
+                released.wait()
 
     runtime = await kit.start(It)
     other = Shard("shardId-000000000002", "TRIM_HORIZON")
@@ -309,7 +309,7 @@ async def test_two_processors_of_a_shard_never_run_at_the_same_time(kit: Kit) ->
         def process(self, record: Any) -> None:
             if len(self.made) == 1:
                 entered.set()
-                assert released.wait(20)
+                released.wait()
 
     runtime = await kit.start(It)
     abandoned = asyncio.create_task(runtime.process(delivery(1)))
@@ -332,8 +332,7 @@ async def test_a_shards_thread_ends_with_it(kit: Kit) -> None:
     await runtime.process(delivery(1))
     (thread,) = [each for each in threading.enumerate() if each.name == f"mldserver-{SHARD.id}"]
     await runtime.forget(SHARD.id)
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.join()
     await runtime.open(SHARD)
     await runtime.process(delivery(1))
     assert Processor.seen == [[1], [1]]
