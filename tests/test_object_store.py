@@ -199,7 +199,6 @@ async def test_every_row_is_shown_once_on_an_object_store_after_kills_and_with_a
 
 @pytest.mark.slow
 @pytest.mark.services
-@pytest.mark.timeout(600)  # the jars, once on a machine, and three sessions' starts
 @pytest.mark.parametrize(
     ("first", "then"), [("cluster", "local[2]"), pytest.param("local[2]", "cluster", marks=pytest.mark.long)]
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mldserver.spark.client import SparkEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 class Jobs:

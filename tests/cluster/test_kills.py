@@ -13,7 +13,7 @@ from support.cluster import can_blind, spark_parts
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 BUSY = 40
 """Milliseconds for each of a window's hundred rows: time for a kill."""

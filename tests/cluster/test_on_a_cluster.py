@@ -19,7 +19,7 @@ from mldserver.windows import Window
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 HANDLERS = Path(__file__).parents[1] / "spark"
 ROWS = 500

@@ -15,7 +15,7 @@ from support.cluster import CONF, spark_parts
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 SECRET = "hush-hush"
 

@@ -15,8 +15,6 @@ from mldserver.base.kill_points import STEPS
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(900)
-
 ALONE = sorted(STEPS.keys() - {"windows.adopted"} - OF_LETTERS)
 """What a server that is alone on its ledger comes to."""
 

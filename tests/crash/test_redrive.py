@@ -31,8 +31,6 @@ from tests.test_server_redrive import HANDLER, fill, ids
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.timeout(900)
-
 DEATHS = (
     "redrive.taken",
     "redrive.handled",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from crash.lives import Life, Plan
     from crash.stories import Story
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 STEPS: Final = (
     "attempt.begun",

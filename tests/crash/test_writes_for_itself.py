@@ -22,7 +22,7 @@ from mldserver.testing import FakeMLD, FakeStream, Habits
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 HANDLER: Final = '''
 """Notes each call, writes nothing else; the second window's fails where a file asks for it."""

@@ -89,7 +89,6 @@ def published(out: Path) -> dict[str, tuple[int, Decimal]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 async def test_inserts_updates_and_deletes_end_in_spark_windows_across_a_restart(
     tmp_path: Path, emulator: Emulator
 ) -> None:

@@ -15,7 +15,7 @@ from support.java_stack import Stack
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -59,7 +59,6 @@ def explain(failed: dict[str, Any]) -> str:
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
-@pytest.mark.timeout(900)
 def test_every_world_keeps_every_promise(long: bool) -> None:
     count = int(WORLDS or (1000 if long else 60))
     cores = os.cpu_count() or 1
@@ -97,7 +96,6 @@ def test_every_world_keeps_every_promise(long: bool) -> None:
 
 
 @pytest.mark.skipif(SEED is None, reason="no world is asked for")
-@pytest.mark.timeout(600)
 def test_the_world_that_is_asked_for() -> None:
     [world] = told(start(int(SEED or 0), int(SEED or 0) + 1))
     if world["why"] is not None:
@@ -105,7 +103,6 @@ def test_the_world_that_is_asked_for() -> None:
         pytest.fail(explain(world))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "bug", [pytest.param(bug, marks=pytest.mark.long) if bug in ELSEWHERE else bug for bug in BUGS]
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mldserver.spark.driver_messages import Output
     from mldserver.spark.session import Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 SCHEMA = "name STRING, number BIGINT"
 START = datetime(2013, 1, 1, 10, tzinfo=UTC)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.spark.session import Session
     from mldserver.spark.sinks.database import Database
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 DRIVER = {"driver": "org.postgresql.Driver"}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mldserver.config.settings import Settings
     from mldserver.spark.session import Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 HANDLER: Final = '''
 """One row for each record; ten-second windows over the record's own time."""

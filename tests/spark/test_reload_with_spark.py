@@ -19,7 +19,7 @@ from mldserver.testing import FakeMLD, FakeStream, Habits
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HANDLER = '''
 """{note}"""

@@ -50,7 +50,6 @@ def test_what_is_wrong_with_a_package_s_sink_is_said_at_the_start(value: str, to
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_a_server_whose_spark_lacks_the_format_does_not_start(tmp_path: Path) -> None:
     it = SparkEngine(
         "",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mldserver.spark.session import Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mldserver.spark.session import Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 SCHEMA = "id BIGINT NOT NULL, name STRING"
 

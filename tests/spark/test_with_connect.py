@@ -19,7 +19,7 @@ from mldserver.windows import Window
 
 pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 

@@ -27,7 +27,7 @@ from mldserver.windows import Window
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 HERE = Path(__file__).parent
 SCHEMA = "carrier STRING, delay DOUBLE"
