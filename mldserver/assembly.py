@@ -163,22 +163,15 @@ async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, H
         return InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common), spec
     from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
-    limits = settings.part(Limits)
+    common |= {"pipeline": settings.pipeline, "workers": settings.workers, "limits": settings.part(Limits)}
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-    runtime = WorkerRuntime(
-        settings.handler,
-        pipeline=settings.pipeline,
-        workers=settings.workers,
-        limits=limits,
-        log_level=level,
-        **common,
-    )
+    runtime = WorkerRuntime(settings.handler, log_level=level, **common)
     return runtime, await runtime.load()
 
 
 async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime, spec: HandlerSpec) -> Parts:
     clock, rng, engine = around.clock, around.rng, around.engine
-    store = await aside(partial(_store, settings), name="mldserver-output")
+    store = await aside(partial(store_of, settings), name="mldserver-output")
     made_up = f"{DRAIN if around.drain else ''}{socket.gethostname()}:{os.getpid()}:{around.unique()}"
     server_id = settings.server_id or made_up
     # Beside the loop: a ledger in a table imports a good part of AWS's client.
@@ -356,7 +349,8 @@ def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> S
     return ShardPolling(shards, interval_seconds=settings.list_shards_interval_seconds, clock=clock)
 
 
-def _store(settings: Settings) -> OutputStore:
+def store_of(settings: Settings) -> OutputStore:
+    """Return the output folder, not touched yet. Blocking. Raises OperatorError for a URI that leads nowhere."""
     out = settings.out
     uri = out.uri if isinstance(out, RemoteOut) else str(out)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import os
+import re
 import sys
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -74,7 +75,10 @@ def conformance(
     ] = None,
 ) -> int:
     """Play the catalogue and return the exit code."""
-    cases = [case for case in catalogue() if not only or _named(only, case.number, case.section)]
+    cases = list(catalogue())
+    if only:
+        meant = re.compile("|".join(map(fnmatch.translate, only)))
+        cases = [case for case in cases if meant.match(case.number) or meant.match(case.section)]
     if not cases:
         raise ConfigError(f"No case is named {' or '.join(only)}.", advice="Numbers are such as G07, or G*.")
     if list_cases:
@@ -107,10 +111,6 @@ def conformance(
         json.write_bytes(orjson.dumps(report(results, child), option=orjson.OPT_INDENT_2))
     tell(*_tables(results))
     return EXIT_FAULT if any(result.verdict is Verdict.FAIL for result in results) else EXIT_CLEAN
-
-
-def _named(only: Sequence[str], number: str, section: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in (number, section))
 
 
 def _target(child: Sequence[str]) -> Target:
@@ -152,12 +152,12 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
 
 
 def _tables(results: Sequence[Result]) -> list[Any]:
+    sections = counts(results)
+    sections["all"] = {verdict: sum(row[verdict] for row in sections.values()) for verdict in Verdict}
     rows = [
-        [section, str(sum(row.values())), *(str(row[verdict] or "") for verdict in Verdict)]
-        for section, row in counts(results).items()
+        [section, sum(row.values()), *(count or "" for count in row.values())]
+        for section, row in sections.items()
     ]
-    total = {verdict: sum(result.verdict is verdict for result in results) for verdict in Verdict}
-    rows.append(["all", str(len(results)), *(str(total[verdict] or "") for verdict in Verdict)])
     parts: list[Any] = [table("", ["section", ">cases", *(f">{verdict}" for verdict in Verdict)], rows)]
     others = [
         [result.case.number, result.verdict, result.case.title, result.why, result.case.source]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from mldserver.cli.ledger_tool import (
     answer,
     at_ledger,
     details,
+    first_line,
     moment,
     settings_at,
     table,
@@ -31,9 +31,7 @@ from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-
-    from rich.table import Table
+    from collections.abc import AsyncIterator
 
     from mldserver.ledger.contract import LedgerState, StoredLetter
     from mldserver.ledger.operations import Ledger
@@ -78,24 +76,25 @@ class Which:
     since: str | None = None
     """Only those that failed since: an ISO 8601 time (UTC unless it says), or a duration such as `2 hours`."""
 
-    def since_ms(self) -> int:
-        """Return ``since`` in ms. Raises ConfigError when it is no time."""
-        if self.since is None:
-            return 0
-        return round(since_time(self.since, datetime.now(UTC)).timestamp() * 1000)
-
-    def meets(self, letter: DeadLetter, since_ms: int) -> bool:
-        """Whether a letter meets every condition."""
-        return (
-            (self.shard is None or letter.shard_id == self.shard)
-            and (self.key is None or letter.partition_key == self.key)
-            and (self.error is None or self.error in letter.error)
-            and letter.at_ms >= since_ms
-        )
+    async def of(self, ledger: Ledger) -> AsyncIterator[StoredLetter]:
+        """Yield a ledger's letters that meet every condition. Raises ConfigError when ``since`` is no time."""
+        since_ms, after = 0, None
+        if self.since is not None:
+            since_ms = round(since_time(self.since, datetime.now(UTC)).timestamp() * 1000)
+        while page := await ledger.letters(after=after, limit=_PAGE):
+            for stored in page:
+                letter = stored.letter
+                if (
+                    self.shard in {None, letter.shard_id}
+                    and self.key in {None, letter.partition_key}
+                    and (self.error is None or self.error in letter.error)
+                    and letter.at_ms >= since_ms
+                ):
+                    yield stored
+            after = page[-1].id
 
 
 _ALL: Final = Which()
-
 
 Letters = Annotated[str, Parameter(help="Ids, as `dead-letters list` shows them; or conditions; or `--all`.")]
 Everything = Annotated[bool, Parameter(name="--all", negative=(), help="All letters.")]
@@ -117,26 +116,33 @@ def list_letters(
         At most so many; the others are counted. [default: 100; with --json all]
     """
     settings = settings_at(where)
-    pipeline = settings.pipeline
+    most = _LISTED if limit is None and not as_json else limit
+    chosen: list[StoredLetter] = []
 
-    async def look(ledger: Ledger, held: LedgerState) -> None:
-        chosen: list[StoredLetter] = []
-        most = _LISTED if limit is None and not as_json else limit
+    async def look(ledger: Ledger, held: LedgerState) -> tuple[str, int]:
         more = 0
-        async for stored in _letters(ledger, which):
+        async for stored in which.of(ledger):
             if most is None or len(chosen) < most:
                 chosen.append(stored)
             else:
                 more += 1
-        if as_json:
-            tell_json([_document(stored, pipeline) for stored in chosen])
-            if more:
-                sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
-            return
-        counts = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
-        tell(_listed(chosen), counts + (f" ({more:,} more match; --limit)" if more else ""))
+        return f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven", more
 
-    at_ledger(settings, look)
+    counts, more = at_ledger(settings, look)
+    if as_json:
+        tell_json([_document(stored, settings.pipeline) for stored in chosen])
+        if more:
+            sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
+        return
+    columns = (">letter", "state", "shard", "key", "sequence", ">bytes", ">attempts", "failed", "error")
+    rows = []
+    for stored in chosen:
+        letter = stored.letter
+        state, size = "wanted" if stored.wanted else "stored", f"{len(letter.data):,}"
+        record = (letter.shard_id, letter.partition_key, letter.sequence, size)
+        failed = (letter.attempts, moment(letter.at_ms), first_line(letter.error))
+        rows.append((stored.id, state, *record, *failed))
+    tell(table("", columns, rows), counts + (f" ({more:,} more match; --limit)" if more else ""))
 
 
 @app.command(name="show")
@@ -158,23 +164,14 @@ def show_letter(
         Write the record's payload, and nothing else, to standard output.
     """
     settings = settings_at(where)
-    pipeline = settings.pipeline
-
-    async def look(ledger: Ledger, _held: LedgerState) -> None:
-        (stored,) = await _named(ledger, (letter,), pipeline)
-        if payload:
-            tell_bytes(stored.letter.data)
-        elif as_json:
-            tell_json(_document(stored, pipeline))
-        else:
-            tell(
-                details(_facts(stored)),
-                "",
-                details([("traceback", "")]),
-                details([("", stored.letter.traceback)]),
-            )
-
-    at_ledger(settings, look)
+    (stored,) = at_ledger(settings, lambda ledger, _held: _named(ledger, (letter,), settings.pipeline))
+    if payload:
+        tell_bytes(stored.letter.data)
+    elif as_json:
+        tell_json(_document(stored, settings.pipeline))
+    else:
+        trace = (details([("traceback", "")]), details([("", stored.letter.traceback)]))
+        tell(details(_facts(stored)), "", *trace)
 
 
 @app.command(name="redrive")
@@ -200,25 +197,25 @@ def redrive_letters(
     settings = settings_at(where)
     pipeline = settings.pipeline
 
-    async def work(ledger: Ledger, held: LedgerState) -> None:
-        if files:
-            if letters or which != _ALL or everything or cancel:
-                raise OperatorError(
-                    "--from takes all letters of the files.", advice="Leave the ids and conditions out."
-                )
-            added, coming = await _take_in(ledger, held, files, pipeline)
-            text = f"{added:,} letters are in the ledger, to be redriven."
-            if coming:
-                text += f" {coming:,} are left out: their records are delivered again anyway."
-            answer(as_json, {"redriving": added, "delivered_again": coming}, text)
-            return
+    async def mark(ledger: Ledger, _held: LedgerState) -> frozenset[str]:
         ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
-        there = await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
-        name = "cancelled" if cancel else "redriving"
-        what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
-        answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
+        return await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
 
-    at_ledger(settings, work)
+    if files:
+        if letters or which != _ALL or everything or cancel:
+            raise OperatorError(
+                "--from takes all letters of the files.", advice="Leave the ids and conditions out."
+            )
+        added, coming = at_ledger(settings, lambda ledger, held: _take_in(ledger, held, files, pipeline))
+        text = f"{added:,} letters are in the ledger, to be redriven."
+        if coming:
+            text += f" {coming:,} are left out: their records are delivered again anyway."
+        answer(as_json, {"redriving": added, "delivered_again": coming}, text)
+        return
+    there = at_ledger(settings, mark)
+    name = "cancelled" if cancel else "redriving"
+    what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
+    answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
 
 
 @app.command(name="purge")
@@ -238,10 +235,9 @@ def purge_letters(
         Delete them.
     """
     settings = settings_at(where)
-    pipeline = settings.pipeline
 
-    async def work(ledger: Ledger, _held: LedgerState) -> None:
-        ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
+    async def purge(ledger: Ledger, _held: LedgerState) -> set[str]:
+        ids = await _chosen(ledger, letters, which, settings.pipeline, everything=everything)
         if not yes:
             raise OperatorError(
                 f"{len(ids):,} letters would be deleted, and their records with them.",
@@ -251,18 +247,10 @@ def purge_letters(
         gone: set[str] = set()
         for at in range(0, len(ids), LETTERS_AT_ONCE):
             gone |= await ledger.purge(ids[at : at + LETTERS_AT_ONCE])
-        answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
+        return gone
 
-    at_ledger(settings, work)
-
-
-async def _letters(ledger: Ledger, which: Which = _ALL) -> AsyncIterator[StoredLetter]:
-    since_ms, after = which.since_ms(), None
-    while page := await ledger.letters(after=after, limit=_PAGE):
-        for stored in page:
-            if which.meets(stored.letter, since_ms):
-                yield stored
-        after = page[-1].id
+    gone = at_ledger(settings, purge)
+    answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
 
 
 async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[StoredLetter]:
@@ -271,7 +259,7 @@ async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[
     All are looked for before one is used.
     """
     by_name: dict[str, StoredLetter] = {}
-    async for stored in _letters(ledger):
+    async for stored in _ALL.of(ledger):
         for name in (stored.id, stored.letter.record, f"{pipeline}/{stored.letter.record}"):
             if name in names:
                 by_name[name] = stored
@@ -293,7 +281,7 @@ async def _chosen(
         )
     if names:
         return tuple(stored.id for stored in await _named(ledger, names, pipeline))
-    return tuple([stored.id async for stored in _letters(ledger, which)])
+    return tuple([stored.id async for stored in which.of(ledger)])
 
 
 async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipeline: str) -> tuple[int, int]:
@@ -306,10 +294,10 @@ async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipelin
 
     letters: dict[str, DeadLetter] = {}
     for place in places:
-        for letter in await asyncio.to_thread(read_letters, place, pipeline):
-            # Written twice, it is the same letter twice.
-            letters[letter.record] = letter
-    async for stored in _letters(ledger):
+        # Written twice, it is the same letter twice.
+        read = await asyncio.to_thread(read_letters, place, pipeline)
+        letters |= {letter.record: letter for letter in read}
+    async for stored in _ALL.of(ledger):
         letters.pop(stored.letter.record, None)
     fresh = []
     for letter in sorted(letters.values(), key=lambda letter: (letter.shard_id, letter.sequence)):
@@ -331,45 +319,24 @@ def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
     return {"letter": stored.id, "wanted": stored.wanted, **document(stored.letter, pipeline)}
 
 
-def _listed(letters: Iterable[StoredLetter]) -> Table:
-    return table(
-        "",
-        (">letter", "state", "shard", "key", "sequence", ">bytes", ">attempts", "failed", "error"),
-        (
-            (
-                stored.id,
-                "wanted" if stored.wanted else "stored",
-                letter.shard_id,
-                "-" if letter.partition_key is None else letter.partition_key,
-                str(letter.sequence),
-                f"{len(letter.data):,}",
-                str(letter.attempts),
-                moment(letter.at_ms),
-                (letter.error.splitlines() or [""])[0],
-            )
-            for stored in letters
-            for letter in (stored.letter,)
-        ),
-    )
-
-
-def _facts(stored: StoredLetter) -> list[tuple[str, str]]:
+def _facts(stored: StoredLetter) -> list[tuple[str, object]]:
     letter = stored.letter
-    payload, more = letter.data[:_SHOWN].hex(" "), ""
-    with contextlib.suppress(UnicodeDecodeError):
+    try:
         payload = letter.data.decode()[:_SHOWN]
+    except UnicodeDecodeError:
+        payload = letter.data[:_SHOWN].hex(" ")
     if len(letter.data) > _SHOWN:
-        more = f" … ({len(letter.data):,} bytes; --payload writes them)"
-    facts = [
+        payload += f" … ({len(letter.data):,} bytes; --payload writes them)"
+    facts: list[tuple[str, object]] = [
         ("letter", stored.id),
         ("state", "wanted: a server redrives it" if stored.wanted else "stored"),
         ("record", letter.record),
-        ("partition key", "-" if letter.partition_key is None else letter.partition_key),
+        ("partition key", letter.partition_key),
         ("arrived", moment(letter.arrival_ms)),
         ("failed", f"{moment(letter.at_ms)}, after {letter.attempts} attempts"),
         ("handler", f"{letter.handler} {letter.handler_version}".rstrip()),
         ("error", letter.error),
-        ("payload", payload + more),
+        ("payload", payload),
     ]
     if letter.parked_behind is not None:
         facts.insert(2, ("waits behind", f"{letter.shard_id}/{letter.parked_behind}"))

@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 from mldserver.cli import working_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
     from pathlib import Path
 
@@ -138,33 +138,17 @@ class Departures:
     @staticmethod
     def results(rows: pa.Table) -> Table:
         """Return the windows as a table for people: one line a window."""
-        from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
-
-        table = Table("day (UTC)", title="One line a window, read from the committed Parquet")
-        for name in ("flights", "carriers"):
-            table.add_column(name, justify="right")
-        table.add_column("most delayed, on average")
-        table.add_column("least delayed")
-        windows: dict[datetime, list[dict[str, Any]]] = {}
-        for row in rows.to_pylist():
-            windows.setdefault(row["window_start"], []).append(row)
-        for start, carriers in sorted(windows.items()):
-            delays = [
-                (row["mean_delay"], row["carrier"]) for row in carriers if row["mean_delay"] is not None
-            ]
-            ends = (
-                [f"{name} {minutes:+.1f} min" for minutes, name in (max(delays), min(delays))]
-                if delays
-                else []
-            )
+        lines = []
+        for start, carriers in _by_window(rows):
+            delays = [(row["mean_delay"], row["carrier"]) for row in carriers]
+            known = [delay for delay in delays if delay[0] is not None]
+            ends = ["every flight was cancelled"] * 2
+            if known:
+                ends = [f"{name} {minutes:+.1f} min" for minutes, name in (max(known), min(known))]
             flights = sum(row["flights"] for row in carriers)
-            table.add_row(
-                f"{start:%Y-%m-%d}",
-                f"{flights:,}",
-                str(len(carriers)),
-                *(ends or ["every flight was cancelled"] * 2),
-            )
-        return table
+            lines.append((f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), *ends))
+        columns = ("day (UTC)", ">flights", ">carriers", "most delayed, on average", "least delayed")
+        return _table(columns, lines)
 
 
 class Shop:
@@ -203,25 +187,31 @@ class Shop:
     @staticmethod
     def results(rows: pa.Table) -> Table:
         """Return the windows as a table for people: one line a window."""
-        from rich.table import Table  # noqa: PLC0415  # see above
-
-        table = Table("hour (UTC)", title="One line a window, read from the committed Parquet")
-        for name in ("orders", "revenue"):
-            table.add_column(name, justify="right")
-        table.add_column("best seller")
-        windows: dict[datetime, list[dict[str, Any]]] = {}
-        for row in rows.to_pylist():
-            windows.setdefault(row["window_start"], []).append(row)
-        for start, products in sorted(windows.items()):
+        lines = []
+        for start, products in _by_window(rows):
             orders, revenue = (sum(row[name] for row in products) for name in ("orders", "revenue"))
             best = max(products, key=lambda row: row["revenue"])
-            table.add_row(
-                f"{start:%Y-%m-%d %H:%M}",
-                f"{orders:,}",
-                f"{revenue:,}",
-                f"{best['product']} {best['revenue']:,}",
-            )
-        return table
+            seller = f"{best['product']} {best['revenue']:,}"
+            lines.append((f"{start:%Y-%m-%d %H:%M}", f"{orders:,}", f"{revenue:,}", seller))
+        return _table(("hour (UTC)", ">orders", ">revenue", "best seller"), lines)
+
+
+def _by_window(rows: pa.Table) -> list[tuple[datetime, list[dict[str, Any]]]]:
+    windows: dict[datetime, list[dict[str, Any]]] = {}
+    for row in rows.to_pylist():
+        windows.setdefault(row["window_start"], []).append(row)
+    return sorted(windows.items())
+
+
+def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
+    from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
+
+    table = Table(title="One line a window, read from the committed Parquet")
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    for line in lines:
+        table.add_row(*line)
+    return table
 
 
 def read_windows(folder: Path) -> pa.Table:

@@ -28,11 +28,11 @@ from mldserver.cli.ledger_tool import (
     moment,
     on_ledger,
     settings_at,
+    state_at,
     table,
     tell,
-    tell_json,
 )
-from mldserver.config.locations import RemoteOut, SqlitePlace
+from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import home, ledger_file
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.ledger.book import Book
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
+    from mldserver.records import Sequence
 
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
@@ -82,14 +83,8 @@ ShardId = Annotated[str, Parameter(help="Its id, as `ledger show` lists it.")]
 @app.command(name="show")
 def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show shards with their positions, servers, and counts of the rest."""
-
-    async def look(_ledger: Ledger, held: LedgerState) -> None:
-        if as_json:
-            tell_json(everything(held))
-        else:
-            tell(*overview(held))
-
-    at_ledger(where, look)
+    held = state_at(where)
+    answer(as_json, everything(held), *overview(held))
 
 
 @app.command(name="create")
@@ -127,7 +122,7 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
 
-    async def work(ledger: Ledger, held: LedgerState) -> None:
+    async def reset(ledger: Ledger, held: LedgerState) -> list[str]:
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for shard_id in shards:
             if (owner := _shard(held, shard_id).owner) is not None:
@@ -135,57 +130,48 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
                     f"Shard {shard_id} is held by the server {owner}.",
                     advice="Stop that server first; a dead one's shards are free when another server has noticed.",
                 )
-        done = sorted(await ledger.reset(frozenset(shards)))
-        answer(
-            as_json,
-            {"reset": done},
-            details((shard_id, "is reset: it has no position any more.") for shard_id in done),
-        )
-        if left := sorted(set(shards).difference(done)):
-            raise OperatorError(
-                f"Not reset, because a server has opened them since: {', '.join(left)}.",
-                advice="Stop the server first.",
-            )
+        return sorted(await ledger.reset(frozenset(shards)))
 
-    at_ledger(where, work)
+    done = at_ledger(where, reset)
+    text = "is reset: it has no position any more."
+    answer(as_json, {"reset": done}, details((shard_id, text) for shard_id in done))
+    if left := sorted(set(shards).difference(done)):
+        raise OperatorError(
+            f"Not reset, because a server has opened them since: {', '.join(left)}.",
+            advice="Stop the server first.",
+        )
 
 
 @app.command(name="accept-gap")
 def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
 
-    async def work(ledger: Ledger, held: LedgerState) -> None:
-        position = _shard(held, shard).position
+    async def accept(ledger: Ledger, held: LedgerState) -> Sequence | None:
         if not await ledger.accept_gap(shard):
-            raise _unknown(shard)  # pruned since we looked
-        answer(
-            as_json,
-            {"accepted": shard, "position": _text(position)},
-            details([(shard, f"may start beyond {position or 'nothing'}, the next time it is opened.")]),
-        )
+            held.shards.pop(shard, None)  # pruned since we looked
+        return _shard(held, shard).position
 
-    at_ledger(where, work)
+    position = at_ledger(where, accept)
+    text = f"may start beyond {position or 'nothing'}, the next time it is opened."
+    document = {"accepted": shard, "position": None if position is None else str(position)}
+    answer(as_json, document, details([(shard, text)]))
 
 
 def _shard(held: LedgerState, shard_id: str) -> ShardState:
     if (shard := held.shards.get(shard_id)) is None:
-        raise _unknown(shard_id)
+        raise OperatorError(
+            f"The ledger has no shard {shard_id}.", advice="`mldserver ledger show` shows those it has."
+        )
     return shard
-
-
-def _unknown(shard_id: str) -> OperatorError:
-    return OperatorError(
-        f"The ledger has no shard {shard_id}.", advice="`mldserver ledger show` shows those it has."
-    )
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def everything(held: LedgerState) -> dict[str, Any]:
     """Return what `ledger show --json` tells."""
     counts = Counter(entry.state for entry in held.windows.values())
+    shards = [dataclasses.asdict(shard) for _, shard in sorted(held.shards.items())]
+    for shard in shards:
+        position = shard["position"]
+        shard |= {"position": position and str(position), "parents": list(shard["parents"])}
     return {
         "clock": held.clock,
         "cut_below_ms": held.cut_below_ms,
@@ -194,31 +180,19 @@ def everything(held: LedgerState) -> dict[str, Any]:
         "draining": held.draining,
         "late_files_waiting": len(held.late_segments),
         "windows": {str(state): counts[state] for state in WindowState},
-        "segment_bytes": _segment_bytes(held),
-        "servers": [dataclasses.asdict(server) for server in _by_id(held.servers)],
-        "shards": [
-            dataclasses.asdict(shard) | {"position": _text(shard.position), "parents": list(shard.parents)}
-            for shard in _by_id(held.shards)
-        ],
+        "segment_bytes": held.segment_bytes,
+        "servers": [dataclasses.asdict(server) for _, server in sorted(held.servers.items())],
+        "shards": shards,
     }
 
 
-def _by_id(entries: dict[str, Any]) -> list[Any]:
-    return [entries[key] for key in sorted(entries)]
-
-
-def _segment_bytes(held: LedgerState) -> int:
-    return sum(
-        segment.bytes for entry in held.windows.values() for segment in (*entry.segments, *entry.pending)
-    )
-
-
-def _facts(held: LedgerState) -> list[tuple[str, str]]:
+def overview(held: LedgerState) -> tuple[RenderableType, ...]:
+    """Return what `ledger show` tells."""
     counts = Counter(entry.state for entry in held.windows.values())
     windows = [f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state]]
     facts = [
         ("windows", ", ".join(windows) or "none"),
-        ("segments", f"{_segment_bytes(held):,} bytes"),
+        ("segments", f"{held.segment_bytes:,} bytes"),
         ("dead letters", f"{held.dead_letters:,}"),
         ("merge clock", f"{held.clock:,}"),
     ]
@@ -226,48 +200,27 @@ def _facts(held: LedgerState) -> list[tuple[str, str]]:
         facts.append(("drain", "asked for; the next start ends it" if not held.servers else "under way"))
     if held.cut_below_ms is not None:
         facts.append(("forgotten", f"windows up to {moment(held.cut_below_ms)}"))
-    if held.batch_progress.number:
-        facts.append(
-            ("open batch", f"number {held.batch_progress.number:,}, {held.batch_progress.rows:,} rows")
-        )
+    if (batch := held.batch_progress).number:
+        facts.append(("open batch", f"number {batch.number:,}, {batch.rows:,} rows"))
     if held.late_segments:
         facts.append(("late files", f"{len(held.late_segments):,} not visible yet"))
-    return facts
-
-
-def overview(held: LedgerState) -> tuple[RenderableType, ...]:
-    """Return what `ledger show` tells."""
-    servers = table(
-        "servers",
-        ("server", "last beat", "watermark", "held by", "reason"),
-        (
-            (
-                server.server_id,
-                moment(server.beat_ms),
-                "idle" if server.idle else moment(server.watermark_ms),
-                server.held_by or "-",
-                server.reason or "-",
-            )
-            for server in _by_id(held.servers)
-        ),
+    servers = []
+    for server_id, server in sorted(held.servers.items()):
+        watermark = "idle" if server.idle else moment(server.watermark_ms)
+        holder = (server.held_by or None, server.reason or None)
+        servers.append((server_id, moment(server.beat_ms), watermark, *holder))
+    shards = []
+    for shard_id, shard in sorted(held.shards.items()):
+        notes = ["ended"] * shard.ended + ["gap accepted"] * shard.gap_accepted
+        place = (shard_id, shard.position, moment(shard.event_ms), shard.epoch, shard.owner or None)
+        shards.append((*place, ", ".join(shard.parents) or None, ", ".join(notes)))
+    return (
+        details(facts),
+        "",
+        table("servers", ("server", "last beat", "watermark", "held by", "reason"), servers),
+        "",
+        table("shards", ("shard", "position", "event time", ">epoch", "held by", "parents", "note"), shards),
     )
-    shards = table(
-        "shards",
-        ("shard", "position", "event time", ">epoch", "held by", "parents", "note"),
-        (
-            (
-                shard.shard_id,
-                _text(shard.position) or "-",
-                moment(shard.event_ms),
-                str(shard.epoch),
-                shard.owner or "-",
-                ", ".join(shard.parents) or "-",
-                ", ".join(["ended"] * shard.ended + ["gap accepted"] * shard.gap_accepted),
-            )
-            for shard in _by_id(held.shards)
-        ),
-    )
-    return details(_facts(held)), "", servers, "", shards
 
 
 @app.command(name="backup")
@@ -379,7 +332,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
 
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
-    from mldserver.output.store import OutputStore  # noqa: PLC0415  # pyarrow: `--help` must not wait for it
+    from mldserver.assembly import store_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
     settings = settings_at(where)
     if not isinstance(settings.ledger, SqlitePlace):
@@ -388,9 +341,7 @@ def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
             advice="Turn on point-in-time recovery for the table, and versioning for the bucket of `out`. Start once "
             "with --new-ledger on the table that was restored.",
         )
-    out = settings.out
-    store = OutputStore(out.uri if isinstance(out, RemoteOut) else str(out), home=home(settings))
-    return settings, ledger_file(settings), store
+    return settings, ledger_file(settings), store_of(settings)
 
 
 def _read(file: Path, pipeline: str) -> LedgerState:
@@ -421,4 +372,4 @@ def _set_aside(file: Path) -> Path | None:
 
 
 def _tell(done: dict[str, object], *, as_json: bool) -> None:
-    answer(as_json, done, details((name, str(value)) for name, value in done.items() if value is not None))
+    answer(as_json, done, details((name, value) for name, value in done.items() if value is not None))

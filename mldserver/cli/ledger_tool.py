@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 from cyclopts import Group, Parameter
 from rich import box
@@ -29,7 +29,7 @@ from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.observe.log_lines import harmless
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNBOUNDED: Final = sys.maxsize
 """Columns where no terminal bounds them: a line stays a line for grep, and whole."""
+
+T = TypeVar("T")
 
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
 
@@ -58,10 +60,10 @@ class Where:
     config: Path | None = None
     """Settings file. [default: mldserver.toml in the working directory, if it is there]"""
 
-    def resolved(self) -> Settings:
-        """Return the settings that these words and the server's own settings give."""
+    def resolved(self, **more: object) -> Settings:
+        """Return the settings that these words, ``more`` (raw, by name) and the server's own settings give."""
         return resolve(
-            {"out": self.out, "ledger": self.ledger, "pipeline": self.pipeline},
+            {"out": self.out, "ledger": self.ledger, "pipeline": self.pipeline, **more},
             environ=os.environ,
             folder=working_directory(),
             config=self.config,
@@ -99,31 +101,36 @@ def as_operator_errors() -> Iterator[None]:
         raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
 
 
-def on_ledger(settings: Settings, work: Callable[[Ledger], Awaitable[object]]) -> None:
+def on_ledger(settings: Settings, work: Callable[[Ledger], Coroutine[Any, Any, T]]) -> T:
     """Run ``work`` on the ledger, which is not opened. No server notices: nothing is registered or locked.
 
     Raises OperatorError when the ledger is damaged, newer, somebody else's or out of reach.
     """
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
-    async def run() -> None:
+    async def run() -> T:
         ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
         try:
-            await work(ledger)
+            return await work(ledger)
         finally:
             await ledger.close()
 
     with as_operator_errors():
-        asyncio.run(run())
+        return asyncio.run(run())
 
 
-def at_ledger(where: Where | Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
+def at_ledger(where: Where | Settings, work: Callable[[Ledger, LedgerState], Coroutine[Any, Any, T]]) -> T:
     """Run ``work`` on the ledger and what it holds. Raises OperatorError as ``on_ledger``, and when there is none."""
 
-    async def look(ledger: Ledger) -> None:
-        await work(ledger, await ledger.peek())
+    async def look(ledger: Ledger) -> T:
+        return await work(ledger, await ledger.peek())
 
-    on_ledger(settings_at(where) if isinstance(where, Where) else where, look)
+    return on_ledger(settings_at(where) if isinstance(where, Where) else where, look)
+
+
+def state_at(where: Where) -> LedgerState:
+    """Return what the ledger holds. Raises OperatorError as ``at_ledger``."""
+    return on_ledger(settings_at(where), lambda ledger: ledger.peek())
 
 
 def moment(ms: int | None) -> str:
@@ -137,8 +144,8 @@ def moment(ms: int | None) -> str:
     return at.isoformat(timespec="milliseconds" if ms % 1000 else "seconds").replace("+00:00", "Z")
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table of plain text. A column whose name begins with ``>`` holds numbers."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+    """Return a table of ``plain`` cells. A column whose name begins with ``>`` holds numbers."""
     grid = Table(
         title=title or None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
@@ -150,7 +157,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return grid
 
 
-def details(pairs: Iterable[tuple[str, str]]) -> Table:
+def details(pairs: Iterable[tuple[str, object]]) -> Table:
     """Return names and values, a line each; in a terminal long values are folded."""
     grid = Table.grid(padding=(0, 2))
     for _ in range(2):
@@ -160,9 +167,15 @@ def details(pairs: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def plain(text: str) -> Text:
-    """Return what peers and handlers have written without control characters, and with no meaning as markup."""
+def plain(value: object) -> Text:
+    """Return what peers and handlers have written without control characters, and with no meaning as markup; None is a dash."""
+    text = "-" if value is None else str(value)
     return Text("\n".join(harmless(line) for line in text.splitlines()))
+
+
+def first_line(text: str | None) -> str:
+    """Return the first line of an error, say; empty for none."""
+    return next(iter((text or "").splitlines()), "")
 
 
 def tell(*parts: RenderableType) -> None:

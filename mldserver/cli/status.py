@@ -19,18 +19,17 @@ from mldserver.base.tls import client_context
 from mldserver.cli.ledger_tool import (
     AsJson,
     Where,
-    at_ledger,
+    answer,
     details,
+    first_line,
     moment,
     plain,
+    state_at,
     table,
-    tell,
-    tell_json,
 )
-from mldserver.config.kinds import Address, TcpAddress, is_local
+from mldserver.config.kinds import TcpAddress, is_local
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
-from mldserver.config.settings import specs
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
     from mldserver.admin.document import Shard, Status
     from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
 
 EXIT_NOT_READY: Final = 3
 
@@ -91,16 +89,17 @@ class At(Where):
 
         ``steers``: with the token that the server has made, if no other is named. Who only reads needs none on loopback.
         """
-        settings = self.resolved()
-        address = _address(self.admin) if self.admin is not None else settings.admin
+        settings = self.resolved(
+            admin=self.admin, admin_token_file=self.admin_token_file, insecure=self.insecure or None
+        )
+        address, token_file, tls = settings.admin, settings.admin_token_file, None
         if address is None:
             raise ConfigError(
                 f"admin = none ({settings.origin('admin')}): there is no endpoint to ask.",
                 advice="Name the server's with --admin.",
             )
-        token_file, tls = self.admin_token_file or settings.admin_token_file, None
-        plain = is_local(address) or self.insecure or settings.insecure
-        if self.ca is not None or self.certificate is not None or not plain:
+        in_clear = is_local(address) or settings.insecure
+        if self.ca is not None or self.certificate is not None or not in_clear:
             certificate, key = settings.tls_certificate, settings.tls_key
             if self.certificate is not None:
                 certificate, key = self.certificate, self.key
@@ -134,17 +133,6 @@ HERE: Final = At()
 """As for ``mldserver serve``."""
 
 
-def _address(text: str) -> Address:
-    kind = specs()["admin"].kind
-    try:
-        address: Address | None = kind.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"--admin {text!r}: {error}.", advice=f"Allowed is {kind.allowed}.") from error
-    if address is None:
-        raise ConfigError("--admin none: there is no endpoint to ask.", advice="Name the server's.")
-    return address
-
-
 def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
     """Return a server's status, as it came and as it is meant; one that does not live is not ready, whatever it said last.
 
@@ -170,53 +158,30 @@ def show_status(*, at: At = HERE, as_json: AsJson = False) -> int:
     try:
         document, status = ask(at.client(), at.meant_pipeline())
     except NoAnswer as error:
-        return _show_ledger(at, error, as_json=as_json)
-    if as_json:
-        tell_json(document)
-    else:
-        tell(*whole(status))
+        from mldserver.cli.ledger import everything  # noqa: PLC0415  # only when no server answers
+
+        held, shown = instead(at, error)
+        answer(as_json, {"ready": False, "reasons": [str(error)], "ledger": everything(held)}, *shown)
+        return EXIT_NOT_READY
+    answer(as_json, document, details(facts(status)), *tables(status, shards(status.shards)))
     return EXIT_CLEAN if status.ready else EXIT_NOT_READY
 
 
-def _show_ledger(at: At, no_answer: NoAnswer, *, as_json: bool) -> int:
-    held = held_by_ledger(at, no_answer)
-    if as_json:
-        from mldserver.cli.ledger import everything  # noqa: PLC0415  # only when no server answers
-
-        tell_json({"ready": False, "reasons": [str(no_answer)], "ledger": everything(held)})
-    else:
-        tell(*instead(no_answer, held))
-    return EXIT_NOT_READY
-
-
-def held_by_ledger(at: At, no_answer: NoAnswer) -> LedgerState:
-    """Return what the ledger holds. Raises OperatorError when there is none either."""
-    found: list[LedgerState] = []
-
-    async def look(_ledger: Ledger, held: LedgerState) -> None:
-        found.append(held)
-
-    try:
-        at_ledger(at, look)
-    except OperatorError as error:
-        raise OperatorError(f"{no_answer} Nor can the ledger be read: {error}") from error
-    return found[0]
-
-
-def instead(no_answer: NoAnswer, held: LedgerState) -> list[RenderableType]:
-    """Return what is shown of a ledger when no server answers."""
+def instead(at: At, no_answer: NoAnswer) -> tuple[LedgerState, list[RenderableType]]:
+    """Return what the ledger holds when no server answers, and how it is shown. Raises OperatorError when there is none either."""
     from mldserver.cli.ledger import overview  # noqa: PLC0415  # only then
 
-    return [plain(f"{no_answer} This is what the ledger holds:"), "", *overview(held)]
+    try:
+        held = state_at(at)
+    except OperatorError as error:
+        raise OperatorError(f"{no_answer} Nor can the ledger be read: {error}") from error
+    return held, [plain(f"{no_answer} This is what the ledger holds:"), "", *overview(held)]
 
 
-def whole(status: Status) -> list[RenderableType]:
-    """Return all that is shown of a status, tables and lines."""
-    parts: list[RenderableType] = [details(facts(status))]
-    for grid in (shards(status.shards), windows(status), workers(status), servers(status), letters(status)):
-        if grid.row_count:
-            parts += ["", grid]
-    return parts
+def tables(status: Status, shards: Table) -> list[RenderableType]:
+    """Return all tables of a status that have rows, that of the shards first."""
+    grids = (shards, windows(status), workers(status), servers(status), letters(status))
+    return [part for grid in grids if grid.row_count for part in ("", grid)]
 
 
 def facts(status: Status) -> list[tuple[str, str]]:
@@ -238,7 +203,10 @@ def facts(status: Status) -> list[tuple[str, str]]:
     if any(failed.values()):
         by_class = ", ".join(f"{name} {count:,}" for name, count in status.failures.items())
         found.append(("failures", _counts(failed) + (f" ({by_class})" if by_class else "")))
-    found.append(("watermark", _watermark(status)))
+    mark = status.watermark
+    holder = " of ".join(filter(None, [mark.held_by, mark.server and f"server {mark.server}"]))
+    said = [moment(mark.at_ms), holder and f"held by {holder}", mark.reason, "STUCK" if mark.stuck else ""]
+    found.append(("watermark", ", ".join(filter(None, said))))
     counts = {"open": spans.open, "waiting": spans.waiting, "published": spans.published}
     counts |= {"set aside": spans.set_aside, "halted": len(spans.halted)}
     found.append(("windows", _counts(counts) or "none"))
@@ -257,13 +225,6 @@ def facts(status: Status) -> list[tuple[str, str]]:
         ("process", f"{size(status.resident_bytes)} of memory, {late}, log level {status.log_level}")
     )
     return found
-
-
-def _watermark(status: Status) -> str:
-    mark = status.watermark
-    holder = " of ".join(filter(None, [mark.held_by, mark.server and f"server {mark.server}"]))
-    said = [moment(mark.at_ms), holder and f"held by {holder}", mark.reason, "STUCK" if mark.stuck else ""]
-    return ", ".join(filter(None, said))
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -287,16 +248,15 @@ def shards(
         counts = [">no checkpoint", ">records", ">rows", ">worker", "position", "peer"]
     rows = []
     for shard in entries:
-        lag = "-" if shard.lag_ms is None else span(shard.lag_ms / 1000)
-        cells = [shard.id, shard.state, lag, span(shard.durable_age_seconds)]
+        lag = None if shard.lag_ms is None else span(shard.lag_ms / 1000)
+        cells: list[object] = [shard.id, shard.state, lag, span(shard.durable_age_seconds)]
         if rates is None:
-            worker = "-" if shard.worker is None else str(shard.worker)
-            cells += [span(shard.checkpoint_age_seconds), f"{shard.records:,}", f"{shard.rows:,}", worker]
-            cells += [shard.position or "-", shard.peer or "-"]
+            cells += [span(shard.checkpoint_age_seconds), f"{shard.records:,}", f"{shard.rows:,}"]
+            cells += [shard.worker, shard.position or None, shard.peer or None]
         elif (rate := rates.get(shard.id)) is not None:
             cells += [f"{rate.records:,.0f}", f"{rate.rows:,.0f}", size(rate.bytes)]
         else:
-            cells += ["-", "-", "-"]
+            cells += [None, None, None]
         rows.append(cells)
     return table(title, ("shard", "state", ">lag", ">not durable", *counts), rows)
 
@@ -305,76 +265,42 @@ def windows(status: Status) -> Table:
     """Return the windows that are not done, and the latest of the others, as a table."""
     latest = status.windows.latest
     chosen = [one for at, one in enumerate(latest, _WINDOWS - len(latest)) if at >= 0 or one.state != "done"]
-    return table(
-        "windows",
-        ("window", "state", ">revision", ">rows in", ">rows out", ">seconds", "cut", "error"),
-        (
-            (
-                one.id,
-                one.state.replace("_", " "),
-                str(one.revision),
-                "-" if one.rows_in is None else f"{one.rows_in:,}",
-                "-" if one.rows_out is None else f"{one.rows_out:,}",
-                "-" if one.seconds is None else f"{one.seconds:.1f}",
-                "-" if one.cut_ms is None else moment(one.cut_ms // 1000 * 1000),
-                _first_line(one.error),
-            )
-            for one in chosen
-        ),
-    )
+    rows = []
+    for one in chosen:
+        counts = [None if count is None else f"{count:,}" for count in (one.rows_in, one.rows_out)]
+        seconds = None if one.seconds is None else f"{one.seconds:.1f}"
+        cut = None if one.cut_ms is None else moment(one.cut_ms // 1000 * 1000)
+        state = one.state.replace("_", " ")
+        rows.append([one.id, state, one.revision, *counts, seconds, cut, first_line(one.error)])
+    columns = ("window", "state", ">revision", ">rows in", ">rows out", ">seconds", "cut", "error")
+    return table("windows", columns, rows)
 
 
 def workers(status: Status) -> Table:
     """Return the workers as a table."""
-    return table(
-        "workers",
-        (">worker", ">process", ">shards", ">memory", ">restarts", ">call runs"),
-        (
-            (
-                str(one.number),
-                "-" if one.pid is None else str(one.pid),
-                str(one.shards),
-                size(one.resident_bytes),
-                str(one.restarts),
-                span(one.running_seconds) if one.running_seconds else "-",
-            )
-            for one in status.workers
-        ),
-    )
+    columns = (">worker", ">process", ">shards", ">memory", ">restarts", ">call runs")
+    rows = []
+    for one in status.workers:
+        cells = [one.number, one.pid, one.shards, size(one.resident_bytes), one.restarts]
+        rows.append([*cells, span(one.running_seconds or None)])
+    return table("workers", columns, rows)
 
 
 def servers(status: Status) -> Table:
     """Return the other servers on the ledger as a table."""
-    return table(
-        "other servers",
-        ("server", ">last beat", "watermark", "reason"),
-        (
-            (
-                one.id,
-                span(one.beat_age_seconds),
-                "idle" if one.idle else moment(one.watermark_ms),
-                one.reason or "-",
-            )
-            for one in status.servers
-            if not one.this
-        ),
-    )
+    rows = []
+    for one in status.servers:
+        if not one.this:
+            watermark = "idle" if one.idle else moment(one.watermark_ms)
+            rows.append((one.id, span(one.beat_age_seconds), watermark, one.reason or None))
+    return table("other servers", ("server", ">last beat", "watermark", "reason"), rows)
 
 
 def letters(status: Status) -> Table:
     """Return the latest dead letters as a table; `mldserver dead-letters show` has them whole."""
-    return table(
-        "latest dead letters",
-        ("at", "shard", "sequence", "error"),
-        (
-            (moment(one.at_ms), one.shard, one.sequence, _first_line(one.error))
-            for one in status.dead_letters.latest[-_LETTERS:]
-        ),
-    )
-
-
-def _first_line(text: str | None) -> str:
-    return next(iter((text or "").splitlines()), "")
+    latest = status.dead_letters.latest[-_LETTERS:]
+    rows = [(moment(one.at_ms), one.shard, one.sequence, first_line(one.error)) for one in latest]
+    return table("latest dead letters", ("at", "shard", "sequence", "error"), rows)
 
 
 _SPANS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))

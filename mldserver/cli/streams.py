@@ -12,20 +12,17 @@ import structlog
 from cyclopts import App, Parameter
 
 from mldserver.base.clock import SystemClock
-from mldserver.cli.ledger_tool import HERE, AsJson, Where, at_ledger, details, moment, table, tell, tell_json
+from mldserver.cli.ledger_tool import HERE, AsJson, Where, answer, details, moment, state_at, table
 from mldserver.config.locations import DynamoPlace
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, After, ShardTree, StreamShard
 from mldserver.errors import ConfigError, NotThereYet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.table import Table
 
     from mldserver.config.settings import Settings
     from mldserver.dynamodb_streams.streams_api import Description, StreamsApi
     from mldserver.ledger.contract import LedgerState, ShardState
-    from mldserver.ledger.operations import Ledger
 
 _HELP = """
 Show the stream of a table in DynamoDB: its shards, and with a ledger how far the pipeline has read them.
@@ -58,6 +55,15 @@ class _Row(NamedTuple):
     def state(self) -> str:
         return "ended" if self.held and self.held.ended else "open" if self.shard.last is None else "closed"
 
+    @property
+    def position(self) -> str | None:
+        position = self.held.position if self.held else None
+        return str(position) if position is not None and position.number else None
+
+    @property
+    def owner(self) -> str | None:
+        return (self.held and self.held.owner) or None
+
 
 @app.command(name="describe")
 def describe_stream(
@@ -84,18 +90,13 @@ def describe_stream(
     if not structlog.is_configured():
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     place = _place(stream, where.resolved(), region, endpoint_url)
-    held: list[LedgerState] = []
-    if where != HERE:
-
-        async def look(_ledger: Ledger, state: LedgerState) -> None:
-            held.append(state)
-
-        at_ledger(where, look)
-    described, newest, rows = asyncio.run(_look(place, held[0] if held else None))
-    if as_json:
-        tell_json(_document(described, newest, rows))
-    else:
-        tell(details(_facts(described, newest, rows)), "", _shards(rows, with_ledger=bool(held)))
+    held = None if where == HERE else state_at(where)
+    described, newest, rows = asyncio.run(_look(place, held))
+    lags_ms = [row.lag_ms for row in rows if row.lag_ms is not None]
+    lag_ms = max(lags_ms, default=None)
+    facts = details(_facts(described, newest, rows, lag_ms))
+    shards = _shards(rows, with_ledger=held is not None)
+    answer(as_json, _document(described, newest, rows, lag_ms), facts, "", shards)
     return 0
 
 
@@ -137,7 +138,11 @@ async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Descripti
             newest = ""
         tree = ShardTree()
         tree.learn(described.shards, whole=True)
-        rows = list(_rows(tree, held))
+        known = {} if held is None else held.shards
+        rows = [_Row(shard, depth, known.get(shard.id)) for depth, shard in tree.walk()]
+        gone = [entry for entry in sorted(known.items()) if entry[0] not in tree and not entry[1].ended]
+        note = "not in the stream any more"
+        rows += [_Row(StreamShard(shard_id), held=state, note=note) for shard_id, state in gone]
         if held is not None:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -145,15 +150,6 @@ async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Descripti
                 ]
             rows = [task.result() for task in tasks]
     return described, newest, rows
-
-
-def _rows(tree: ShardTree, held: LedgerState | None) -> Iterable[_Row]:
-    known = {} if held is None else held.shards
-    for depth, shard in tree.walk():
-        yield _Row(shard, depth, known.get(shard.id))
-    for shard_id, state in sorted(known.items()):
-        if shard_id not in tree and not state.ended:
-            yield _Row(StreamShard(shard_id), held=state, note="not in the stream any more")
 
 
 async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
@@ -186,14 +182,14 @@ async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
     return row._replace(lag_ms=0, note=note)
 
 
-def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str, Any]:
+def _document(described: Description, newest: str, rows: list[_Row], lag_ms: int | None) -> dict[str, Any]:
     return {
         "stream": described.arn,
         "table": described.table,
         "status": described.status,
         "view_type": described.view_type,
         "newest_enabled": newest or None,
-        "lag_ms": _greatest_lag_ms(rows),
+        "lag_ms": lag_ms,
         "shards": [
             {
                 "shard": row.shard.id,
@@ -201,8 +197,8 @@ def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str
                 "state": row.state,
                 "first": None if row.shard.first is None else str(row.shard.first),
                 "last": None if row.shard.last is None else str(row.shard.last),
-                "position": _position(row),
-                "owner": row.held.owner if row.held else None,
+                "position": row.position,
+                "owner": row.owner,
                 "lag_ms": row.lag_ms,
                 "note": row.note or None,
             }
@@ -211,7 +207,9 @@ def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str
     }
 
 
-def _facts(described: Description, newest: str, rows: list[_Row]) -> list[tuple[str, str]]:
+def _facts(
+    described: Description, newest: str, rows: list[_Row], lag_ms: int | None
+) -> list[tuple[str, str]]:
     states = [row.state for row in rows]
     counts = ", ".join(
         f"{states.count(state):,} {state}" for state in ("open", "closed", "ended") if state in states
@@ -222,7 +220,7 @@ def _facts(described: Description, newest: str, rows: list[_Row]) -> list[tuple[
         ("status", f"{described.status}, {described.view_type}"),
         ("shards", counts or "none is listed"),
     ]
-    if (lag_ms := _greatest_lag_ms(rows)) is not None:
+    if lag_ms is not None:
         facts.append(("lag", _lag(lag_ms)))
     if described.arn != newest:
         other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
@@ -232,42 +230,16 @@ def _facts(described: Description, newest: str, rows: list[_Row]) -> list[tuple[
     return facts
 
 
-def _greatest_lag_ms(rows: list[_Row]) -> int | None:
-    return max((row.lag_ms for row in rows if row.lag_ms is not None), default=None)
-
-
 def _shards(rows: list[_Row], *, with_ledger: bool) -> Table:
-    columns = ("shard", "state", "sequence numbers")
-    lines = [
-        (
-            f"{'  ' * row.depth}{row.shard.id}",
-            row.state,
-            f"{_text(row.shard.first)} … {_text(row.shard.last)}",
-        )
-        for row in rows
-    ]
-    if not with_ledger:
-        return table("", columns, lines)
-    more = [
-        (
-            _position(row) or "-",
-            "-" if row.lag_ms is None else _lag(row.lag_ms),
-            (row.held.owner if row.held else None) or "-",
-            row.note,
-        )
-        for row in rows
-    ]
-    both = (line + other for line, other in zip(lines, more, strict=True))
-    return table("", (*columns, "position", ">lag", "held by", "note"), both)
-
-
-def _position(row: _Row) -> str | None:
-    position = row.held.position if row.held else None
-    return str(position) if position is not None and position.number else None
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)
+    columns = ["shard", "state", "sequence numbers"]
+    columns += ["position", ">lag", "held by", "note"] if with_ledger else []
+    lines = []
+    for row in rows:
+        first, last = ("" if number is None else number for number in (row.shard.first, row.shard.last))
+        cells = [f"{'  ' * row.depth}{row.shard.id}", row.state, f"{first} … {last}"]
+        lag = None if row.lag_ms is None else _lag(row.lag_ms)
+        lines.append([*cells, *([row.position, lag, row.owner, row.note] if with_ledger else [])])
+    return table("", columns, lines)
 
 
 def _lag(ms: int) -> str:

@@ -55,21 +55,15 @@ _NO_LETTERS: Final = re.compile(r"\x1b[\[O][\d;]*.")
 Order = Literal["lag", "records", "rows", "age", "shard"]
 
 
-_KEYS: Final[dict[Order, Callable[[Shard, Rates], float | str]]] = {
+_ORDERS: Final[dict[Order, tuple[str, Callable[[Shard, Rates], float | str]]]] = {
     # What is not told is the least.
-    "lag": lambda shard, _: -(-1 if shard.lag_ms is None else shard.lag_ms),
-    "records": lambda _, rates: -rates.records,
-    "rows": lambda _, rates: -rates.rows,
-    "age": lambda shard, _: -(shard.durable_age_seconds or 0),
-    "shard": lambda shard, _: shard.id,
+    "lag": ("lag", lambda shard, _: -(-1 if shard.lag_ms is None else shard.lag_ms)),
+    "records": ("records/s", lambda _, rates: -rates.records),
+    "rows": ("rows/s", lambda _, rates: -rates.rows),
+    "age": ("not durable", lambda shard, _: -(shard.durable_age_seconds or 0)),
+    "shard": ("shard", lambda shard, _: shard.id),
 }
-_COLUMNS: Final[dict[Order, str]] = {
-    "lag": "lag",
-    "records": "records/s",
-    "rows": "rows/s",
-    "age": "not durable",
-    "shard": "shard",
-}
+"""Of each order: the column's title, and by what shards are sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ class View:
         """Return what is shown after a key."""
         if self.typing and key.isprintable():
             return replace(self, part=self.part + key)
-        orders = list(_KEYS)
+        orders = list(_ORDERS)
         changes: dict[str, dict[str, Any]] = {
             "\x1b": {"part": "", "typing": False},
             "\n": {"typing": False},
@@ -100,17 +94,17 @@ class View:
 
     def of(self, shards: tuple[Shard, ...], rates: dict[str, Rates]) -> list[Shard]:
         """Return the shards that are shown, in order."""
-        key = _KEYS[self.order]
+        _, key = _ORDERS[self.order]
         chosen = [shard for shard in shards if fnmatchcase(shard.id, f"*{self.part}*")]
         chosen.sort(key=lambda shard: shard.id)
-        return sorted(
-            chosen, key=lambda shard: key(shard, rates.get(shard.id, _NOTHING)), reverse=self.reverse
-        )
+        chosen.sort(key=lambda shard: key(shard, rates.get(shard.id, _NOTHING)), reverse=self.reverse)
+        return chosen
 
     def __str__(self) -> str:
         cursor = "_" if self.typing else ""
         way = ", the other way round" if self.reverse else ""
-        return f"q quit   s sort: {_COLUMNS[self.order]}{way}   r reverse   / shards: {self.part or ('' if self.typing else 'all')}{cursor}"
+        part = self.part or ("" if self.typing else "all")
+        return f"q quit   s sort: {_ORDERS[self.order][0]}{way}   r reverse   / shards: {part}{cursor}"
 
 
 @dataclass(slots=True)
@@ -137,7 +131,7 @@ class Screen:
             known = self._status is not None or bool(self._instead)
             self._status = None
             try:
-                self._instead = status.instead(error, status.held_by_ledger(self.at, error))
+                _, self._instead = status.instead(self.at, error)
             except OperatorError as both:
                 if not known:
                     raise
@@ -160,17 +154,8 @@ class Screen:
         cut = f"the first {room} of {len(chosen)}" if len(chosen) > room else f"{len(chosen)}"
         title = f"shards: {cut}" + (f", of {len(now.shards)} in all" if len(now.shards) > len(chosen) else "")
         grid = status.shards(chosen[:room], title, rates=self._rates)
-        parts: list[RenderableType] = [
-            plain(f"{moment(now.taken_ms)}   {view}"),
-            "",
-            details(facts),
-            "",
-            grid,
-        ]
-        for grid in (status.windows(now), status.workers(now), status.servers(now), status.letters(now)):
-            if grid.row_count:
-                parts += ["", grid]
-        return parts
+        head = plain(f"{moment(now.taken_ms)}   {view}")
+        return [head, "", details(facts), *status.tables(now, grid)]
 
 
 def _rates(before: Status | None, now: Status) -> tuple[dict[str, Rates], Rates]:

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.ledger_tool import HERE, AsJson, Where, at_ledger, details, moment, table, tell, tell_json
+from mldserver.cli.ledger_tool import (
+    HERE,
+    AsJson,
+    Where,
+    at_ledger,
+    details,
+    first_line,
+    moment,
+    state_at,
+    table,
+    tell,
+    tell_json,
+)
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.table import Table
-
     from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
     from mldserver.ledger.operations import Ledger
 
@@ -64,57 +72,53 @@ def list_windows(
     retained
         Published windows too, as far as their segments are kept for late rows.
     """
-
-    async def look(_ledger: Ledger, held: LedgerState) -> None:
-        entries = sorted(
-            held.windows.values(),
-            key=lambda entry: (entry.start_ms is None, entry.start_ms or 0, entry.window_id),
-        )
-        published = WindowState.PUBLISHED
-        if state:
-            chosen = [entry for entry in entries if entry.state in state]
-        else:
-            chosen = [entry for entry in entries if retained or as_json or entry.state is not published]
-        if as_json:
-            tell_json([_summary(entry) for entry in chosen])
-            return
-        counts = Counter(entry.state for entry in entries)
-        text = ", ".join(f"{counts[kind]:,} {kind.replace('_', ' ')}" for kind in WindowState if counts[kind])
-        if halted := sum(entry.is_halted for entry in entries):
-            text += f"; {halted:,} halted"
-        hidden = len(entries) - len(chosen)
-        tell(_listed(chosen), (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else ""))
-
-    at_ledger(where, look)
+    entries = sorted(
+        state_at(where).windows.values(),
+        key=lambda entry: (entry.start_ms is None, entry.start_ms or 0, entry.window_id),
+    )
+    published = WindowState.PUBLISHED
+    if state:
+        chosen = [entry for entry in entries if entry.state in state]
+    else:
+        chosen = [entry for entry in entries if retained or as_json or entry.state is not published]
+    if as_json:
+        tell_json([_summary(entry) for entry in chosen])
+        return
+    counts = Counter(entry.state for entry in entries)
+    text = ", ".join(f"{counts[kind]:,} {kind.replace('_', ' ')}" for kind in WindowState if counts[kind])
+    if halted := sum(entry.is_halted for entry in entries):
+        text += f"; {halted:,} halted"
+    hidden = len(entries) - len(chosen)
+    columns = ("window", "state", ">revision", ">attempts", ">segments", ">rows", ">late", "owner", "error")
+    rows = []
+    for entry in chosen:
+        summary = _summary(entry)
+        cells = [entry.window_id, _said(entry), entry.revision, entry.attempt, summary["segments"]]
+        cells += [f"{summary['rows']:,}", f"{summary['rows_waiting']:,}", entry.owner or None]
+        rows.append([*cells, first_line(entry.error)])
+    tell(table("", columns, rows), (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else ""))
 
 
 @app.command(name="show")
 def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show all that the ledger knows of a window."""
-
-    async def look(_ledger: Ledger, held: LedgerState) -> None:
-        entry = _entry(held, window)
-        if as_json:
-            segments, waiting = (
-                [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
-                for some in (entry.segments, entry.pending)
-            )
-            more = {"staging": entry.staging, "files": list(entry.files)}
-            tell_json({**_summary(entry), **more, "segments": segments, "waiting": waiting})
-            return
-        tell(details(_facts(entry)))
-        columns = ("path", "kind", ">revision", ">rows", ">bytes")
-        for title, some in (("segments", entry.segments), ("waiting for the next", entry.pending)):
-            rows = [
-                (one.path, str(one.kind), str(one.revision), f"{one.rows:,}", f"{one.bytes:,}")
-                for one in some
-            ]
-            if rows:
-                tell("", table(title, columns, rows))
-        if entry.error is not None:
-            tell("", details([("error", entry.error)]))
-
-    at_ledger(where, look)
+    entry = _entry(state_at(where), window)
+    if as_json:
+        segments, waiting = (
+            [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
+            for some in (entry.segments, entry.pending)
+        )
+        more = {"staging": entry.staging, "files": list(entry.files)}
+        tell_json({**_summary(entry), **more, "segments": segments, "waiting": waiting})
+        return
+    tell(details(_facts(entry)))
+    columns = ("path", "kind", ">revision", ">rows", ">bytes")
+    for title, some in (("segments", entry.segments), ("waiting for the next", entry.pending)):
+        rows = [(one.path, one.kind, one.revision, f"{one.rows:,}", f"{one.bytes:,}") for one in some]
+        if rows:
+            tell("", table(title, columns, rows))
+    if entry.error is not None:
+        tell("", details([("error", entry.error)]))
 
 
 @app.command(name="retry")
@@ -152,25 +156,23 @@ def _decide(
     if not windows:
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
 
-    async def work(ledger: Ledger, held: LedgerState) -> None:
+    async def decide(ledger: Ledger, held: LedgerState) -> None:
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for window in windows:
             entry = _entry(held, window)
             if decision not in _choices(entry):
                 raise _refused(window, f"it is {_said(entry)}", _choices(entry))
-        done = []
         for window in dict.fromkeys(windows):
             entry = held.windows[window]
             rows = sum(s.rows for s in (*entry.segments, *entry.pending) if s.revision in {0, entry.revision})
             if not await ledger.decide(window, decision):
                 raise _refused(window, "somebody else was faster", ())
-            done.append(window)
             if not as_json:
                 tell(details([(window, text.format(rows=rows))]))
         if as_json:
-            tell_json({name: done})
+            tell_json({name: list(dict.fromkeys(windows))})
 
-    at_ledger(where, work)
+    at_ledger(where, decide)
 
 
 def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
@@ -183,11 +185,10 @@ def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
 
 def _refused(window: str, why: str, choices: tuple[Decision, ...]) -> OperatorError:
     others = ", ".join(f"`{choice.replace('_', '-')}`" for choice in choices)
+    there = "`mldserver windows list` shows which are halted or set aside."
     return OperatorError(
         f"Nothing of the kind can be done with window {window}: {why}.",
-        advice=f"What can be done is {others}."
-        if others
-        else "`mldserver windows list` shows which are halted or set aside.",
+        advice=f"What can be done is {others}." if others else there,
     )
 
 
@@ -227,29 +228,9 @@ def _summary(entry: WindowEntry) -> dict[str, Any]:
     }
 
 
-def _listed(entries: Iterable[WindowEntry]) -> Table:
-    return table(
-        "",
-        ("window", "state", ">revision", ">attempts", ">segments", ">rows", ">late", "owner", "error"),
-        (
-            (
-                entry.window_id,
-                _said(entry),
-                str(entry.revision),
-                str(entry.attempt),
-                str(len(entry.segments) + len(entry.pending)),
-                f"{sum(segment.rows for segment in (*entry.segments, *entry.pending)):,}",
-                f"{sum(segment.rows for segment in entry.pending):,}",
-                entry.owner or "-",
-                ((entry.error or "").splitlines() or [""])[0],
-            )
-            for entry in entries
-        ),
-    )
-
-
 def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
     summary = _summary(entry)
+    retained = entry.retained and not entry.is_skipped
     facts = [
         ("window", entry.window_id),
         ("state", _said(entry)),
@@ -257,12 +238,7 @@ def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
         ("revision", f"{entry.revision}, after {entry.attempt} attempts"),
         ("rows", f"{summary['rows']:,} in {summary['segments']} segments of {summary['bytes']:,} bytes"),
         ("owner", entry.owner or "-"),
-        (
-            "late rows",
-            "lead to a next revision"
-            if entry.retained and not entry.is_skipped
-            else "go to the late dataset",
-        ),
+        ("late rows", "lead to a next revision" if retained else "go to the late dataset"),
         ("published", moment(entry.published_ms)),
     ]
     if entry.published_ms is not None or entry.staging is not None:
