@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import orjson
@@ -108,14 +109,16 @@ class RecordMethods:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a plain Record: the classes of the wire's records are made while the server runs."""
-        return _rebuild, (
-            self.shard_id,
-            self.sequence_text,
-            self.sub_sequence_number,
-            self.raw_data,
-            self.partition_key,
-            self.arrival_ms,
+        remade = partial(
+            Record,
+            shard_id=self.shard_id,
+            sequence_number=self.sequence_text,
+            sub_sequence_number=self.sub_sequence_number,
+            data=self.raw_data,
+            partition_key=self.partition_key,
+            arrival_ms=self.arrival_ms,
         )
+        return remade, ()
 
 
 class Record(RecordMethods, metaclass=ABCMeta):
@@ -191,19 +194,6 @@ def decode_payload(record: RecordMethods, text: str) -> bytes:
         return pybase64.b64decode(text, validate=True)
     except ValueError as error:
         raise ValueError(f"record {record.sequence}: data is not base64: {error}") from error
-
-
-def _rebuild(
-    shard_id: str, number: str, sub: int, data: str | bytes | None, key: str | None, arrival_ms: int | None
-) -> Record:
-    return Record(
-        shard_id=shard_id,
-        sequence_number=number,
-        sub_sequence_number=sub,
-        data=data,
-        partition_key=key,
-        arrival_ms=arrival_ms,
-    )
 
 
 class Batch(SequenceABC[Record]):

@@ -101,12 +101,17 @@ class Server:
         this process as a unit of systemd. ``tally`` has seen what was logged.
         """
         self.settings = replace(settings, server_id=None) if drain else settings
-        self._engine = engine
-        self._kinesis = kinesis
-        self._source = source
         self._clock = clock or SystemClock()
+        self._around = Surroundings(
+            engine=engine,
+            kinesis=kinesis,
+            source=source,
+            clock=self._clock,
+            rng=random.Random(seed).random,  # noqa: S311  # jitter needs no cryptography
+            unique=lambda: uuid.uuid4().hex[:12],
+            drain=drain,
+        )
         self._service = service or Service({}, clock=self._clock)
-        self._random = random.Random(seed)  # noqa: S311  # jitter needs no cryptography
         self._parts: Parts | None = None
         self._built = asyncio.Event()
         self._stop = asyncio.Event()
@@ -173,19 +178,10 @@ class Server:
         return code
 
     async def _start(self) -> None:
-        if self.settings.stream is not None and self._kinesis is None:
+        if self.settings.stream is not None and self._around.kinesis is None:
             self._begin("AWS credentials")
             await require_aws(self.settings.stream, region=self.settings.region)
-        around = Surroundings(
-            engine=self._engine,
-            kinesis=self._kinesis,
-            source=self._source,
-            clock=self._clock,
-            rng=self._random.random,
-            unique=lambda: uuid.uuid4().hex[:12],
-            drain=self._drain,
-        )
-        parts = self._parts = await assemble(self.settings, around, step=self._begin)
+        parts = self._parts = await assemble(self.settings, self._around, step=self._begin)
         await parts.runtime.start()
         self._begin("ledger and recovery")
         try:
