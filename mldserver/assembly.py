@@ -15,7 +15,6 @@ from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings
-from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import DynamoPlace, RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
 from mldserver.coordinator.coordinator import Coordinator
@@ -288,9 +287,8 @@ def destination_of(
 
 
 def _listener(settings: Settings, tls: ServerTLS | None, parts: SourceParts) -> Source:
-    listen = settings.listen
     return MLDListener(
-        (listen.path,) if isinstance(listen, UnixAddress) else (listen.host, listen.port),
+        settings.listen,
         limits=settings.part(ConnectionLimits),
         tls=tls,
         allow_shards=settings.allow_shards,

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ledger": ("errors", "records", "windows", "base"),
     "output": ("errors", "base", "ledger"),
     "jobs": ("errors", "windows", "base", "output", "ledger", *_SETTINGS),
-    "sources": ("errors", "records", "base", "protocol", "runtime.interface"),
+    "sources": ("errors", "records", "base", "config.kinds", "protocol", "runtime.interface"),
     "dynamodb_streams": (
         *("errors", "records", "base", "runtime.interface"),
         *("sources.intake", "sources.progress_log", "sources.shard_claims"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-Address = tuple[str, int] | tuple[Path]
-"""Host and port (port 0: any free one), or a Unix socket's path."""
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _BACKLOG: Final = 128
 _SOCKET_MODE: Final = 0o600
@@ -64,11 +63,3 @@ def _remove_stale(path: Path) -> None:
             path.unlink(missing_ok=True)
         except BlockingIOError:
             return  # it is there, and busy
-
-
-def shown_address(address: Address) -> str:
-    """Return an address as settings write it."""
-    if len(address) == 1:
-        return f"unix:{address[0]}"
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mldserver.base.listening import listen_tcp, listen_unix, shown_address
+from mldserver.base.listening import listen_tcp, listen_unix
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mldserver.base.clock import Clock
-    from mldserver.base.listening import Address
     from mldserver.base.tls import ServerTLS
+    from mldserver.config.kinds import Address
     from mldserver.protocol.connection import ConnectionLimits
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake
@@ -96,7 +97,7 @@ class MLDListener:
         self._intake = intake
         self._clock = clock
         self._limits = limits
-        self._tls = tls if len(address) > 1 else None
+        self._tls = tls if isinstance(address, TcpAddress) else None
         self._allow_shards = allow_shards
         self._connection_limit = connection_limit
         self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
@@ -151,7 +152,7 @@ class MLDListener:
         """
         await self._started.wait()
         if self._listening_on is None:
-            raise OperatorError(f"Nothing listens on {shown_address(self._address)}.")
+            raise OperatorError(f"Nothing listens on {self._address}.")
         return self._listening_on
 
     async def run(self) -> None:
@@ -205,18 +206,17 @@ class MLDListener:
 
     async def _listen(self) -> socket.socket:
         try:
-            if len(self._address) == 1:
-                listener = listen_unix(self._address[0])
-                shown = shown_address(self._address)
+            if isinstance(self._address, UnixAddress):
+                listener = listen_unix(self._address.path)
+                shown = str(self._address)
             else:
                 listener = await listen_tcp(*self._address)
-                host, port = listener.getsockname()[:2]
-                shown = shown_address((host, port))
+                shown = str(TcpAddress(*listener.getsockname()[:2]))
         except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
             # A port that is taken, an address or a folder that is not there: all that may change.
             lasting = isinstance(error, UnicodeError | PermissionError) or error.errno is None
             raise (OperatorError if lasting else NotThereYet)(
-                f"Cannot listen on {shown_address(self._address)}: {getattr(error, 'strerror', None) or error}.",
+                f"Cannot listen on {self._address}: {getattr(error, 'strerror', None) or error}.",
                 advice="Give another address with --listen, or stop what uses this one.",
             ) from error
         self._listening_on = shown
@@ -226,8 +226,8 @@ class MLDListener:
     def _close_listener(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
             listener.close()
-            if len(self._address) == 1:
-                self._address[0].unlink(missing_ok=True)
+            if isinstance(self._address, UnixAddress):
+                self._address.path.unlink(missing_ok=True)
 
     async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
@@ -274,7 +274,7 @@ class MLDListener:
         self._accepted += 1
         name = f"c{self._accepted}"
         # The peer of a Unix socket has no name.
-        shown = shown_address((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
+        shown = str(TcpAddress(*peer[:2])) if isinstance(peer, tuple) else "unix"
         link = Link(
             name,
             shown,

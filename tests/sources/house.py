@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mldserver.base.clock import SystemClock
+from mldserver.config.kinds import TcpAddress
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.connection import ConnectionLimits, RetryPolicy
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from collections.abc import Sequence as Several
-    from pathlib import Path
 
     from mldserver.base.clock import Clock
     from mldserver.base.tls import ServerTLS
+    from mldserver.config.kinds import Address
     from mldserver.records import Hook, Sequence, Shard
     from mldserver.runtime.interface import Delivery
     from mldserver.sources.intake import ShardOpening
 
+ANYWHERE = TcpAddress("127.0.0.1", 0)
 QUICK = ConnectionLimits(
     line_limit=64 * 1024,
     initialize_timeout_seconds=600,
@@ -321,7 +323,7 @@ class House:
 
 @contextlib.asynccontextmanager
 async def serving(
-    address: tuple[str, int] | tuple[Path] = ("127.0.0.1", 0),
+    address: Address = ANYWHERE,
     *,
     connection_limit: int = 100,
     read_bytes: int = 2**20,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.base.clock import SystemClock
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import OperatorError
 from mldserver.protocol.events import Timer
 from mldserver.protocol.states import State
@@ -75,7 +76,7 @@ async def test_nonsense_inside_a_batch_is_found_by_the_runtime_and_ends_the_conn
 async def test_a_peer_that_reads_no_answers_is_sent_away_before_they_fill_the_memory(
     build: Build, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build((tmp_path / "s",), close_timeout_seconds=0.01)
+    house = await build(UnixAddress(tmp_path / "s"), close_timeout_seconds=0.01)
     peer = await house.connect()
     peer.writer.transport.pause_reading()
     await peer.send(INITIALIZE)
@@ -223,14 +224,18 @@ async def test_port_zero_reports_the_real_port(house: House, logged: list[dict[s
 
 
 async def test_ipv6_addresses_are_shown_in_brackets(build: Build) -> None:
-    house = await build(("::1", 0))
+    house = await build(TcpAddress("::1", 0))
     assert house.address.startswith("[::1]:")
 
 
 async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
     port = int(house.address.split(":")[1])
     second = MLDListener(
-        ("127.0.0.1", port), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+        TcpAddress("127.0.0.1", port),
+        limits=QUICK,
+        runtime=house.runtime,
+        intake=house.intake,
+        clock=SystemClock(),
     )
     with pytest.raises(OperatorError, match=f"Cannot listen on 127.0.0.1:{port}"):
         await second.run()
@@ -241,7 +246,7 @@ async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
 @pytest.mark.parametrize("host", ["..", f"{'a' * 64}.example"])
 async def test_a_host_that_can_be_no_name_is_the_operators_error(house: House, host: str) -> None:
     listener = MLDListener(
-        (host, 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+        TcpAddress(host, 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
     )
     with pytest.raises(OperatorError, match="Cannot listen on"):
         await listener.run()
@@ -266,7 +271,7 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept)
     listener = MLDListener(
-        ("127.0.0.1", 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=Clock()
+        TcpAddress("127.0.0.1", 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=Clock()
     )
     running = asyncio.create_task(listener.run())
     house.address = await listener.listening()
@@ -281,7 +286,11 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(
 
 async def test_stopping_before_running_accepts_nothing(house: House) -> None:
     listener = MLDListener(
-        ("127.0.0.1", 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+        TcpAddress("127.0.0.1", 0),
+        limits=QUICK,
+        runtime=house.runtime,
+        intake=house.intake,
+        clock=SystemClock(),
     )
     listener.stop_accepting()
     await listener.run()
@@ -315,7 +324,7 @@ async def test_a_connection_that_was_accepted_in_the_moment_of_the_stop_is_close
 
 async def test_a_unix_socket_serves_is_private_and_goes_with_the_server(build: Build, tmp_path: Path) -> None:
     path = tmp_path / "mld.sock"
-    house = await build((path,))
+    house = await build(UnixAddress(path))
     assert house.address == f"unix:{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     peer = await house.connect()
@@ -331,7 +340,7 @@ async def test_the_socket_of_a_dead_server_is_replaced(build: Build, tmp_path: P
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(os.fspath(path))
     dead.close()
-    house = await build((path,))
+    house = await build(UnixAddress(path))
     peer = await house.connect()
     await peer.initialize()
 
@@ -340,9 +349,9 @@ async def test_the_socket_of_a_living_server_is_left_alone(
     build: Build, house: House, tmp_path: Path
 ) -> None:
     path = tmp_path / "mld.sock"
-    first = await build((path,))
+    first = await build(UnixAddress(path))
     second = MLDListener(
-        (path,), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+        UnixAddress(path), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
     )
     with pytest.raises(OperatorError, match="in use"):
         await second.run()
@@ -358,7 +367,7 @@ async def test_the_socket_of_a_busy_server_is_left_alone_too(house: House, tmp_p
         queued.setblocking(False)
         queued.connect(os.fspath(path))
         second = MLDListener(
-            (path,), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+            UnixAddress(path), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
         )
         with pytest.raises(OperatorError, match="in use"):
             await second.run()
@@ -368,7 +377,7 @@ async def test_a_file_that_is_no_socket_is_never_removed(house: House, tmp_path:
     path = tmp_path / "precious"
     path.write_text("data")
     listener = MLDListener(
-        (path,), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+        UnixAddress(path), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
     )
     with pytest.raises(OperatorError, match="Cannot listen on unix:"):
         await listener.run()
