@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, get_args
 
-from mldserver.base.clock import first_of
+from mldserver.base.clock import in_time
 from mldserver.config.settings import Level
 from mldserver.errors import HandlerError, OperatorError
 from mldserver.observe.logging import Logger, set_level
@@ -23,7 +23,7 @@ from mldserver.sources.link import Link
 from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable
+    from collections.abc import Iterable
 
     from mldserver.assembly import Parts
     from mldserver.base.clock import Clock
@@ -104,7 +104,7 @@ class _Acts:
         return f"Shard {shard_id} goes on." if shard_id else "All shards go on."
 
     async def flush(self) -> str:
-        if not await self._in_time(self._shards.flush("operator")):
+        if not await in_time(self._shards.flush("operator"), self._clock, _PATIENCE_SECONDS):
             raise OperatorError(
                 "Rows cannot be made durable now.",
                 did="They stay in memory, and this is tried again.",
@@ -119,8 +119,8 @@ class _Acts:
         held.draining.add(shard_id)
         await held.release()
         again = f"`mldserver resume {shard_id}` lets it go on."
-        if not await self._in_time(held.drained(shard_id)):
-            await self._in_time(self._shards.flush("drain"))
+        if not await in_time(held.drained(shard_id), self._clock, _PATIENCE_SECONDS):
+            await in_time(self._shards.flush("drain"), self._clock, _PATIENCE_SECONDS)
             return (
                 f"Shard {shard_id} is drained with its next batch: what it gave is made durable then, and checkpointed, and "
                 f"its daemon waits. Until there is one no daemon can be told. {again}"
@@ -178,18 +178,6 @@ class _Acts:
                 where, advice=_there_are(node.id for node in self._shards.lineage.connected())
             )
         return session
-
-    async def _in_time(self, work: Awaitable[None]) -> bool:
-        """Wait for something, but not for long; whether it is done."""
-        done = False
-
-        async def wait() -> None:
-            nonlocal done
-            await work
-            done = True
-
-        await first_of(wait(), self._clock.sleep(_PATIENCE_SECONDS))
-        return done
 
 
 def _there_are(shard_ids: Iterable[str]) -> str:

@@ -81,10 +81,14 @@ async def first_of(*waits: Awaitable[Any]) -> None:
             task.result()
 
 
-async def happens(event: asyncio.Event, clock: Clock, seconds: float) -> bool:
-    """Wait for an event, but no longer than ``seconds`` of ``clock``; return whether it is set."""
-    await first_of(clock.sleep(seconds), event.wait())
-    return event.is_set()
+async def in_time(work: Awaitable[Any], clock: Clock, seconds: float) -> bool:
+    """Wait for something, but no longer than ``seconds`` of ``clock``; return whether it came to its end.
+
+    What did not is cancelled, and has ended. Raises what it raises.
+    """
+    task = asyncio.ensure_future(work)
+    await first_of(task, clock.sleep(seconds))
+    return not task.cancelled()
 
 
 class Flag:

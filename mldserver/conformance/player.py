@@ -13,8 +13,6 @@ import enum
 import os
 import random
 import signal
-import socket
-import struct
 import tempfile
 from collections import deque
 from dataclasses import dataclass, field
@@ -34,10 +32,10 @@ from mldserver.conformance.cases import (
     Write,
     batch,
     initialize,
-    record,
+    plain,
 )
 from mldserver.conformance.judge import Judge
-from mldserver.testing.daemon import Form
+from mldserver.testing.daemon_session import abort, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -103,12 +101,7 @@ class Target:
             assert process.stdin is not None, "stdin is a pipe"
             assert process.stdout is not None, "stdout is a pipe"
             return Channel(process.stdout, process.stdin, process, errors)
-        if self.address.startswith("unix:"):
-            reader, writer = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
-        else:
-            host, _, port = self.address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        return Channel(reader, writer)
+        return Channel(*await connect(self.address))
 
 
 @dataclass(slots=True)
@@ -154,13 +147,9 @@ class Channel:
                 self.writer.write_eof()
 
     async def close(self, *, cut: bool = False) -> str:
-        """Let go, by a reset with ``cut``; a process that still runs is killed. Return the end of its standard error."""
-        raw = self.writer.get_extra_info("socket")
-        if cut and raw is not None:
-            with contextlib.suppress(OSError):
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        """Let go, of a connection with ``cut`` by a reset; a process that still runs is killed. Return the end of its standard error."""
         if self.process is None:
-            self.writer.transport.abort()
+            abort(self.writer, reset=cut)
         else:
             self.writer.close()
             if self.process.returncode is None:
@@ -224,9 +213,7 @@ class _Play:
             case Write(what):
                 if isinstance(what, Ask):
                     self.judge.ask(what)
-                data = what if isinstance(what, bytes) else what.line
-                assert isinstance(data, bytes), "what is written so is short"
-                await self._write(data)
+                await self._write(what.line if isinstance(what, Ask) else what)
             case EndsItself():
                 await self._quiet(_ENDS_ITSELF_SECONDS)
                 if not self._child.ended:
@@ -249,7 +236,7 @@ class _Play:
         self.judge, self._channel, self._deaf = judge, await self._target.open(), False
 
     async def _ask(self, ask: Ask) -> None:
-        data = ask.line.replace(SHARD.encode(), self._shard) if isinstance(ask.line, bytes) else ask.line()
+        data = ask.make() if ask.make else ask.line.replace(SHARD.encode(), self._shard)
         self.judge.ask(ask)
         for at in range(0, len(data), ask.piece or len(data)):
             if at and ask.pause:
@@ -321,7 +308,7 @@ class _Play:
         place = int(stored) - FIRST + 1 if stored.isdigit() else _PROVOKING
         while left:
             ask = batch(
-                record(place, None if step.form is not Form.KCL3 else 0),
+                plain(place, step.form),
                 form=step.form,
                 replies=tuple(left),
                 reply_after=step.reply_after,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import structlog
 
 from mldserver.base.backoff import backoff
-from mldserver.base.clock import Durations, happens
+from mldserver.base.clock import Durations, in_time
 from mldserver.errors import DriverLost, LedgerError, MldserverError, OperatorError, SparkError, WindowFailed
 from mldserver.ledger.contract import WindowState
 
@@ -314,7 +314,7 @@ class WindowRunner:
             await self._clock.sleep(delay)
         elif await self._keep_error(entry, error):
             halt = self.halted[entry.window_id]
-            await happens(halt.decided, self._clock, delay)
+            await in_time(halt.decided.wait(), self._clock, delay)
             halt.decided.clear()
         return False
 

@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import Clock, SystemClock, happens
+from mldserver.base.clock import Clock, SystemClock, in_time
 from mldserver.base.uris import redacted_url
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import EngineFacts, PublishJob, WindowJob, WindowResult, deadline_seconds
@@ -272,7 +272,7 @@ class SparkEngine:
                     who, exit_code = "jvm", life.jvm_exit_code
             delay = backoff.failed()
             log.error("spark.lost", who=who, reason=reason, exit_code=exit_code, delay_seconds=delay)
-            await happens(self._closing, self.clock, delay)
+            await in_time(self._closing.wait(), self.clock, delay)
 
     def _give_up(self, life: Life) -> None:
         """Raise when another start cannot end better than the last."""

@@ -18,7 +18,7 @@ import orjson
 import structlog
 from msgspec.structs import replace
 
-from mldserver.base.clock import SystemClock, happens
+from mldserver.base.clock import SystemClock, in_time
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import redaction
 from mldserver.children.channel import Channel
@@ -220,7 +220,7 @@ class Life:
 
     async def _kill_unless(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
         calm = self._calm()
-        while not await happens(event, clock, seconds):
+        while not await in_time(event.wait(), clock, seconds):
             if calm == self._calm():
                 self.kill(reason)
                 return

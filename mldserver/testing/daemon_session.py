@@ -10,11 +10,11 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mldserver.base.clock import first_of
+from mldserver.base.clock import in_time
 from mldserver.testing.daemon import DaemonShard, Form, NoServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from mldserver.base.clock import Clock
     from mldserver.testing.fake_stream import FakeStream, LeaseTable
@@ -24,6 +24,23 @@ _READ_BYTES: Final = 1 << 16
 
 class DaemonHangs(Exception):
     """The real daemon would now wait for ever; the message says for what, and which line it skipped."""
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to ``host:port`` or ``unix:PATH``. Raises OSError."""
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host.strip("[]"), int(port))
+
+
+def abort(writer: asyncio.StreamWriter, *, reset: bool) -> None:
+    """Cut a connection; ``reset`` lets the peer see a reset instead of an orderly end."""
+    if reset:
+        with contextlib.suppress(OSError):  # closed already
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.transport.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +93,7 @@ class ShardSession:
     async def run(self) -> None:
         """Play the connection to its end. Raises JvmExit (NoServer when there is none) and DaemonHangs."""
         try:
-            if self.address.startswith("unix:"):
-                reader, writer = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
-            else:
-                host, _, port = self.address.rpartition(":")
-                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await connect(self.address)
         except OSError as error:
             text = f"{self.shard_id}: the bridge found no server at {self.address}: {error}"
             raise NoServer(text) from error
@@ -96,14 +109,9 @@ class ShardSession:
                 await writer.wait_closed()
 
     def abort(self, *, reset: bool) -> None:
-        """Cut the connection; ``reset`` makes the server see a reset instead of an orderly end."""
-        if self._writer is None:
-            return
-        if reset:
-            raw = self._writer.get_extra_info("socket")
-            with contextlib.suppress(OSError):  # closed already
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._writer.transport.abort()
+        """Cut the connection, if there is one; ``reset``: see ``abort``."""
+        if self._writer is not None:
+            abort(self._writer, reset=reset)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         core, form = self.core, self.habits.form
@@ -172,21 +180,8 @@ class ShardSession:
                 while heard := await reader.read(_READ_BYTES):
                     self.core.receive_data(heard)
 
-        if not await finishes_within(self.clock, self.habits.close_patience_seconds, drain()):
+        if not await in_time(drain(), self.clock, self.habits.close_patience_seconds):
             self.core.violations.append(
                 f"{self.shard_id}: the server did not close within {self.habits.close_patience_seconds} s after "
                 "the last status: the daemon drains its output for ever"
             )
-
-
-async def finishes_within(clock: Clock, seconds: float, work: Coroutine[object, object, None]) -> bool:
-    """Run ``work`` for at most ``seconds`` of the clock; return whether it came to its end."""
-    finished = False
-
-    async def finish() -> None:
-        nonlocal finished
-        await work
-        finished = True
-
-    await first_of(finish(), clock.sleep(seconds))
-    return finished

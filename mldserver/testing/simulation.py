@@ -14,11 +14,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import SystemClock, in_time
 from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR
 from mldserver.server import Server
 from mldserver.testing.daemon import Form, NoServer
-from mldserver.testing.daemon_session import DaemonHangs, Habits, finishes_within
+from mldserver.testing.daemon_session import DaemonHangs, Habits
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
@@ -156,7 +156,7 @@ class Run(ABC):
     async def _finished(self) -> None:
         """Return when the server has published every window, or a window waits for a person."""
         while not self.halted:
-            if await finishes_within(self.clock, _PATIENCE_SECONDS, self.server.finished()):
+            if await in_time(self.server.finished(), self.clock, _PATIENCE_SECONDS):
                 return
 
     async def _tick(self, watch: Callable[[Self], None]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import TYPE_CHECKING
 
-from mldserver.base.clock import SystemClock
+import pytest
 
-if TYPE_CHECKING:
-    import pytest
+from mldserver.base.clock import SystemClock, in_time
+from mldserver.testing import VirtualClock
 
 
 def test_the_time_of_day_may_be_set_and_steady_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +25,20 @@ async def test_it_sleeps_on_the_loop() -> None:
     began = time.monotonic()
     await SystemClock().sleep(0.01)
     assert time.monotonic() - began >= 0.009
+
+
+async def test_what_is_waited_for_in_time_ends_or_is_cancelled_or_raises_what_it_raises() -> None:
+    clock, event = VirtualClock(), asyncio.Event()
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    event.set()
+    assert await in_time(event.wait(), clock, 1)
+    event.clear()
+    waiting = asyncio.create_task(in_time(event.wait(), clock, 1))
+    await clock.advance(2)
+    assert await waiting is False
+    assert not clock.sleepers
+    with pytest.raises(ValueError, match="no"):
+        await in_time(fail(), clock, 1)
