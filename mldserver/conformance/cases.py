@@ -47,10 +47,12 @@ class Want(enum.Enum):
 class Ask:
     """A request of the daemon."""
 
-    line: bytes | Callable[[], bytes]
-    """With its LF; a callable makes one that is too long to keep."""
     action: str
     """What its status must name."""
+    line: bytes = b""
+    """With its LF."""
+    make: Callable[[], bytes] | None = None
+    """Makes a line that is too long to keep."""
     start: Place | None = None
     """Of ``initialize``: where the daemon's checkpoint is."""
     places: tuple[Place, ...] = ()
@@ -220,6 +222,11 @@ def record(
         **changes,
         "action": "record",
     }
+
+
+def plain(place: int, form: Form) -> dict[str, Any]:
+    """Return a record that came in no aggregate: KCL 2 and 3 number it 0, KCL 1.x not at all."""
+    return record(place, 0 if form is KCL3 else None)
 
 
 _V1_KEYS: Final = ("data", "partitionKey", "sequenceNumber")

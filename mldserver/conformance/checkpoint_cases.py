@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.conformance.cases import (
     CHECKPOINT,
@@ -27,14 +27,12 @@ from mldserver.conformance.cases import (
     initialize,
     lease_lost,
     line,
+    plain,
     record,
     sequence,
     shard_ended,
     shutdown_requested,
 )
-
-if TYPE_CHECKING:
-    from mldserver.testing.daemon import Form
 
 GONE: Final = "ShutdownException"
 THROTTLED: Final = "ThrottlingException"
@@ -50,10 +48,6 @@ ERRORS: Final = {
 }
 """What a reply may hold in place of null, and what it means."""
 _PASSING: Final = (THROTTLED, "KinesisClientLibDependencyException")
-
-
-def _sub(form: Form) -> int | None:
-    return 0 if form is KCL3 else None
 
 
 def _checkpoints() -> Section:
@@ -94,7 +88,7 @@ def _checkpoints() -> Section:
         section.add(
             "before the lease goes all that was delivered is checkpointed",
             ENDS,
-            *(initialize(form), batch(record(1, _sub(form)), record(2, _sub(form)), form=form)),
+            *(initialize(form), batch(plain(1, form), plain(2, form), form=form)),
             *(shutdown_requested(checkpoint=True, covers=True), lease_lost(form)),
             form=form,
             strict=False,
@@ -136,7 +130,7 @@ def _checkpoints() -> Section:
         section.add(
             "a slow reply at the shard's end is waited for",
             PROTOCOL,
-            *(initialize(form), batch(record(1, _sub(form)), form=form), shard_ended(form, reply_after=slow)),
+            *(initialize(form), batch(plain(1, form), form=form), shard_ended(form, reply_after=slow)),
             form=form,
         )
     return section
@@ -150,7 +144,7 @@ def _errors() -> Section:
             section.add(
                 f"under a batch: after {told} processing goes on",
                 source,
-                *(initialize(form), Provoke(form, (name,)), batch(record(2_000, _sub(form)), form=form)),
+                *(initialize(form), Provoke(form, (name,)), batch(plain(2_000, form), form=form)),
                 lease_lost(form),
                 form=form,
             )
@@ -158,7 +152,7 @@ def _errors() -> Section:
             section.add(
                 f"before the lease goes: {told} is answered all the same",
                 source,
-                *(initialize(form), batch(record(1, _sub(form)), form=form)),
+                *(initialize(form), batch(plain(1, form), form=form)),
                 *(shutdown_requested(checkpoint=True, replies=(name,)), lease_lost(form)),
                 form=form,
             )
@@ -167,7 +161,7 @@ def _errors() -> Section:
             section.add(
                 f"at the shard's end: {told} {what}",
                 source if name == GONE else f"{source}; {CHECKPOINTER}: there is one chance",
-                *(initialize(form), batch(record(1, _sub(form)), form=form)),
+                *(initialize(form), batch(plain(1, form), form=form)),
                 shard_ended(form, replies=(name,), want=Want.STATUS if name == GONE else Want.EITHER),
                 form=form,
             )
@@ -260,7 +254,6 @@ def _replies() -> Section:
         "a status in place of a reply": line({"action": "status", "responseFor": "shardEnded"}),
     }
     for name, data in wrong.items():
-        assert isinstance(data, bytes), "only long batches are written later"
         section.add(
             f"at the shard's end comes {name}",
             NEVER if "place" in name else MALFORMED,

@@ -32,21 +32,17 @@ from mldserver.conformance.cases import (
     lease_lost,
     line,
     odd,
+    plain,
     record,
     shard_ended,
     shutdown_requested,
 )
 
 if TYPE_CHECKING:
-    from mldserver.conformance.cases import Ask, Step
-    from mldserver.testing.daemon import Form
+    from mldserver.conformance.cases import Step
 
 _ALIVE: Final = (Reopen(), initialize(), batch(record(1)), lease_lost())
 """Whoever was told what no daemon says serves the next one."""
-
-
-def _one(form: Form) -> dict[str, Any]:
-    return record(1, 0 if form is KCL3 else None)
 
 
 def _answers() -> Section:
@@ -54,7 +50,7 @@ def _answers() -> Section:
     pause = Quiet(0.3)
     for form in (KCL3, V2, V1):
         start, lost = initialize(form), lease_lost(form)
-        full = batch(_one(form), form=form)
+        full = batch(plain(1, form), form=form)
         ends: dict[str, tuple[str, tuple[Step, ...]]] = {
             "initialize": (INITIALIZE, (start, pause, lost)),
             "processRecords": (BATCH, (start, full, pause, full, pause, lost)),
@@ -69,23 +65,20 @@ def _answers() -> Section:
             ends["shutdownRequested"] = (ENDS, (start, full, shutdown_requested(), pause, lost))
         for name, (source, steps) in ends.items():
             section.add(f"{name} is answered once, and by its name", source, *steps, form=form)
+    requested = odd({"action": "shutdown", "reason": "REQUESTED"}, want=Want.STATUS)
     section.add(
         "shutdown with REQUESTED is answered once, and by its name",
         KCL1,
-        *(initialize(V2), batch(_one(V2), form=V2), _requested(), pause, lease_lost(V2)),
+        *(initialize(V2), batch(plain(1, V2), form=V2), requested, pause, lease_lost(V2)),
         form=V2,
     )
     return section
 
 
-def _requested() -> Ask:
-    return odd({"action": "shutdown", "reason": "REQUESTED"}, want=Want.STATUS)
-
-
 def _ends() -> Section:
     section = Section("J", "endings")
     for form in (KCL3, V2, V1):
-        full, empty = batch(_one(form), form=form), batch(form=form)
+        full, empty = batch(plain(1, form), form=form), batch(form=form)
         before: dict[str, tuple[Step, ...]] = {
             "right after initialize": (),
             "after a batch": (full,),
@@ -118,7 +111,7 @@ def _ends() -> Section:
         "after a batch": (initialize(), batch(record(1))),
         "after shutdownRequested, at SIGTERM": (initialize(), batch(record(1)), shutdown_requested()),
         "inside a line": (initialize(), Write(b'{"action":"processRec')),
-        "before the line feed of a batch": (initialize(), Write(_text(batch(record(1)))[:-1])),
+        "before the line feed of a batch": (initialize(), Write(batch(record(1)).line[:-1])),
         "while a batch is worked on": (initialize(), Write(batch(record(1)))),
         "while shardEnded is worked on": (initialize(), Write(shard_ended(want=Want.EITHER))),
     }
@@ -136,24 +129,19 @@ def _ends() -> Section:
     return section
 
 
-def _text(ask: Ask) -> bytes:
-    assert isinstance(ask.line, bytes), "only long batches are written later"
-    return ask.line
-
-
 def _orders() -> Section:
     section = Section("K", "orders that are not allowed")
     begin = initialize()
     full = batch(record(1))
     reply = odd({"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None, "error": None})
     requests = {
-        "processRecords": odd(_text(full), "processRecords", places=full.places),
+        "processRecords": odd(full.line, "processRecords", places=full.places),
         "shutdownRequested": odd({"action": "shutdownRequested"}),
         "leaseLost": odd({"action": "leaseLost"}),
         "shardEnded": odd({"action": "shardEnded"}),
         "shutdown": odd({"action": "shutdown", "reason": "ZOMBIE"}),
         "a reply to no checkpoint": reply,
-        "initialize": odd(_text(begin), "initialize"),
+        "initialize": odd(begin.line, "initialize"),
     }
     for name, request in requests.items():
         if name != "initialize":

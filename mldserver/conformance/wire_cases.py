@@ -36,6 +36,7 @@ from mldserver.conformance.cases import (
     lease_lost,
     line,
     odd,
+    plain,
     record,
     sequence,
     shutdown_requested,
@@ -318,10 +319,9 @@ def _batches() -> Section:
         "50 batches of one record come in a row", BATCH, *_life(*(batch(record(n)) for n in range(50)))
     )
     for form in (KCL3, V2, V1):
-        sub = 0 if form is KCL3 else None
-        three = [batch(*(record(10 * n + m, sub) for m in range(10)), form=form) for n in range(3)]
+        three = [batch(*(plain(10 * n + m, form) for m in range(10)), form=form) for n in range(3)]
         section.add("three batches of ten records", BATCH, *_life(*three, form=form), form=form)
-        around = (batch(form=form), batch(record(1, sub), form=form), batch(form=form))
+        around = (batch(form=form), batch(plain(1, form), form=form), batch(form=form))
         section.add("empty batches come around one of a record", BATCH, *_life(*around, form=form), form=form)
     section.add("a batch of 1,000 records", BATCH, *_life(batch(*(record(n) for n in range(1000)))))
     section.add(
@@ -403,7 +403,7 @@ def aggregate(count: int) -> bytes:
 
 def _limits() -> Section:
     section = Section("E", "limits")
-    overhead = len(batch(record(1, data=None, partitionKey="")).line)  # type: ignore[arg-type]  # it is bytes
+    overhead = len(batch(record(1, data=None, partitionKey="")).line)
     for length in (2**16 - 1, 2**16, 2**16 + 1, 2**17):
         key = "k" * (length + 1 - overhead)
         section.add(
@@ -419,14 +419,13 @@ def _limits() -> Section:
         "64 records of 700 KiB: 60 MB": (64, 700 * 1024),
     }
     for name, (count, size) in sizes.items():
-        places = [record(n) for n in range(count)]
+        places = batch(*map(record, range(count))).places
         lazy = functools.partial(_long_line, count, size)
-        begin = batch(*places)
         section.add(
             f"a batch of {name}" if count > 1 else name,
             "GetRecords gives 10,000 records or 10 MiB, and aggregates grow when they are undone",
             initialize(),
-            Ask(line=lazy, action="processRecords", places=begin.places),
+            Ask(make=lazy, action="processRecords", places=places),
             lease_lost(),
             patience=6,
         )
@@ -435,9 +434,7 @@ def _limits() -> Section:
 
 def _long_line(count: int, size: int) -> bytes:
     data = b"x" * size
-    message = batch(*(record(n, data=data) for n in range(count))).line
-    assert isinstance(message, bytes), "batches are written at once"
-    return message
+    return batch(*(record(n, data=data) for n in range(count))).line
 
 
 SECTIONS: Final = (_framing, _initialize, _records, _batches, _limits)

@@ -118,7 +118,6 @@ def test_the_catalogue_speaks_as_the_java_did_and_the_judge_replies_as_it_did(na
         else:
             ask = as_the_catalogue_has_it(message)
             judge.ask(ask)
-            assert isinstance(ask.line, bytes)
             said = ask.line.replace(SHARD.encode(), str(message.get("shardId")).encode())
         assert said is not None
         assert said.decode() == line + "\n"
