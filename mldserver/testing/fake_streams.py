@@ -7,6 +7,7 @@ the synchronous core. ``client`` gives it the shape of an aioboto3 client, witho
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import bisect
 import contextlib
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import orjson
+from aiohttp import web
+from botocore import parsers, session
+from botocore.exceptions import ClientError, ConnectionClosedError
 
-from mldserver.testing.fake_table import FakeTable
-from mldserver.testing.streams_access import Answer, MemoryClient, serving
+from mldserver.testing.fake_table import FakeTable, as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from mldserver.testing.fake_table import FakeShard, TableStream
 
@@ -36,6 +39,18 @@ _PASSING_BY_ACTION: Final[dict[str, tuple[str, ...]]] = {
     "DescribeStream": ("empty", "short"),
     "GetRecords": ("empty", "ExpiredIteratorException"),
 }
+
+
+_TARGET: Final = "DynamoDBStreams_20120810."
+
+
+class Answer(NamedTuple):
+    """What a request is answered with; status 0: the connection breaks instead."""
+
+    status: int
+    body: dict[str, Any]
+    seconds: float = 0.0
+    """How long it takes to come."""
 
 
 class Call(NamedTuple):
@@ -236,11 +251,66 @@ class FakeStreams(FakeTable):
 
     def client(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Return what stands for an aioboto3 client ``dynamodbstreams``, for an ``async with``: no socket, no thread."""
-        return contextlib.nullcontext(MemoryClient(self))
+        return contextlib.nullcontext(_MemoryClient(self))
 
-    def serving(self, port: int = 0) -> contextlib.AbstractAsyncContextManager[str]:
+    @contextlib.asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[str]:
         """Answer on loopback while an ``async with`` runs, which gives the ``endpoint_url``. Port 0: a free one."""
-        return serving(self, port)
+
+        async def handle(request: web.Request) -> web.Response:
+            action = request.headers.get("X-Amz-Target", "").removeprefix(_TARGET)
+            answer = self.answer(action, orjson.loads(await request.read()))
+            if answer.seconds:
+                await self.clock.sleep(answer.seconds)
+            if not answer.status and request.transport is not None:
+                request.transport.abort()
+            return web.Response(
+                status=answer.status or 500,
+                body=orjson.dumps(answer.body, default=as_json),
+                content_type="application/x-amz-json-1.0",
+            )
+
+        application = web.Application()
+        application.router.add_post("/", handle)
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+class _MemoryClient:
+    """The four actions as aioboto3 has them; botocore's own parser reads the answers, so that types are its."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        self._streams = streams
+        self._parser = parsers.create_parser("json")
+        self._model = session.get_session().get_service_model("dynamodbstreams")
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
+        action = name.title().replace("_", "")
+        if action not in self._model.operation_names:
+            raise AttributeError(name)
+
+        async def call(**request: Any) -> dict[str, Any]:
+            answer = self._streams.answer(action, request)
+            if answer.seconds:
+                await self._streams.clock.sleep(answer.seconds)
+            else:
+                await asyncio.sleep(0)
+            if not answer.status:
+                raise ConnectionClosedError(endpoint_url="memory")
+            body = orjson.dumps(answer.body, default=as_json)
+            response = {"body": body, "headers": {}, "status_code": answer.status}
+            shape = self._model.operation_model(action).output_shape
+            parsed: dict[str, Any] = self._parser.parse(response, shape)
+            if answer.status >= 300:  # noqa: PLR2004  # as in HTTP
+                raise ClientError(parsed, action)
+            return parsed
+
+        return call
 
 
 def _number(record: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import random
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from mldserver.base.clock import SystemClock
-from mldserver.testing.streams_access import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -251,6 +251,11 @@ def _serialized(item: Mapping[str, Any]) -> dict[str, Any]:
 
     serialize = TypeSerializer().serialize
     return {name: serialize(value) for name, value in item.items()}
+
+
+def as_json(value: Any) -> str:
+    """Return bytes as JSON has them on the wire: for ``orjson.dumps``."""
+    return base64.b64encode(value).decode()
 
 
 def _plain(value: Mapping[str, Any]) -> bytes:
