@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import exposition as text
 from prometheus_client.core import (
@@ -180,12 +180,8 @@ capitals has a function of its own.
 """
 
 
-class Series(NamedTuple):
-    """One series of a metric."""
-
-    labels: tuple[str, ...]
-    value: Any
-    """A number; a ``Histogram``; the labels of an info."""
+Series: TypeAlias = tuple[tuple[str, ...], Any]
+"""The labels of one series of a metric, and its value: a number, a ``Histogram``, the labels of an info."""
 
 
 class Metric(NamedTuple):
@@ -203,11 +199,11 @@ class Metric(NamedTuple):
 
 def _info(status: Status) -> list[Series]:
     names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
-    return [Series((), {name: getattr(status, name) for name in names})]
+    return [((), {name: getattr(status, name) for name in names})]
 
 
 def _by(counts: Mapping[str, float]) -> list[Series]:
-    return [Series((name,), count) for name, count in counts.items()]
+    return [((name,), count) for name, count in counts.items()]
 
 
 def _outcomes(status: Status) -> list[Series]:
@@ -229,12 +225,12 @@ def _window_states(status: Status) -> list[Series]:
 
 def _holder(status: Status) -> list[Series]:
     mark = status.watermark
-    return [Series((mark.held_by or "", mark.server or "", mark.reason), 1)]
+    return [((mark.held_by or "", mark.server or "", mark.reason), 1)]
 
 
 def _watermark_lag(status: Status) -> list[Series]:
     at_ms = status.watermark.at_ms
-    return [] if at_ms is None else [Series((), (status.taken_ms - at_ms) / 1000)]
+    return [] if at_ms is None else [((), (status.taken_ms - at_ms) / 1000)]
 
 
 _OWN: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Status], list[Series]]]]] = {
@@ -244,7 +240,7 @@ _OWN: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Status], list[Series]]
     "WINDOWS": (("state",), _window_states),
     "HOLDER": (("shard", "server", "reason"), _holder),
     "WATERMARK_LAG": ((), _watermark_lag),
-    "SERVERS": ((), lambda status: [Series((), len(status.servers))]),
+    "SERVERS": ((), lambda status: [((), len(status.servers))]),
     "failures": (("error",), lambda status: _by(status.failures)),
     "connections": (("state",), lambda status: _by(status.connections)),
 }
@@ -263,21 +259,20 @@ def _reader(field: str) -> tuple[tuple[str, ...], Callable[[Status], list[Series
 
     def of_shards(status: Status) -> list[Series]:
         known = [(shard.id, value) for shard in status.shards if (value := _found(shard, inner)) is not None]
-        known.sort(
-            key=lambda one: one[0] == "other"
-        )  # a shard may be called so: among others it is one of them
+        # A shard may be called so: among others it is one of them.
+        known.sort(key=lambda one: one[0] == "other")
         others = [value for _, value in known[MOST_SHARDS:]]
-        worst = [Series(("other",), max(others))] if others else []
-        return [Series((name,), value) for name, value in known[:MOST_SHARDS]] + worst
+        worst = [("other", max(others))] if others else []
+        return [((name,), value) for name, value in known[:MOST_SHARDS] + worst]
 
     def of_workers(status: Status) -> list[Series]:
-        return [Series((str(worker.number),), _found(worker, inner)) for worker in status.workers]
+        return [((str(worker.number),), _found(worker, inner)) for worker in status.workers]
 
     def of_budgets(status: Status) -> list[Series]:
-        return [Series((name,), _found(budget, inner)) for name, budget in status.budgets.items()]
+        return [((name,), _found(budget, inner)) for name, budget in status.budgets.items()]
 
     def alone(status: Status) -> list[Series]:
-        return [] if (value := _found(status, field)) is None else [Series((), value)]
+        return [] if (value := _found(status, field)) is None else [((), value)]
 
     if field in _OWN:
         return _OWN[field]
@@ -319,20 +314,18 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[Family]:
         for metric in METRICS.values():
-            if series := metric.read(self._status):
-                yield _family(metric, series)
-
-
-def _family(metric: Metric, series: list[Series]) -> Family:
-    value = series[0].value
-    if metric.kind == "info":
-        return InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, value)
-    if metric.kind == "histogram":
-        bounds = [*map(str, SECONDS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
-        return HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=value.sum_seconds)
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=metric.labels)
-    for each in series:
-        family.add_metric(each.labels, each.value)
-    return family
+            series = metric.read(self._status)
+            if not series:
+                continue
+            value = series[0][1]
+            if metric.kind == "info":
+                yield InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, value)
+            elif metric.kind == "histogram":
+                counts = zip((*map(str, SECONDS), "+Inf"), accumulate(value.counts), strict=True)
+                yield HistogramMetricFamily(metric.name, metric.help, list(counts), value.sum_seconds)
+            else:
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                family = kind(metric.name, metric.help, labels=metric.labels)
+                for labels, value in series:
+                    family.add_metric(labels, value)
+                yield family

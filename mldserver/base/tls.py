@@ -49,9 +49,8 @@ class ServerTLS:
         """Seconds since the epoch; 0: the files were not read again yet."""
         self.context = self._latest
         """For everything that listens, as long as the process lives."""
-        self.context.sni_callback = (
-            self._renew
-        )  # called in every handshake, also of clients that name no server
+        # Called in every handshake, also of clients that name no server.
+        self.context.sni_callback = self._renew
 
     async def read_again(self) -> None:
         """Read the files; what cannot be used is logged, and the former certificates stay. For one caller at a time.

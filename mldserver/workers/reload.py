@@ -108,9 +108,8 @@ class Reload:
             try:
                 async with asyncio.timeout(WAIT_SECONDS):
                     for worker in filter(lambda each: each.present, self.workers):
-                        inside.append(
-                            (worker, await worker.gate.enter(alone=True))
-                        )  # those that came in go out again
+                        # Those that came in go out again.
+                        inside.append((worker, await worker.gate.enter(alone=True)))
             except TimeoutError:
                 raise OperatorError(
                     f"Worker {worker.number} has not finished what it has in hand for {WAIT_SECONDS:g} s.",
