@@ -33,11 +33,11 @@ HELD_BY = {
         "sources/test_tls.py::test_who_may_name_a_shard",
         "sources/test_tls.py::test_without_a_certificate_of_ours_no_shard_is_named",
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
-        "admin/test_endpoint.py::test_from_outside_it_is_the_client_certificate_that_counts",
+        "admin/test_endpoint_access.py::test_from_outside_it_is_the_client_certificate_that_counts",
     ],
     "Any certificate from": [
         "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
-        "admin/test_endpoint.py::test_from_outside_it_is_the_client_certificate_that_counts",
+        "admin/test_endpoint_access.py::test_from_outside_it_is_the_client_certificate_that_counts",
         "base/test_tls.py::test_any_certificate_of_the_authority_gets_through_the_servers_own_too",
         "sources/test_tls.py::test_who_may_name_a_shard",
     ],
@@ -69,29 +69,29 @@ HELD_BY = {
         "admin/test_endpoint_keeper.py::test_a_certificate_that_cannot_be_used_ends_the_start",
     ],
     "Under `insecure = true`": [
-        "admin/test_endpoint.py::test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said",
+        "admin/test_endpoint_access.py::test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said",
         "admin/test_access.py::test_nobody_steers_from_outside_without_a_certificate_whatever_the_settings",
     ],
     "A Unix socket is for": [
         "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
         "admin/test_endpoint_keeper.py::test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server",
-        "admin/test_endpoint.py::test_a_unix_socket_is_its_users_who_is_known_by_the_kernel",
-        "admin/test_endpoint.py::test_another_user_of_the_host_is_told_nothing_on_the_unix_socket",
+        "admin/test_endpoint_access.py::test_a_unix_socket_is_its_users_who_is_known_by_the_kernel",
+        "admin/test_endpoint_access.py::test_another_user_of_the_host_is_told_nothing_on_the_unix_socket",
     ],
     "On loopback anyone on the host": [
-        "admin/test_endpoint.py::test_over_loopback_it_is_the_token_that_counts",
+        "admin/test_endpoint_access.py::test_over_loopback_it_is_the_token_that_counts",
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
         "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
     ],
     "Steering over loopback": [
-        "admin/test_endpoint.py::test_the_token_steers_over_loopback_and_nothing_else_does"
+        "admin/test_endpoint_access.py::test_the_token_steers_over_loopback_and_nothing_else_does"
     ],
     "The token is random": [
         "admin/test_access.py::test_a_token_is_made_once_at_random_and_for_its_user_alone",
         "admin/test_access.py::test_a_token_that_others_may_read_is_refused_and_the_servers_own_gives_way_to_a_new_one",
         "admin/test_access.py::test_another_users_file_is_no_token_and_stays",
         "admin/test_access.py::test_a_token_needs_no_hard_links_and_no_name_that_another_server_may_have",
-        "admin/test_endpoint.py::test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never",
+        "admin/test_endpoint_access.py::test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never",
     ],
     "A file of the server's own": [
         "admin/test_access.py::test_where_no_file_can_be_kept_from_others_that_is_told",
@@ -107,7 +107,7 @@ HELD_BY = {
     "Pages of other sites": [
         "admin/test_access.py::test_on_loopback_any_other_host_is_refused_as_a_name_that_was_rebound",
         "admin/test_access.py::test_a_page_of_another_site_may_not_ask",
-        "admin/test_endpoint.py::test_a_page_of_another_site_and_a_name_that_was_rebound_get_nothing",
+        "admin/test_endpoint_access.py::test_a_page_of_another_site_and_a_name_that_was_rebound_get_nothing",
     ],
     "Under `insecure = true` outside loopback": [
         "admin/test_access.py::test_under_insecure_a_page_under_a_rebound_name_may_read_as_anyone_may_and_never_steer",
@@ -120,11 +120,11 @@ HELD_BY = {
     ],
     "What HTTP clients do": [
         "admin/test_endpoint_keeper.py::test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on",
-        "admin/test_endpoint.py::test_who_sends_nothing_or_a_byte_now_and_then_is_cut",
-        "admin/test_endpoint.py::test_of_too_many_connections_the_oldest_gives_way",
-        "admin/test_endpoint.py::test_what_is_too_long_is_refused",
-        "admin/test_endpoint.py::test_who_asks_for_much_and_reads_nothing_is_cut",
-        "admin/test_endpoint.py::test_streams_and_acts_are_bounded",
+        "admin/test_endpoint_floods.py::test_who_sends_nothing_or_a_byte_now_and_then_is_cut",
+        "admin/test_endpoint_floods.py::test_of_too_many_connections_the_oldest_gives_way",
+        "admin/test_endpoint_floods.py::test_what_is_too_long_is_refused",
+        "admin/test_endpoint_floods.py::test_who_asks_for_much_and_reads_nothing_is_cut",
+        "admin/test_endpoint_floods.py::test_streams_and_acts_are_bounded",
     ],
     "Garbage on the listener": [
         "sources/test_mld.py::test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices",
@@ -152,7 +152,7 @@ HELD_BY = {
     ],
     "Each act of steering": [
         "admin/test_endpoint_keeper.py::test_it_shows_each_second_what_the_server_tells_and_asks_it_to_act",
-        "admin/test_endpoint.py::test_who_steers_from_outside_is_named_by_the_certificate",
+        "admin/test_endpoint_access.py::test_who_steers_from_outside_is_named_by_the_certificate",
     ],
 }
 """By how a sentence begins: its tests, as paths from the folder of tests."""
