@@ -92,19 +92,15 @@ def browser_refusal(
     The rest are headers: ``Host``, ``Origin``, ``Sec-Fetch-Site``; empty where they did not come. Only browsers send
     the last two; a page of another site can neither leave them out nor forge them. A link to the page may come from anywhere.
     """
-    if listener is Listener.LOOPBACK and not is_loopback(_bare(host)):
+    name, colon, port = host.rpartition(":")
+    bare = (name if colon and port.isdigit() else host).strip("[]")
+    if listener is Listener.LOOPBACK and not is_loopback(bare):
         return "On loopback the Host header must name this host: localhost, 127.0.0.1 or [::1]."
     reads = method in {"GET", "HEAD"}
     elsewhere = site not in {"", "none", "same-origin"} or (origin and origin.partition("://")[2] != host)
     if elsewhere and not (reads and path == "/"):
         return "Pages of other sites may not use this endpoint."
     return None
-
-
-def _bare(host: str) -> str:
-    """Return the host of ``host:port``."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdigit() else host).strip("[]")
 
 
 # The token.

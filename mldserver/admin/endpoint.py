@@ -156,15 +156,19 @@ class Connection:
         peer, uid = self.peer
         if self._endpoint.listener is Listener.UNIX:
             return (Credential.OWNER if uid in {0, self._endpoint.uid} else Credential.STRANGER), peer
-        authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-        right = bool(authorization) and self._endpoint.is_token(_token(authorization))
-        if authorization and not right:
-            return Credential.WRONG_TOKEN, peer
+        if authorization := request.headers.get(hdrs.AUTHORIZATION, ""):
+            try:  # the file may have changed: what it holds now counts
+                right = same_token(_token(authorization), read_token(self._endpoint.token_file))
+            except OperatorError as error:
+                print(error, file=sys.stderr)  # noqa: T201  # the log's way out
+                right = False
+            if not right:
+                return Credential.WRONG_TOKEN, peer
         tls, proof = self._endpoint.tls, request.get_extra_info("ssl_object")
         if tls is not None and proof.getpeercert():
             named = Credential.CERTIFICATE if tls.refusal(proof) is None else Credential.WRONG_NAME
             return named, f"certificate of {', '.join(names_of(proof)[:1]) or 'nobody'}, {peer}"
-        return (Credential.TOKEN, f"token, {peer}") if right else (Credential.NONE, peer)
+        return (Credential.TOKEN, f"token, {peer}") if authorization else (Credential.NONE, peer)
 
 
 def _token(authorization: str) -> str:
@@ -234,7 +238,7 @@ class Endpoint:
         self.uid = uid
         self.tls = tls
         self._ask = ask
-        self._token_file = token_file
+        self.token_file = token_file
         self._may = partial(refusal, guarded=guarded, insecure=insecure)
         self._loop = asyncio.get_running_loop()
         self._taken = self._loop.time()
@@ -263,7 +267,10 @@ class Endpoint:
     async def serve(self, listener: socket.socket) -> None:
         """Accept clients until cancelled. To what is too many the oldest gives way that has asked nothing yet, or the oldest."""
         listener.setblocking(False)
-        self.listener = _kind(listener)
+        self.listener = Listener.UNIX
+        if listener.family != socket.AF_UNIX:
+            host = listener.getsockname()[0]
+            self.listener = Listener.LOOPBACK if is_loopback(host) else Listener.REMOTE
         async with asyncio.TaskGroup() as group:
             clients: dict[Connection, asyncio.Task[None]] = {}
             while True:
@@ -278,14 +285,6 @@ class Endpoint:
                 client = Connection(self, peer_socket)
                 clients[client] = group.create_task(client.run())
                 clients[client].add_done_callback(partial(clients.pop, client))
-
-    def is_token(self, shown: str) -> bool:
-        """Whether a client has shown the token that the file holds now."""
-        try:
-            return same_token(shown, read_token(self._token_file))
-        except OperatorError as error:
-            print(error, file=sys.stderr)  # noqa: T201  # as above
-            return False
 
     @property
     def silent_seconds(self) -> float:
@@ -420,12 +419,6 @@ class Endpoint:
         if what not in self._made:
             self._made[what] = make()
         return self._made[what]
-
-
-def _kind(listener: socket.socket) -> Listener:
-    if listener.family == socket.AF_UNIX:
-        return Listener.UNIX
-    return Listener.LOOPBACK if is_loopback(listener.getsockname()[0]) else Listener.REMOTE
 
 
 def _policy(page: bytes) -> str:

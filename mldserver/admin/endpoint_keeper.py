@@ -212,9 +212,12 @@ class AdminEndpoint:
     async def _live(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> str:
         """Run one process to its end, and return how it ended."""
         printed = Printed()
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        # It finds this package wherever the server was started.
+        paths = filter(None, (_ROOT, environment.get("PYTHONPATH")))
         child = await ChildProcess.start(
             [sys.executable, "-P", "-m", "mldserver.admin.endpoint_process"],
-            environment=_environment(),
+            environment=environment | {"PYTHONPATH": os.pathsep.join(paths)},
             output=[partial(_log_lines, printed)],
             talks=True,
         )
@@ -314,12 +317,6 @@ def _encoded(document: Status | None) -> bytes:
         return msgspec.json.encode(document)
     except UnicodeEncodeError:
         return msgspec.json.encode(encodable(msgspec.to_builtins(document)))
-
-
-def _environment() -> dict[str, str]:
-    """Return what the process needs of this one's environment; it finds this package wherever the server was started."""
-    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return passed | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, passed.get("PYTHONPATH"))))}
 
 
 def _log_lines(printed: Printed, lines: list[str]) -> bool:

@@ -19,18 +19,20 @@ from mldserver import __version__
 from mldserver.admin import document
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.observe.logging import Logger, lines_lost
+from mldserver.sources.progress_log import ShardCounts
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from mldserver.assembly import Parts
     from mldserver.base.clock import Clock, Durations
     from mldserver.config.settings import Settings
-    from mldserver.coordinator.core.lineage import ShardNode
     from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.records import DeadLetter, Sequence
     from mldserver.sources.intake import SourceStatus
     from mldserver.sources.progress_log import ProgressLog
+    from mldserver.workers.worker import Worker
 
 log = structlog.get_logger("mldserver")
 
@@ -41,6 +43,7 @@ _LONGEST_SECONDS: Final = 3.0
 """Between two documents: without one for five the server counts as one that hangs."""
 _FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
 _ENDED: Final = 100
+_NOTHING: Final = ShardCounts()
 _OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
 _SAMPLES: Final = 65
 _STATM: Final = Path("/proc/self/statm")
@@ -189,8 +192,10 @@ class Gatherer:
             "stopping": stopping,
             "log_level": logging.getLevelName(Logger.level).lower(),
             "loop_lag_seconds": self._late_ms / 1000,
-            "resident_bytes": _resident_bytes(),
+            "resident_bytes": 0,
         }
+        with contextlib.suppress(OSError):  # a system that does not say
+            common["resident_bytes"] = int(_STATM.read_text().split()[1]) * _PAGE
         self._late_ms = 0
         doing = f"the server {doing}"
         if parts is None:
@@ -200,6 +205,10 @@ class Gatherer:
         source, told = parts.source.status(), parts.coordinator.status()
         reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
         rules, counts = parts.coordinator.rules, source.counts
+        workers: tuple[Worker, ...] = ()
+        version = parts.handler_version
+        if isinstance(parts.runtime, WorkerRuntime):
+            workers, version = tuple(parts.runtime.workers), parts.runtime.version  # it changes with a reload
         budgets = {
             "buffer": document.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),
             "segments": document.Budget(used_bytes=told.segment_bytes, limit_bytes=rules.segment_disk_bytes),
@@ -208,9 +217,7 @@ class Gatherer:
             budgets["lines"] = document.Budget(used_bytes=source.lines[0], limit_bytes=source.lines[1])
         return document.Status(
             paused=parts.coordinator.shards.backpressure.paused,
-            handler_version=getattr(
-                parts.runtime, "version", parts.handler_version
-            ),  # it changes with a reload
+            handler_version=version,
             server_id=parts.ledger.server_id,
             listening=source.address,
             ready=not reasons,
@@ -219,7 +226,7 @@ class Gatherer:
             batch_seconds=document.Histogram() if counts is None else _histogram(counts.took),
             failures={} if counts is None else dict(counts.failures),
             connections=dict(source.connections),
-            shards=self._shards(parts, source),
+            shards=self._shards(parts, source, workers),
             watermark=document.Watermark(
                 at_ms=told.watermark_ms,
                 held_by=told.held_by,
@@ -228,8 +235,12 @@ class Gatherer:
                 stuck=told.stuck,
             ),
             windows=_windows(parts, told),
-            workers=_workers(parts),
-            spark=_spark(parts),
+            workers=tuple(map(_worker, workers)),
+            spark=None
+            if parts.engine is None
+            else document.Spark(
+                ready=parts.engine.is_ready, trouble=parts.engine.trouble, **asdict(parts.engine.facts())
+            ),
             dead_letters=_dead_letters(parts, told),
             servers=_servers(parts, self._clock.steady_ms()),
             budgets=budgets,
@@ -267,7 +278,9 @@ class Gatherer:
             reloads_refused=seen["refused"],
         )
 
-    def _shards(self, parts: Parts, source: SourceStatus) -> tuple[document.Shard, ...]:
+    def _shards(
+        self, parts: Parts, source: SourceStatus, workers: Iterable[Worker]
+    ) -> tuple[document.Shard, ...]:
         """Return the shards that this server has or misses, and those that it has read to their end lately."""
         lineage = parts.coordinator.lineage
         counted = {} if source.counts is None else source.counts.shards
@@ -275,55 +288,54 @@ class Gatherer:
             source.counts.forget([shard_id for shard_id in counted if shard_id not in lineage])
         ended = [node for node in lineage if node.presence is Presence.ENDED and node.id in counted]
         ended = sorted(ended, key=lambda node: node.since_ms)[-_ENDED:]
-        connected, left_out = lineage.connected(), (n for n in lineage if n.presence is Presence.LEFT_OUT)
+        connected = [node.id for node in lineage.connected()]
+        left_out = (node for node in lineage if node.presence is Presence.LEFT_OUT)
         for waiting in (self._undurable, self._unstored):
-            for shard_id in waiting.keys() - {node.id for node in connected}:
+            for shard_id in waiting.keys() - set(connected):
                 del waiting[shard_id]
-        of_worker = {
-            shard_id: worker.number
-            for worker in getattr(parts.runtime, "workers", ())  # inline there are none
-            for shard_id in worker.opened
-        }
-        shards = [self._shard(parts, source, node, of_worker) for node in connected]
-        shards += [
-            _counted(node.id, state, counted)
+        of_worker = {shard_id: worker.number for worker in workers for shard_id in worker.opened}
+
+        def row(shard_id: str, state: str, **more: Any) -> document.Shard:
+            of = counted.get(shard_id, _NOTHING)
+            return document.Shard(
+                id=shard_id, state=state, records=of.records, rows=of.rows, bytes=of.bytes, **more
+            )
+
+        rows = [
+            row(shard_id, worker=of_worker.get(shard_id), **self._at_work(parts, source, shard_id))
+            for shard_id in connected
+        ]
+        rows += [
+            row(node.id, state)
             for state, nodes in (("missing", lineage.missing()), ("left_out", left_out), ("ended", ended))
             for node in nodes
         ]
-        return tuple(sorted(shards, key=lambda shard: shard.id))
+        return tuple(sorted(rows, key=lambda row: row.id))
 
-    def _shard(
-        self, parts: Parts, source: SourceStatus, node: ShardNode, of_worker: Mapping[str, int]
-    ) -> document.Shard:
-        shards, now_ms, shard_id = parts.coordinator.shards, self._clock.steady_ms(), node.id
-        session, held = shards.sessions.live(shard_id), shards.backpressure
-        paused = session is not None and held.pauses(session)
-        position = None if session is None else session.position
-        durable_age = checkpoint_age = None
-        if position is not None:
-            durable_age = self._undurable[shard_id].seconds(position.accepted, position.durable, now_ms)
-            if shard_id in source.peers:  # who else would checkpoint
-                due, stored = position.due(), position.checkpointed
-                checkpoint_age = self._unstored[shard_id].seconds(due, stored, now_ms)
+    def _at_work(self, parts: Parts, source: SourceStatus, shard_id: str) -> dict[str, Any]:
+        """Return what there is to tell of a connected shard."""
+        shards, now_ms = parts.coordinator.shards, self._clock.steady_ms()
+        session, held, peer = shards.sessions.live(shard_id), shards.backpressure, source.peers.get(shard_id)
+        durable_age = checkpoint_age = durable = checkpoint = None
+        if session is not None:
+            position = session.position
+            durable, checkpoint = position.durable, position.checkpointed
+            durable_age = self._undurable[shard_id].seconds(position.accepted, durable, now_ms)
+            if peer is not None:  # who else would checkpoint
+                checkpoint_age = self._unstored[shard_id].seconds(position.due(), checkpoint, now_ms)
         if (since_ms := source.since_ms.get(shard_id)) is not None:
             durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
-        return _counted(
-            shard_id,
-            "paused" if paused else "held" if shard_id in held.waiting else "connected",
-            {} if source.counts is None else source.counts.shards,
-            peer=source.peers.get(shard_id),
-            lag_ms=shards.watermark.lag_ms(shard_id),
-            position=None if position is None else _shown(position.durable),
-            checkpoint=None if position is None else _shown(position.checkpointed),
-            durable_age_seconds=durable_age,
-            checkpoint_age_seconds=checkpoint_age,
-            watermark_ms=shards.watermark.shard_ms(shard_id),
-            worker=of_worker.get(shard_id),
-        )
-
-
-def _shown(position: Sequence | None) -> str | None:
-    return None if position is None else str(position)
+        paused = session is not None and held.pauses(session)
+        return {
+            "state": "paused" if paused else "held" if shard_id in held.waiting else "connected",
+            "peer": peer,
+            "lag_ms": shards.watermark.lag_ms(shard_id),
+            "position": None if durable is None else str(durable),
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "durable_age_seconds": durable_age,
+            "checkpoint_age_seconds": checkpoint_age,
+            "watermark_ms": shards.watermark.shard_ms(shard_id),
+        }
 
 
 def _of_batches(counts: ProgressLog) -> dict[str, Any]:
@@ -336,12 +348,6 @@ def _of_batches(counts: ProgressLog) -> dict[str, Any]:
         "handler_seconds": counts.handler_ms / 1000,
         "held_seconds": counts.held_ms / 1000,
     }
-
-
-def _counted(shard_id: str, state: str, counts: Mapping[str, Any], **more: Any) -> document.Shard:
-    of = counts.get(shard_id)
-    came = {} if of is None else {"records": of.records, "rows": of.rows, "bytes": of.bytes}
-    return document.Shard(id=shard_id, state=state, **came, **more)
 
 
 def _histogram(durations: Durations) -> document.Histogram:
@@ -381,27 +387,18 @@ def _windows(parts: Parts, told: CoordinatorStatus) -> document.Windows:
     )
 
 
-def _workers(parts: Parts) -> tuple[document.Worker, ...]:
-    return tuple(
-        document.Worker(
-            number=worker.number,
-            pid=None if worker.present is None else worker.present.pid,
-            generation=worker.generation,
-            shards=len(worker.opened),
-            resident_bytes=beat.resident_bytes if beat is not None else 0,
-            restarts=max(0, worker.generation - 1),
-            running_seconds=max(beat.running_ms, beat.blocked_ms) / 1000 if beat is not None else 0.0,
-        )
-        for worker in getattr(parts.runtime, "workers", ())  # inline there are none
-        for beat in (None if worker.present is None else worker.present.beat,)
+def _worker(worker: Worker) -> document.Worker:
+    process = worker.present
+    beat = None if process is None else process.beat
+    return document.Worker(
+        number=worker.number,
+        pid=None if process is None else process.pid,
+        generation=worker.generation,
+        shards=len(worker.opened),
+        resident_bytes=0 if beat is None else beat.resident_bytes,
+        restarts=max(0, worker.generation - 1),
+        running_seconds=0.0 if beat is None else max(beat.running_ms, beat.blocked_ms) / 1000,
     )
-
-
-def _spark(parts: Parts) -> document.Spark | None:
-    if parts.engine is None:
-        return None
-    facts = asdict(parts.engine.facts())
-    return document.Spark(ready=parts.engine.is_ready, trouble=parts.engine.trouble, **facts)
 
 
 def _dead_letters(parts: Parts, told: CoordinatorStatus) -> document.DeadLetters:
@@ -443,10 +440,3 @@ def _servers(parts: Parts, now_ms: int) -> tuple[document.Peer, ...]:
             )
 
     return tuple(sorted(shown(), key=lambda peer: peer.id))
-
-
-def _resident_bytes() -> int:
-    """Return how much memory this process holds; 0 where the system does not say."""
-    with contextlib.suppress(OSError):
-        return int(_STATM.read_text().split()[1]) * _PAGE
-    return 0
