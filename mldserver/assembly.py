@@ -300,9 +300,8 @@ def _listener(settings: Settings, tls: ServerTLS | None, parts: SourceParts) -> 
 
 
 def _reader(settings: Settings, place: DynamoPlace, parts: SourceParts) -> Source:
-    from mldserver.dynamodb_streams.beginning import Beginning  # noqa: PLC0415  # most servers never need AWS's client
-    from mldserver.dynamodb_streams.direct_source import DirectSource  # noqa: PLC0415  # as above
-    from mldserver.dynamodb_streams.positions import parse_position  # noqa: PLC0415  # as above
+    from mldserver.dynamodb_streams.direct_source import DirectSource  # noqa: PLC0415  # most servers never need AWS's client
+    from mldserver.dynamodb_streams.positions import Beginning, parse_position  # noqa: PLC0415  # as above
     from mldserver.dynamodb_streams.streams_api import streams_client  # noqa: PLC0415  # as above
 
     written = settings.from_.strip()

@@ -16,7 +16,7 @@ import structlog
 from mldserver.base.backoff import Backoff, backoff
 from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
-from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
+from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Reading, ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share

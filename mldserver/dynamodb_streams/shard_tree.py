@@ -179,16 +179,17 @@ class ShardTree:
         node.absent = 0
         known, parent = node.shard, node.shard.parent
         # The first parent that is named stays. One that would make the shard its own ancestor is none.
-        if parent is None and shard.parent is not None and shard.id not in self._line(shard.parent):
+        if (
+            parent is None
+            and shard.parent is not None
+            and shard.id not in (shard.parent, *self.ancestors(shard.parent))
+        ):
             parent = shard.parent
             self._children.setdefault(parent, set()).add(shard.id)
         # An old answer does not open a closed shard again.
         first = known.first if shard.first is None else shard.first
         last = known.last if shard.last is None else shard.last
         node.shard = StreamShard(shard.id, parent, first, last)
-
-    def _line(self, shard_id: str) -> tuple[str, ...]:
-        return (shard_id, *self.ancestors(shard_id))
 
     def _forget(self, shard: StreamShard) -> None:
         del self._nodes[shard.id]

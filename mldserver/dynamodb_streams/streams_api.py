@@ -175,7 +175,18 @@ class StreamsApi:
         ARN. Raises NotThereYet when the table has no enabled stream, OperatorError when the stream is gone for good.
         """
         if name.startswith("arn:") and "/stream/" in name:
-            return await self._checked(name)
+            described = await self._describe_page(name, Limit=1)
+            if described["StreamStatus"] not in _READABLE:
+                newest = next(iter(await self._streams(described["TableName"])), name)
+                log.warning(
+                    "stream.disabled",
+                    stream=name,
+                    status=described["StreamStatus"],
+                    newest="" if newest == name else newest,
+                    did="What is left of it is read.",
+                    advice="Name the table instead of the ARN to read its newest stream.",
+                )
+            return name
         table = name.rpartition("/")[2]  # of a table's ARN
         disabled = []
         for arn in await self._streams(table):
@@ -249,20 +260,6 @@ class StreamsApi:
         answer = await self._call("get_records", ShardIterator=iterator, Limit=limit)
         return answer["Records"], answer.get("NextShardIterator") or None
 
-    async def _checked(self, arn: str) -> str:
-        described = await self._describe_page(arn, Limit=1)
-        if described["StreamStatus"] not in _READABLE:
-            newest = next(iter(await self._streams(described["TableName"])), arn)
-            log.warning(
-                "stream.disabled",
-                stream=arn,
-                status=described["StreamStatus"],
-                newest="" if newest == arn else newest,
-                did="What is left of it is read.",
-                advice="Name the table instead of the ARN to read its newest stream.",
-            )
-        return arn
-
     async def _streams(self, table: str) -> list[str]:
         """Return the ARNs of a table's streams, the newest first."""
         streams: list[dict[str, Any]] = []
@@ -299,7 +296,11 @@ class StreamsApi:
             if action == "describe_stream":
                 await self._clock.sleep(self._describes.take(self._clock.steady_ms()))
             try:
-                return await self._send(action, request)
+                answer: dict[str, Any] = await getattr(self._client, action)(**request)
+                if _ANSWERS[action] in answer:
+                    return answer
+                # Half an answer is not the end of a shard.
+                raise ResponseParserError(f"an answer without {_ANSWERS[action]}")  # noqa: TRY301  # tried again below
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 code = error_code(error)
                 if "ShardFilter" in request and code in _FILTER_REFUSED:
@@ -319,12 +320,6 @@ class StreamsApi:
                     ) from error
                 self._log_retry(action, error, failures.failures, delay)
                 await self._clock.sleep(delay)
-
-    async def _send(self, action: str, request: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await getattr(self._client, action)(**request)
-        if _ANSWERS[action] not in answer:  # half an answer is not the end of a shard
-            raise ResponseParserError(f"an answer without {_ANSWERS[action]}")
-        return answer
 
     def _log_retry(self, action: str, error: Exception, attempt: int, delay: float) -> None:
         """Log the first of a minute, with how many there were since the one before."""

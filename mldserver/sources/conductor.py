@@ -256,7 +256,11 @@ class Conductor:
         claim.evict()
         async with claim.work():
             if self._batches.under_way.incomplete:
-                raise self._unfinished()
+                raise PeerError(
+                    f"The daemon says that shard {self.shard_id} has ended, but records of it were given up before.",
+                    did="The connection was closed without a checkpoint, so that they are delivered again.",
+                    advice="The daemon's JVM exits now; its supervisor must restart it.",
+                )
             await self._runtime.notify(self.shard_id, Hook.SHARD_ENDED)
             self._settled = await shard.end()
         if not self._settled:
@@ -272,13 +276,6 @@ class Conductor:
         return PeerError(
             f"The daemon says that shard {self.shard_id} has ended, but another connection owns the shard.",
             did="The connection was closed without a checkpoint: only the owner knows what is durable.",
-            advice="The daemon's JVM exits now; its supervisor must restart it.",
-        )
-
-    def _unfinished(self) -> PeerError:
-        return PeerError(
-            f"The daemon says that shard {self.shard_id} has ended, but records of it were given up before.",
-            did="The connection was closed without a checkpoint, so that they are delivered again.",
             advice="The daemon's JVM exits now; its supervisor must restart it.",
         )
 

@@ -66,10 +66,20 @@ class StreamShards:
         try:
             if self._client is None:
                 self._client = await self._resources.enter_async_context(self._make_client())
-            return await _listed(self._client, self._stream)
+            listing: dict[str, tuple[str, ...]] = {}
+            request: dict[str, Any] = {"StreamName": self._stream}
+            while request:
+                page = await self._client.list_shards(**request)
+                for shard in page["Shards"]:
+                    names = (shard.get("ParentShardId"), shard.get("AdjacentParentShardId"))
+                    listing[shard["ShardId"]] = tuple(name for name in names if name)
+                token = page.get("NextToken")
+                # AWS: NextToken excludes StreamName.
+                request = {"NextToken": token} if token else {}
         except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
             log.warning("stream.unlisted", stream=self._stream, error=type(error).__name__, what=str(error))
             return None
+        return listing
 
 
 class ShardPolling:
@@ -108,17 +118,3 @@ class ShardPolling:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 await listed
-
-
-async def _listed(client: KinesisClient, stream: str) -> dict[str, tuple[str, ...]]:
-    listing: dict[str, tuple[str, ...]] = {}
-    request: dict[str, Any] = {"StreamName": stream}
-    while request:
-        page = await client.list_shards(**request)
-        for shard in page["Shards"]:
-            names = (shard.get("ParentShardId"), shard.get("AdjacentParentShardId"))
-            listing[shard["ShardId"]] = tuple(name for name in names if name)
-        token = page.get("NextToken")
-        # AWS: NextToken excludes StreamName.
-        request = {"NextToken": token} if token else {}
-    return listing

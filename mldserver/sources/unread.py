@@ -81,23 +81,21 @@ class ReadBudget:
 
     def _balance(self) -> None:
         if self._held > self.limit:
-            self._let_only_the_oldest_go_on()
+            # Only the oldest goes on.
+            oldest = next(iter(self._partial), None)
+            if oldest in self._paused:
+                self._resume(oldest)
+            if len(self._partial) - len(self._paused) > 1:
+                for reader in [
+                    each for each in self._partial if each not in self._paused and each is not oldest
+                ]:
+                    self._paused[reader] = None
+                    reader.pause()
         elif self._paused:
-            self._let_some_go_on()
-
-    def _let_only_the_oldest_go_on(self) -> None:
-        oldest = next(iter(self._partial), None)
-        if oldest in self._paused:
-            self._resume(oldest)
-        if len(self._partial) - len(self._paused) > 1:
-            for reader in [each for each in self._partial if each not in self._paused and each is not oldest]:
-                self._paused[reader] = None
-                reader.pause()
-
-    def _let_some_go_on(self) -> None:
-        room = 1 + (self.limit - self._held) // self._step
-        for _ in range(min(len(self._paused), room - len(self._partial) + len(self._paused))):
-            self._resume(next(iter(self._paused)))
+            # As many go on as there is room for.
+            room = 1 + (self.limit - self._held) // self._step
+            for _ in range(min(len(self._paused), room - len(self._partial) + len(self._paused))):
+                self._resume(next(iter(self._paused)))
 
     def _resume(self, reader: Reader) -> None:
         del self._paused[reader]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
-from mldserver.dynamodb_streams.positions import ShardPosition, Token
+from mldserver.dynamodb_streams.positions import (
+    Beginning,
+    ShardPosition,
+    Token,
+    inherited,
+    storable,
+    stored,
+)
 from mldserver.dynamodb_streams.shard_tree import (
     LATEST,
     TRIM_HORIZON,

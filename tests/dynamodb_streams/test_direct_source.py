@@ -11,7 +11,7 @@ import pytest
 from coordinator.pipeline import Crash, Faults
 from dynamodb_streams.direct import START_MS, Stream
 
-from mldserver.dynamodb_streams.beginning import Beginning
+from mldserver.dynamodb_streams.positions import Beginning
 from mldserver.dynamodb_streams.shard_tree import LATEST, Since
 from mldserver.errors import OperatorError
 
