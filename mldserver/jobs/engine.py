@@ -31,7 +31,7 @@ class WindowJob:
     window: Window
     attempt: int
     segments: tuple[str, ...]
-    """Absolute paths (or URIs) of the window's Parquet files."""
+    """Absolute paths (or URIs) of the window's Parquet files, the largest first: so they are dealt evenly."""
     staging: str
     """Absolute path (or URI) of a directory that does not exist yet; the output goes there, nowhere else."""
     rows: int

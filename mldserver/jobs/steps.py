@@ -159,14 +159,15 @@ class WindowSteps:
 
     def _job(self, begun: _Begun) -> WindowJob:
         entry = begun.entry
+        files = sorted(begun.files, key=begun.files.__getitem__, reverse=True)
         older: dict[str, tuple[str, ...]] = {}
-        for path in (path for path in begun.files if written(path).shape in self.older):
+        for path in (path for path in files if written(path).shape in self.older):
             ddl = self.older[written(path).shape]
             older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
         return WindowJob(
             self._window(entry),
             begun.attempt,
-            tuple(self.store.uri(path) for path in begun.files),
+            tuple(map(self.store.uri, files)),
             self.store.uri(begun.staging),
             sum(segment.rows for segment in entry.segments),
             sum(begun.files.values()),

@@ -72,6 +72,9 @@ _LOCAL_FILES: Final = {
 _COUNT_SECONDS = 60
 """How long after a job Spark may take to tell what it counted; it is milliseconds."""
 
+_DEALT = 32
+"""Tasks up to which each is given its files: it costs the driver some milliseconds for each."""
+
 _FILE_BYTES = 128 * 1024 * 1024
 """What a task and a file have at most, as Spark itself reads (spark.sql.files.maxPartitionBytes)."""
 
@@ -165,10 +168,18 @@ def partitions(size: int, cores: int) -> int:
     """Return how many partitions ``size`` bytes are read in and written as, at most.
 
     Small windows get one, so that a group-by needs no shuffle and the output is one file; larger ones as many as
-    there are cores to share them; the largest one for every 128 MiB.
+    there are cores to share them; the largest so many for each core that none has more than 128 MiB.
     """
-    shared = min(cores, math.ceil(size / TASK_BYTES))
-    return max(1, shared, math.ceil(size / _FILE_BYTES))
+    shared = max(1, min(cores, math.ceil(size / TASK_BYTES)))
+    return shared * max(1, math.ceil(size / (shared * _FILE_BYTES)))
+
+
+def dealt(paths: Sequence[str], shares: int) -> list[list[str]]:
+    """Deal files, the largest first, into shares that differ by one file's bytes at most: there and back again."""
+    hands: list[list[str]] = [[] for _ in range(shares)]
+    for path, hand in zip(paths, itertools.cycle([*hands, *reversed(hands)]), strict=False):
+        hand.append(path)
+    return hands
 
 
 def columns_ddl(schema: str) -> str:
@@ -182,25 +193,38 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
     Each segment is read by the schema that it was written under: Spark makes NULL of a column that it does not find, and
     of a number that it finds narrower an error.
     """
+    # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
+    options = {"ignoreMissingFiles": "false", "ignoreCorruptFiles": "false"}
+
+    def scan(ddl: str, paths: Iterable[str]) -> DataFrame:
+        return spark.read.options(**options).schema(columns_ddl(ddl)).parquet(*map(escaped, paths))
+
+    def union(parts: Iterable[DataFrame]) -> DataFrame:
+        return functools.reduce(lambda left, right: left.unionAll(right), parts)
+
+    tasks = partitions(job.bytes, cores)
+    if not job.older:
+        if not 1 < tasks <= min(_DEALT, len(job.segments)):
+            return scan(schema, job.segments).coalesce(tasks)
+        # Spark counts 4 MiB more for each file, and fills one task after the other: of a few files one of two cores
+        # would get two thirds. The last share has two parts, which are put together in the end: of a union in which
+        # all have one Spark would make a single task.
+        *others, last = [scan(schema, share) for share in dealt(job.segments, tasks)]
+        return union([*(part.coalesce(1) for part in others), last.coalesce(2)]).coalesce(tasks)
     of_old = {path for paths in job.older.values() for path in paths}
     written: list[tuple[str, Sequence[str]]] = list(job.older.items())
     if present := [path for path in job.segments if path not in of_old]:
         written.append((schema, present))
+    # The present schema's columns hold all values of the older ones'.
+    columns = spark.createDataFrame([], columns_ddl(schema)).schema
     parts = []
     for ddl, paths in written:
-        # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
-        reader = spark.read.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
-        part = reader.schema(columns_ddl(ddl)).parquet(*map(escaped, paths))
-        if job.older:
-            # The present schema's columns hold all values of the older ones'.
-            columns = spark.createDataFrame([], columns_ddl(schema)).schema
-            quoted = {name: "`" + name.replace("`", "``") + "`" for name in part.columns}
-            held = [F.col(quoted[one.name]) if one.name in quoted else F.lit(None) for one in columns]
-            cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
-            part = part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True)))
-        parts.append(part)
-    rows = functools.reduce(lambda left, right: left.unionAll(right), parts)
-    return rows.coalesce(partitions(job.bytes, cores))
+        part = scan(ddl, paths)
+        quoted = {name: "`" + name.replace("`", "``") + "`" for name in part.columns}
+        held = [F.col(quoted[one.name]) if one.name in quoted else F.lit(None) for one in columns]
+        cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
+        parts.append(part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True))))
+    return union(parts).coalesce(tasks)
 
 
 class Attempt:

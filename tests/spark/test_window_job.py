@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from support.s3 import bucket
 
 from mldserver.base.uris import opened
@@ -18,6 +23,7 @@ from mldserver.spark.window_job import (
     Output,
     Pipeline,
     columns_ddl,
+    dealt,
     inspect_output,
     partitions,
     read,
@@ -44,10 +50,10 @@ GIB = 1024 * MIB
         (8 * MIB + 1, 8, 2),
         (100 * MIB, 8, 8),
         (1024 * MIB, 4, 8),
-        (1024 * MIB + 1, 4, 9),
+        (1024 * MIB + 1, 4, 12),
     ],
 )
-def test_small_windows_are_one_task_and_large_ones_a_task_for_128_mib(
+def test_small_windows_are_one_task_and_large_ones_as_many_for_each_core_of_128_mib_at_most(
     size: int, cores: int, expected: int
 ) -> None:
     assert partitions(size, cores) == expected
@@ -105,7 +111,7 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
         def schema(self, ddl: str) -> Reader:
             return self
 
-        def option(self, name: str, value: str) -> Reader:
+        def options(self, **values: str) -> Reader:
             return self
 
         def parquet(self, *paths: str) -> Reader:
@@ -120,6 +126,35 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
     job = WindowJob(Window("w", None, None), 1, ("/a[1]/{b}*?.parquet", "/plain"), "/out", 1, 1)
     read(spark, "a INT", job, 2)
     assert reader.paths == (r"/a\[1\]/\{b\}\*\?.parquet", "/plain")
+
+
+@given(st.lists(st.integers(0, 1000)), st.integers(1, 9))
+def test_files_are_dealt_into_shares_that_differ_by_one_file_at_most(sizes: list[int], shares: int) -> None:
+    by_path = {f"{number}": size for number, size in enumerate(sorted(sizes, reverse=True))}
+    hands = dealt(list(by_path), shares)
+    assert sorted(itertools.chain(*hands)) == sorted(by_path)
+    sums = [sum(by_path[path] for path in hand) for hand in hands]
+    assert len(sums) == shares
+    assert max(sums) - min(sums) <= max(sizes, default=0)
+
+
+@pytest.mark.slow
+def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As flushes left ten million rows: halves of those under way, and what came meanwhile.
+    monkeypatch.setattr(window_job, "TASK_BYTES", 64 * 1024)
+    rows, segments = [12_000] * 6 + [2_800] * 8 + [1_200], []
+    for number, count in enumerate(rows):
+        segments.append(tmp_path / f"{number}.parquet")
+        table = pa.table({"n": np.random.default_rng(number).integers(0, 1 << 40, count)})
+        pq.write_table(table, segments[-1], use_dictionary=False, compression="none")
+    size = sum(segment.stat().st_size for segment in segments)
+    job = WindowJob(Window("w", None, None), 1, tuple(map(str, segments)), "/staging", sum(rows), size)
+    by_task = read(session.spark, "n BIGINT", job, 2).groupBy(F.spark_partition_id()).count()
+    one, other = (count for _, count in by_task.collect())
+    assert one + other == sum(rows)
+    assert abs(one - other) <= max(rows)
 
 
 @pytest.fixture
