@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyspark
-from support.processes import group_members
+from support.processes import group_members, held_port
 
 from mldserver.children import parent_death
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-__all__ = ["CONF", "Part", "Parts", "can_blind", "free_port", "spark_parts"]
+__all__ = ["CONF", "Part", "Parts", "can_blind", "spark_parts"]
 
 SMALL_JVM: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
@@ -43,13 +42,6 @@ _SPARK_CLASS: Final = Path(pyspark.__file__).parent / "bin" / "spark-class"
 _STAND_ALONE: Final = "org.apache.spark.deploy"
 _ALONE: Final = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 """What gives a process a tree of mounts of its own: as root, and as anyone."""
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _blinded(folder: Path | str) -> list[str] | None:
@@ -162,6 +154,7 @@ class Parts:
         self._folder = folder
         self._tasks = tasks
         self._parts: list[Part] = []
+        self._held = contextlib.ExitStack()
         self._port = 0
         self._workers = 0
 
@@ -177,7 +170,7 @@ class Parts:
 
     async def master(self) -> Part:
         """Start the master of a standalone cluster."""
-        self._port = free_port()
+        self._port = self._held.enter_context(held_port())
         where = ["--host", "127.0.0.1", "--port", str(self._port), "--webui-port", "0"]
         return await self._started([f"{_STAND_ALONE}.master.Master", *where], "New state: ALIVE")
 
@@ -204,7 +197,7 @@ class Parts:
 
         ``blind``: as of a worker.
         """
-        port = free_port()
+        port = self._held.enter_context(held_port())
         settings = {
             "spark.connect.grpc.binding.address": "127.0.0.1",
             "spark.connect.grpc.binding.port": str(port),
@@ -246,6 +239,7 @@ class Parts:
         """End all parts, the last first."""
         for part in reversed(self._parts):
             await part.close()
+        self._held.close()
 
 
 @contextlib.asynccontextmanager

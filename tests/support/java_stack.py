@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import aioboto3
 import pyarrow.dataset as ds
+from support.processes import held_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -83,7 +84,8 @@ class Stack:
         self.samples = Samples()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.address = f"127.0.0.1:{_free_port()}"
+        self._held = contextlib.ExitStack()
+        self.address = f"127.0.0.1:{self._held.enter_context(held_port())}"
         self._emulator: subprocess.Popen[bytes] | None = None
         self.server: subprocess.Popen[bytes] | None = None
         self.daemon: subprocess.Popen[bytes] | None = None
@@ -96,7 +98,7 @@ class Stack:
     def beside(self, host: str) -> Stack:
         """Return another host of the same pipeline, with a server and a daemon of its own."""
         other = copy.copy(self)
-        other.host, other.address = host, f"127.0.0.1:{_free_port()}"
+        other.host, other.address = host, f"127.0.0.1:{self._held.enter_context(held_port())}"
         other.server = other.daemon = None
         self._hosts.append(other)
         return other
@@ -124,6 +126,7 @@ class Stack:
                     process.kill()
                     process.wait()
             self._listener.close()
+            self._held.close()
 
     def start_server(self, **settings: str) -> None:
         """Start ``mldserver serve``; ``settings`` are its options."""
@@ -182,7 +185,7 @@ class Stack:
         assert process is not None
         assert process.poll() is None, f"{process.args!r} had exited before"
         process.send_signal(number)
-        return await asyncio.to_thread(process.wait, 90)
+        return await asyncio.to_thread(process.wait, 600)
 
     def jvms(self) -> list[int]:
         """Return the daemon's JVM: its process id, or none."""
@@ -283,7 +286,7 @@ class Stack:
 
     # Waiting.
 
-    async def until(self, what: str, reached: Callable[[], bool], *, limit: float = 150) -> None:
+    async def until(self, what: str, reached: Callable[[], bool], *, limit: float = 600) -> None:
         """Wait until something is so. Fails, with the ends of all logs, when it takes longer than ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while not reached():
@@ -294,7 +297,7 @@ class Stack:
             assert time.monotonic() < deadline, f"not within {limit} s: {what}\n{self.tails()}"
             await asyncio.sleep(0.1)
 
-    async def until_durable(self, *, limit: float = 150) -> None:
+    async def until_durable(self, *, limit: float = 600) -> None:
         """Wait until the ledger's positions are those of the last records."""
         wanted = await self.last_sequences()
 
@@ -304,13 +307,13 @@ class Stack:
 
         await self.until(f"positions {wanted}", reached, limit=limit)
 
-    async def until_owned(self, owner: str, *, limit: float = 150) -> None:
+    async def until_owned(self, owner: str, *, limit: float = 600) -> None:
         """Wait until a worker has the leases of all shards."""
         async with asyncio.timeout(limit):
             while set((await self.leases("leaseOwner")).values()) != {owner}:  # noqa: ASYNC110  # a table
                 await asyncio.sleep(0.1)
 
-    async def until_checkpointed(self, wanted: dict[str, str], *, limit: float = 90) -> None:
+    async def until_checkpointed(self, wanted: dict[str, str], *, limit: float = 600) -> None:
         """Wait until the lease table has these checkpoints."""
         async with asyncio.timeout(limit):
             while not wanted.items() <= (await self.leases()).items():  # noqa: ASYNC110  # a table, not an event
@@ -336,18 +339,3 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
     except OSError:
         return ""
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process has not ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    except OSError:
-        return False
-    return fields.rpartition(")")[2].split()[0] != "Z"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

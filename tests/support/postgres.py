@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from support.processes import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,9 +58,10 @@ def require() -> Path:
 class Postgres:
     """One server and its database ``postgres``, whose superuser of that name needs no password."""
 
-    def __init__(self, folder: Path, programs: Path) -> None:
+    def __init__(self, folder: Path, programs: Path, port: int) -> None:
         """Make the database; ``folder`` is the server's own."""
-        self.url = ""
+        self.port = port
+        self.url = f"jdbc:postgresql://127.0.0.1:{port}/postgres"
         self._data = folder / "data"
         self._programs = programs
         self._log = folder / "log"
@@ -71,10 +72,6 @@ class Postgres:
             "initdb", "--pgdata", str(self._data), "--username=postgres", "--no-sync", "--no-locale", "-EUTF8"
         )
         (self._data / "pg_hba.conf").write_text(_HBA)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"jdbc:postgresql://127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:
         """Start the server, and return when it takes connections."""
@@ -181,9 +178,10 @@ def serving() -> Iterator[Postgres]:
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))
     server = None
     try:
-        server = Postgres(folder, programs)
-        server.start()
-        yield server
+        with held_port() as port:
+            server = Postgres(folder, programs, port)
+            server.start()
+            yield server
     finally:
         if server is not None:
             server.stop(signal.SIGQUIT)
