@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
 from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick, needs_services
 
+from mldserver.observe.writer import LogWriter
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -21,6 +23,9 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The default port is one, and tests run side by side: who wants an admin endpoint says where.
 os.environ["MLDSERVER_ADMIN"] = "none"
+
+# A log is written to its end, however slow the machine is.
+LogWriter.flush.__defaults__ = LogWriter.close.__defaults__ = (600.0,)
 
 # How fast a machine is, and what else runs on it, says nothing about what is tested.
 for lane, examples in EXAMPLES.items():

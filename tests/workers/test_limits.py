@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from workers.kit import delivery, named, running
 
+from mldserver.base.clock import SystemClock
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.workers.runtime import WorkerRuntime
@@ -19,18 +20,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KILL_AFTER_MS = 8000
-"""Sixteen beats, and eight calls: a slow machine may miss a few."""
-CALL_SECONDS = 1.0
-RECORDS = 12
-"""Whose calls take longer together than one may take, and it takes to see that."""
+RECORDS = 3
+"""Whose calls take longer together than one may take."""
 BUSY = """
 import time
+from mldserver.workers import reports
+
+now, beats, send_now = time.monotonic_ns(), 0, reports.send_now
+time.monotonic_ns = lambda: now
+
+def send(end, message, **options):
+    global beats
+    beats += isinstance(message, reports.BeatMessage)
+    return send_now(end, message, **options)
+
+reports.send_now = send
 
 {define} process_record(record):
-    end = time.monotonic() + {seconds}
-    while time.monotonic() < end:
+    global now
+    now += 5 * 10**9
+    until = beats + 2
+    while beats < until:
         pass
 """
+"""A call takes five seconds by the worker's clock, which stands still else, and goes on until that was told."""
 MEMORY_BYTES = 320 << 20
 LEAKS = f"""
 import os, time
@@ -50,13 +63,20 @@ def process_records(batch):
 """
 
 
+class Still(SystemClock):
+    """By it the worker is never silent: how long its beats are on their way says something of the machine."""
+
+    def steady_ms(self) -> int:
+        return 0
+
+
 @pytest.fixture
 def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Limits], WorkerRuntime]:
     monkeypatch.chdir(tmp_path)
 
     def make(text: str, limits: Limits) -> WorkerRuntime:
         (tmp_path / "mine.py").write_text(text)
-        return WorkerRuntime("mine", workers=1, policy=FailurePolicy(), limits=limits)
+        return WorkerRuntime("mine", workers=1, policy=FailurePolicy(), limits=limits, clock=Still())
 
     return make
 
@@ -65,7 +85,7 @@ def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 async def test_a_worker_that_is_busy_for_longer_than_any_call_may_take_is_not_taken_for_a_dead_one(
     runtime_of: Callable[[str, Limits], WorkerRuntime], logged: list[dict[str, Any]], define: str
 ) -> None:
-    busy = BUSY.format(define=define, seconds=CALL_SECONDS)
+    busy = BUSY.format(define=define)
     async with (
         running(runtime_of(busy, Limits(KILL_AFTER_MS, None)), spare=False) as runtime,
         asyncio.timeout(120),
