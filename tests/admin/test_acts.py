@@ -156,7 +156,7 @@ async def test_reloads_under_load_lose_double_and_reorder_no_row_and_drop_no_con
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]], *, long: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    reloads = 51 if long else 3  # one of them is refused
+    reloads = 51 if long else 2  # one of them is refused
     numbers = itertools.count()
 
     def write(version: int, harm: str = "") -> None:

