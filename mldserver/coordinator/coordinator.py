@@ -251,7 +251,7 @@ class Coordinator:
     def _learn(self, state: LedgerState) -> None:
         self.shards.state = state
         self.redriving.learn(state)
-        garbage = 0 if self._runner is None else self._runner.steps.garbage_bytes
+        garbage = 0 if self._runner is None else self._runner.steps.garbage.bytes
         self._backpressure.count(state, self._flusher.garbage_bytes + garbage)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -45,36 +45,6 @@ _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
 
 
-@dataclass(slots=True)
-class _Failures:
-    """What has gone wrong with a window."""
-
-    runs: int = 0
-    """Runs of its job."""
-    steps: int = 0
-    """All else: what the ledger or the disk refused, and writing an output that counts into its table."""
-    traceback: str = ""
-    """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
-
-    def fields(self, error: Exception) -> dict[str, Any]:
-        """Return an error for the log, without the traceback that was logged the time before."""
-        fields = _fields(error)
-        before, self.traceback = self.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
-        if self.traceback and self.traceback == before:
-            del fields["traceback"]
-        return fields
-
-
-@dataclass(slots=True)
-class Halt:
-    """A window that keeps failing and that every other waits for."""
-
-    decided: asyncio.Event
-    """Set when an operator has decided about it."""
-    kept: bool = False
-    """Whether the ledger holds its error, as far as this server knows."""
-
-
 @dataclass(slots=True, eq=False)
 class WindowLife:
     """What has become of a window that this server took up."""
@@ -92,6 +62,16 @@ class WindowLife:
     spark_seconds: float | None = None
     rows_out: int | None = None
     error: str | None = None
+    failed_runs: int = 0
+    """Of its job."""
+    failed_steps: int = 0
+    """All else: what the ledger or the disk refused, and writing an output that counts into its table."""
+    traceback: str = ""
+    """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an operator has decided about it, while it is halted."""
+    kept: bool = False
+    """Whether the ledger holds why it is halted, as far as this server knows."""
 
 
 class WindowRunner:
@@ -115,7 +95,7 @@ class WindowRunner:
         self.unfinished: dict[tuple[str, int], WindowLife] = {}
         """The windows and revisions that are cut and not published yet."""
         self.latest: deque[WindowLife] = deque(maxlen=_LATEST)
-        self.halted: dict[str, Halt] = {}
+        self.halted: dict[str, WindowLife] = {}
         """Windows that kept failing and that every other waits for."""
         self._go = asyncio.Event()
         self._go.set()
@@ -133,13 +113,13 @@ class WindowRunner:
 
     def learn(self, state: LedgerState) -> None:
         """Take in what operators decided about halted windows: each is looked at again at once."""
-        for window_id, halt in self.halted.items():
+        for window_id, life in self.halted.items():
             entry = state.windows.get(window_id)
             # Without an error of its own to miss, the window may as well have succeeded; no entry may mean no news.
-            if not halt.kept or (entry.is_halted if entry is not None else state.since):
+            if not life.kept or (entry.is_halted if entry is not None else state.since):
                 continue
-            halt.kept = False
-            halt.decided.set()
+            life.kept = False
+            life.decided.set()
             decision = _DECIDED.get(entry.state, "retry") if entry is not None else "skip"
             log.warning("window.decided", window=window_id, decision=decision)
 
@@ -238,21 +218,19 @@ class WindowRunner:
             )
 
     async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
-        failures = _Failures()
+        life = self.unfinished[_key(entry)]
         while True:
             try:
                 # Once committed only publishing is tried again: the output counts, computing it anew would not.
                 committed = committed or await self._commit(entry)
-                if halt := self.halted.get(entry.window_id):
-                    halt.kept = False  # by the commit
+                life.kept = False  # by the commit
                 if committed is not None:
                     await self._publish([committed])
             except _FAULTS as error:
                 # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
-                of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
-                failures.runs += of_run
-                failures.steps += not of_run
-                if await self._failed(entry, error, failures, of_run=of_run):
+                if await self._failed(
+                    life, error, of_run=committed is None and isinstance(error, WindowFailed | DriverLost)
+                ):
                     return
                 if committed is not None and isinstance(error, FileNotFoundError):
                     # Somebody else may have published it, and the next revision too: the ledger knows.
@@ -276,35 +254,38 @@ class WindowRunner:
             )
         return done[0]
 
-    async def _failed(
-        self, entry: WindowEntry, error: Exception, failures: _Failures, *, of_run: bool
-    ) -> bool:
+    async def _failed(self, life: WindowLife, error: Exception, *, of_run: bool) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        fields, life = failures.fields(error), self.unfinished[_key(entry)]
+        window_id, fields = life.entry.window_id, _fields(error)
+        before, life.traceback = life.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
+        if life.traceback and life.traceback == before:
+            del fields["traceback"]  # it was logged the time before
         life.state, life.error = "failed", str(error)
-        most = max(failures.runs, failures.steps)
+        life.failed_runs += of_run
+        life.failed_steps += not of_run
+        most = max(life.failed_runs, life.failed_steps)
         last = most >= self._policy.window_attempts
-        worn_out = of_run and failures.runs >= self._policy.window_attempts
+        worn_out = of_run and life.failed_runs >= self._policy.window_attempts
         if worn_out and self._policy.window_on_failure == "dead_letter":
             try:
-                await self._ledger.set_aside(entry.window_id, str(error))
+                await self._ledger.set_aside(window_id, str(error))
             except LedgerError as refused:
                 # It stays cut: the next attempt that fails tries again to put it aside.
                 fields = refused.told()
             else:
                 self.set_aside += 1
                 life.state = "set_aside"
-                self._resume(entry.window_id)
-                log.error("window.set_aside", attempts=failures.runs, **fields)
+                self._resume(window_id)
+                log.error("window.set_aside", attempts=life.failed_runs, **fields)
                 return True
-        tries = failures.runs + failures.steps
+        tries = life.failed_runs + life.failed_steps
         life.state = "halted" if last else life.state
         base, cap = self._policy.window_retry_base_seconds, self._policy.window_retry_cap_seconds
         delay = cap if last else backoff(tries, base, cap, self._random())
-        if last and entry.window_id not in self.halted:
-            self.halted[entry.window_id] = Halt(asyncio.Event())
+        if last and window_id not in self.halted:
+            self.halted[window_id] = life
             self._go.clear()
-            way_out = f"`mldserver windows retry {entry.window_id}` tries it at once"
+            way_out = f"`mldserver windows retry {window_id}` tries it at once"
             way_out += ", `set-aside` or `skip` let those behind it go on." if of_run else "."
             fields["advice"] = " ".join(filter(None, [fields.get("advice"), way_out]))
             log.error("window.halted", attempts=most, **fields)
@@ -312,20 +293,18 @@ class WindowRunner:
             log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **fields)
         if not last:
             await self._clock.sleep(delay)
-        elif await self._keep_error(entry, error):
-            halt = self.halted[entry.window_id]
-            await in_time(halt.decided.wait(), self._clock, delay)
-            halt.decided.clear()
+        elif await self._keep_error(life, error):
+            await in_time(life.decided.wait(), self._clock, delay)
+            life.decided.clear()
         return False
 
-    async def _keep_error(self, entry: WindowEntry, error: Exception) -> bool:
+    async def _keep_error(self, life: WindowLife, error: Exception) -> bool:
         """Tell the ledger why a window is halted. False: an operator has decided meanwhile what becomes of it."""
-        halt = self.halted[entry.window_id]
         try:
-            kept = await self._ledger.halt(entry.window_id, str(error), first=not halt.kept)
+            kept = await self._ledger.halt(life.entry.window_id, str(error), first=not life.kept)
         except LedgerError:
             return True  # the log has said why; the next failure tells the ledger
-        decided, halt.kept = halt.kept and not kept, kept
+        decided, life.kept = life.kept and not kept, kept
         return not decided
 
     def _resume(self, window_id: str) -> None:

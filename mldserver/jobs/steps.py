@@ -19,8 +19,9 @@ from mldserver.base.kill_points import kill_point
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output import joined
-from mldserver.output.layout import SEGMENTS, writer_tag, written
+from mldserver.output.layout import writer_tag, written
 from mldserver.output.publish import Output, Publisher
+from mldserver.output.store import Garbage
 from mldserver.windows import as_window
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import Engine
-    from mldserver.ledger.contract import Segment, WindowEntry
+    from mldserver.ledger.contract import WindowEntry
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
     from mldserver.windows import Window
@@ -38,18 +39,6 @@ log = structlog.get_logger("mldserver")
 _READING_MS = 5000
 """How long a replaced output stays: a reader may have opened its folder just before, and is about to list it. Were it
 empty by then, the reader would miss the window without a sign; so it finds names that are gone, and lists again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """An attempt that the ledger has counted."""
-
-    entry: WindowEntry
-    attempt: int
-    staging: str
-    began_ms: int
-    files: Mapping[str, int]
-    """What holds the window's rows, and each one's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +72,10 @@ class WindowSteps:
     """Of the ledger that attempts are made for."""
     older: Mapping[str, str] = field(default_factory=dict)
     """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
-    _freeing: dict[str, Segment] = field(default_factory=dict)
-    """Segments that the ledger names no more and that are not deleted yet."""
     _replaced: asyncio.Queue[tuple[int, Output]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.publisher = Publisher(self.store, self.table)
-
-    @property
-    def garbage_bytes(self) -> int:
-        """What segments take that the ledger names no more and that could not be deleted yet."""
-        return sum(segment.bytes for segment in self._freeing.values())
+        self.publisher, self.garbage = Publisher(self.store, self.table), Garbage(self.store)
 
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
         """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
@@ -101,37 +83,38 @@ class WindowSteps:
         Left out are windows that are not ours, or not to be computed, any more, and those that lost their claim while
         the job ran. None: not one of them was to be computed. Raises LedgerError, OSError, and what the engine raises.
         """
+        began_ms = self.clock.steady_ms()
         begun = await self._begin(entries)
         if not begun:
             return None
-        jobs = tuple(self._job(attempt) for attempt in begun)
+        jobs = tuple(job for _, _, job in begun)
         if len(jobs) == 1:
             results: tuple[WindowResult, ...] = (await self.engine.compute(jobs[0]),)
         else:
             results = await self.engine.compute_group(jobs)
         kill_point("attempt.computed")
-        await asyncio.to_thread(self._settle, begun, results)
-        kill_point("attempt.staged")
-        commits = tuple(
-            Commit(attempt.entry.window_id, attempt.attempt, attempt.staging, result.files, result.rows)
-            for attempt, result in zip(begun, results, strict=True)
+        outputs = tuple(
+            Output(entry.window_id, entry.revision, staging, result.files, result.rows)
+            for (entry, staging, _), result in zip(begun, results, strict=True)
         )
-        counted = await self.ledger.commit(commits)
+        if self.store.local:
+            await asyncio.to_thread(self._settle, outputs)
+        kill_point("attempt.staged")
+        counted = await self.ledger.commit(
+            tuple(
+                Commit(output.window_id, job.attempt, output.staging, output.files, output.rows)
+                for output, job in zip(outputs, jobs, strict=True)
+            )
+        )
         kill_point("window.committed")
         return tuple(
-            Committed(
-                attempt.entry,
-                attempt.attempt,
-                Output(entry.window_id, entry.revision, attempt.staging, result.files, result.rows),
-                result.seconds,
-                attempt.began_ms,
-            )
-            for attempt, result in zip(begun, results, strict=True)
-            if (entry := attempt.entry).window_id in counted
+            Committed(entry, job.attempt, output, result.seconds, began_ms)
+            for (entry, _, job), output, result in zip(begun, outputs, results, strict=True)
+            if entry.window_id in counted
         )
 
-    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
-        began_ms = self.clock.steady_ms()
+    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[tuple[WindowEntry, str, WindowJob], ...]:
+        """Let the ledger count attempts; return each with its folder, relative to the output folder, and its job."""
         attempts = await self.ledger.begin_attempts(tuple(entry.window_id for entry in entries))
         tag = writer_tag(self.ledger_id, self.ledger.server_id)
         for entry in entries:
@@ -139,55 +122,44 @@ class WindowSteps:
                 log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
         kill_point("attempt.begun")
 
-        def begin_one(entry: WindowEntry) -> _Begun:
+        def begin(entry: WindowEntry) -> tuple[WindowEntry, str, WindowJob]:
             number = attempts[entry.window_id]
             staging = self.publisher.attempt(entry.window_id, number, tag)
-            files = joined.to_read(self.store, entry.window_id, entry.segments)
+            sizes = joined.to_read(self.store, entry.window_id, entry.segments)
+            files = sorted(sizes, key=sizes.__getitem__, reverse=True)
             # What an earlier life left under the same number is not this attempt's.
             self.store.delete(staging)
-            return _Begun(entry, number, staging, began_ms, files)
-
-        def begin() -> tuple[_Begun, ...]:
-            begun = self.store.for_each(
-                begin_one, [entry for entry in entries if entry.window_id in attempts]
-            )
             if self.store.local:
-                self.store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
-            return begun
+                self.store.prepare(staging.rpartition("/")[0])
+            older: dict[str, tuple[str, ...]] = {}
+            for path in files:
+                if (ddl := self.older.get(written(path).shape)) is not None:
+                    older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
+            job = WindowJob(
+                self._window(entry),
+                number,
+                tuple(map(self.store.uri, files)),
+                self.store.uri(staging),
+                sum(segment.rows for segment in entry.segments),
+                sum(sizes.values()),
+                self.store.place,
+                older,
+            )
+            return entry, staging, job
 
-        return await asyncio.to_thread(begin)
-
-    def _job(self, begun: _Begun) -> WindowJob:
-        entry = begun.entry
-        files = sorted(begun.files, key=begun.files.__getitem__, reverse=True)
-        older: dict[str, tuple[str, ...]] = {}
-        for path in (path for path in files if written(path).shape in self.older):
-            ddl = self.older[written(path).shape]
-            older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
-        return WindowJob(
-            self._window(entry),
-            begun.attempt,
-            tuple(map(self.store.uri, files)),
-            self.store.uri(begun.staging),
-            sum(segment.rows for segment in entry.segments),
-            sum(begun.files.values()),
-            self.store.place,
-            older,
-        )
+        ours = [entry for entry in entries if entry.window_id in attempts]
+        return await asyncio.to_thread(self.store.for_each, begin, ours)
 
     def _window(self, entry: WindowEntry) -> Window:
         return as_window(
             entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self.pipeline
         )
 
-    def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
+    def _settle(self, outputs: Sequence[Output]) -> None:
         """Force outputs to disk: once committed they must not be lost."""
-        if not self.store.local:
-            return
         # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
-        empty = (attempt for attempt, result in zip(begun, results, strict=True) if not result.files)
-        self.store.prepare(*(attempt.staging for attempt in empty))
-        self.store.sync(*(attempt.staging for attempt in begun))
+        self.store.prepare(*(output.staging for output in outputs if not output.files))
+        self.store.sync(*(output.staging for output in outputs))
 
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
         """Return a window that counts and is this server's to publish; None when it is not, or not any more.
@@ -222,26 +194,22 @@ class WindowSteps:
         # Readers of a table do not read files that a revision replaces.
         at_once = tuple(output for output in outputs if output.revision == 1 or table)
         # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
-        self._freeing |= {segment.path: segment for segment in free}
-        freed = tuple(self._freeing.values())
+        self.garbage.add(free)
 
-        def clean() -> None:
+        def clean() -> int:
             self.publisher.clean(at_once)
             kill_point("window.cleaning")
-            many = [window.entry for window in committed if len(window.entry.segments) >= joined.TOGETHER]
-            copies = [path for entry in many for path in joined.files(self.store, entry.window_id)]
-            self.store.for_each(self.store.delete, [*copies, *(segment.path for segment in freed)])
-            for window_id in {segment.window_id for segment in freed}:
-                self.store.drop_empty(f"{SEGMENTS}/{window_id}")
+            for window in committed:
+                if len(window.entry.segments) >= joined.TOGETHER:
+                    self.garbage.add_unfinished(*joined.files(self.store, window.entry.window_id))
+            return self.garbage.delete_now()
 
-        await asyncio.to_thread(clean)
-        for segment in freed:
-            self._freeing.pop(segment.path, None)
+        freed_bytes = await asyncio.to_thread(clean)
         for output in outputs:
             if output not in at_once:
                 self._replaced.put_nowait((self.clock.steady_ms() + _READING_MS, output))
         kill_point("window.cleaned")
-        self.freed(sum(segment.bytes for segment in freed))
+        self.freed(freed_bytes)
 
     async def _into_table(self, committed: Sequence[Committed]) -> None:
         for entry, output in ((window.entry, window.output) for window in committed):

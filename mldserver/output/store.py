@@ -297,7 +297,7 @@ def _second_name(source: Path, target: Path) -> None:
 
 
 class Garbage:
-    """Files that no ledger entry names, or will ever name, until they are deleted; of one task.
+    """Files that no ledger entry names, or will ever name, until they are deleted.
 
     A disk that fails to delete must not be taken for one that has room: they count until they are gone.
     """
@@ -315,29 +315,27 @@ class Garbage:
         """Take in segments that the ledger does not name."""
         self._files |= {segment.path: segment.bytes for segment in segments}
 
-    def add_unfinished(self, path: str) -> None:
-        """Take in a file that may be there, of unknown size: writing it failed."""
-        self._files.setdefault(path, 0)
+    def add_unfinished(self, *paths: str) -> None:
+        """Take in files that may be there and are in no account: copies, and what could not be written whole."""
+        for path in paths:
+            self._files.setdefault(path, 0)
 
     async def delete(self) -> int:
-        """Delete all, in a thread, and the folders that are empty then; return what they took.
+        """Do in a thread what ``delete_now`` does."""
+        return await asyncio.to_thread(self.delete_now) if self._files else 0
+
+    def delete_now(self) -> int:
+        """Delete all, and the folders that are empty then; return what they took. Blocking; two threads may do so at once.
 
         Raises OSError; what could not be deleted stays for the next call.
         """
-        files = dict(self._files)
-        deleted: list[str] = []
 
-        def delete() -> None:
-            for path in files:
-                self._store.delete(path)
-                deleted.append(path)
-            for folder in {path.rpartition("/")[0] for path in files}:
-                self._store.drop_empty(folder)
+        def delete(path: str) -> int:
+            self._store.delete(path)
+            return self._files.pop(path, 0)
 
-        if files:
-            try:
-                await asyncio.to_thread(delete)
-            finally:
-                for path in deleted:
-                    self._files.pop(path, None)
-        return sum(files.values())
+        files = list(self._files)
+        freed_bytes = sum(self._store.for_each(delete, files))
+        for folder in {path.rpartition("/")[0] for path in files}:
+            self._store.drop_empty(folder)
+        return freed_bytes

@@ -151,7 +151,7 @@ async def test_rows_are_written_synced_registered_computed_synced_committed_rena
 
 def without_sync_of_outputs(patch: pytest.MonkeyPatch) -> None:
     """Outputs are committed unsynced."""
-    patch.setattr(WindowSteps, "_settle", lambda _steps, _begun, _results: None)
+    patch.setattr(WindowSteps, "_settle", lambda _steps, _outputs: None)
 
 
 def without_sync_of_published_entries(patch: pytest.MonkeyPatch) -> None:
