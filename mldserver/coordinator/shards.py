@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.core.flush import buffered, last_effective_ms, redriven, shard_end
+from mldserver.coordinator.core.flush import BufferedBatch, buffered, last_effective_ms
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import GapRefused
@@ -296,7 +296,8 @@ class ShardSession:
         if not self.alive:
             return False
         shards = self._shards
-        shards.buffer.add(shard_end(self.shard_id, self.epoch, self.position.accepted))
+        end = BufferedBatch(self.shard_id, self.epoch, last=self.position.accepted, ends_shard=True)
+        shards.buffer.add(end)
         if not await self._flushed("shard_ended"):
             return False
         self.alive = False
@@ -383,7 +384,11 @@ class RedriveIntake:
 
         Whatever a shard had accepted before is durable too by then.
         """
-        number = self.buffer.add(redriven(shard_id, outcome, ids, spec=self.spec))
+        # Rows keep the times that they would have had; no position moves.
+        batch = buffered(shard_id, 0, outcome, floor_ms=None, spec=self.spec)
+        batch.last = batch.effective_ms = batch.latest_event_ms = None
+        batch.redriven = ids
+        number = self.buffer.add(batch)
         try:
             await self.flush("redrive")
         finally:

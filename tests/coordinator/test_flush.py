@@ -4,7 +4,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from coordinator.outcomes import dead_letter, outcome
@@ -18,7 +17,6 @@ from mldserver.coordinator.core.flush import (
     FlushPlan,
     buffered,
     plan,
-    shard_end,
 )
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
 from mldserver.records import Sequence
@@ -234,7 +232,7 @@ def test_batches_windows_take_rows_in_merge_order() -> None:
 
 
 def test_a_shards_positions_become_one_update_with_the_last_word() -> None:
-    end = shard_end("a", 1, S(3))
+    end = BufferedBatch("a", 1, last=S(3), ends_shard=True)
     flush = planned(take("a", [(1, 10)]), take("b", [(7, 99)]), take("a", [(3, 30)], floor_ms=10), end)
     assert flush.positions == (
         PositionUpdate("a", 1, S(3), 30, 30, ended=True),
@@ -250,21 +248,21 @@ def test_each_update_says_which_position_it_goes_on_from() -> None:
 
 
 def test_the_end_of_a_shard_that_is_durable_already_keeps_its_position() -> None:
-    assert planned(shard_end("a", 2, S(9))).positions == (
+    assert planned(BufferedBatch("a", 2, last=S(9), ends_shard=True)).positions == (
         PositionUpdate("a", 2, S(9), None, None, ended=True),
     )
 
 
 def test_an_end_without_any_record_has_no_position() -> None:
-    assert planned(shard_end("a", 2, None)).positions == (
+    assert planned(BufferedBatch("a", 2, last=None, ends_shard=True)).positions == (
         PositionUpdate("a", 2, None, None, None, ended=True),
     )
 
 
 def test_a_shard_stays_ended_whatever_follows_in_the_same_flush() -> None:
     batch = take("a", [(3, 30)])
-    silent = BufferedBatch("a", 1, None, np.empty(0, np.int64), None, None, None, 0)
-    flush = planned(batch, shard_end("a", 1, S(3)), silent)
+    silent = BufferedBatch("a", 1)
+    flush = planned(batch, BufferedBatch("a", 1, last=S(3), ends_shard=True), silent)
     assert flush.positions == (PositionUpdate("a", 1, S(3), 30, 30, ended=True),)
 
 

@@ -10,7 +10,7 @@ from coordinator.outcomes import dead_letter
 from coordinator.writing import W, Writing, publish, zero
 from support.store import SqliteStore
 
-from mldserver.coordinator.core.flush import shard_end
+from mldserver.coordinator.core.flush import BufferedBatch
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment, batch_id
 from mldserver.records import Sequence
@@ -236,7 +236,7 @@ async def test_a_ledger_that_stays_away_does_not_fill_the_disk(writing: Writing)
 async def test_a_shards_end_is_registered_with_its_last_position(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
     await writing.flush([writing.batch(shard, (1, 1000))], "interval")
-    await writing.flush([shard_end("a", shard.epoch, Sequence(1))], "shard_ended")
+    await writing.flush([BufferedBatch("a", shard.epoch, last=Sequence(1), ends_shard=True)], "shard_ended")
     found = writing.registered().shards["a"]
     assert (found.ended, found.position) == (True, Sequence(1))
 

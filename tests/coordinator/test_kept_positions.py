@@ -10,7 +10,7 @@ from coordinator.pipeline import Pipeline
 from msgspec.structs import replace
 from support.shards import accept
 
-from mldserver.coordinator.core.flush import moved, plan
+from mldserver.coordinator.core.flush import BufferedBatch, plan
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
 
@@ -157,9 +157,9 @@ async def test_a_dead_letter_is_not_lost_when_the_answer_to_a_flush_was(pipeline
 def test_a_flush_without_a_checkpoint_leaves_the_position_where_it_is() -> None:
     flush = plan(
         [
-            replace(moved("a", 1, S(9)), last=None),
-            moved("b", 1, S(4)),
-            replace(moved("b", 1, S(9)), last=None),
+            BufferedBatch("a", 1),
+            BufferedBatch("b", 1, last=S(4)),
+            BufferedBatch("b", 1),
         ],
         spec=None,
         clock=0,

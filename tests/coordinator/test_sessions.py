@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.flush import Buffer, moved
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
 from mldserver.coordinator.core.watermark import Watermark
@@ -67,7 +67,7 @@ def around() -> Around:
 
 def test_a_shard_goes_to_its_newest_session_and_on_where_the_ledger_has_it(around: Around) -> None:
     old = around.open(ShardState("a", 1))
-    around.buffer.add(moved("a", 1, S(3)))
+    around.buffer.add(BufferedBatch("a", 1, last=S(3)))
     assert around.sessions.live("a") is old
     new = around.open(ShardState("a", 2, S(2), effective_ms=500, event_ms=400))
     assert around.sessions.live("a") is new
@@ -82,7 +82,7 @@ def test_a_shard_goes_to_its_newest_session_and_on_where_the_ledger_has_it(aroun
 
 def test_a_session_that_was_overtaken_while_it_was_opened_is_dead_and_changes_nothing(around: Around) -> None:
     new = around.open(ShardState("a", 2, S(5), effective_ms=500, event_ms=500))
-    around.buffer.add(moved("a", 2, S(6)))
+    around.buffer.add(BufferedBatch("a", 2, last=S(6)))
     late = Stub("a", 1, ShardPosition(None))
     assert not around.sessions.take_in(late, ShardState("a", 1), 0, tells_lag=True)
     assert not late.alive
@@ -132,7 +132,7 @@ def test_a_session_learns_from_the_ledger_what_it_has_not_heard(around: Around) 
     session = around.open(ShardState("a", 3, S(1)))
     for number in (2, 3):
         session.position.accept(S(number))
-        around.buffer.add(moved("a", 3, S(number)))
+        around.buffer.add(BufferedBatch("a", 3, last=S(number)))
     around.sessions.catch_up([ShardState("a", 3, S(2)), ShardState("elsewhere", 7, S(9))])
     assert session.alive
     assert around.sessions.durable() == {"a": S(2)}
@@ -167,10 +167,10 @@ def test_a_flush_moves_only_the_session_whose_rows_it_held(around: Around) -> No
 def test_sessions_whose_rows_a_flush_left_out_let_go(around: Around) -> None:
     lost, kept, newer = (around.open(ShardState(shard, 3)) for shard in ("lost", "kept", "newer"))
     batches = [
-        moved("lost", 3, S(1)),
-        moved("kept", 3, S(1)),
-        moved("newer", 2, S(1)),
-        moved("gone", 1, S(1)),
+        BufferedBatch("lost", 3, last=S(1)),
+        BufferedBatch("kept", 3, last=S(1)),
+        BufferedBatch("newer", 2, last=S(1)),
+        BufferedBatch("gone", 1, last=S(1)),
     ]
     around.sessions.left_out(batches, {"lost", "newer", "gone"})
     assert (lost.alive, kept.alive, newer.alive) == (False, True, True)

@@ -10,7 +10,7 @@ import pytest
 from coordinator.outcomes import outcome
 
 from mldserver.coordinator.core import flush
-from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan, shard_end
+from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.core.windows import CoordinatorRules
@@ -36,7 +36,7 @@ def showing(shard: str, number: int, event_ms: int | None) -> BufferedBatch:
 def the_event_time_of_a_position_is_the_largest(times: list[int | None]) -> None:
     """However late the last batch's rows are, the shard's watermark goes on where it stood."""
     batches = [showing("a", number, ms) for number, ms in enumerate(times, 1)]
-    batches += [showing("b", 1, 7), shard_end("a", 1, Sequence(len(times)))]
+    batches += [showing("b", 1, 7), BufferedBatch("a", 1, last=Sequence(len(times)), ends_shard=True)]
     planned = plan(
         batches,
         spec=Tumbling(1000),

@@ -52,21 +52,24 @@ class Ahead(msgspec.Struct, frozen=True):
 
 
 class BufferedBatch(msgspec.Struct):
-    """An accepted batch that is not durable yet. Only ``Buffer.move`` changes one, and only what no cycle has seen."""
+    """An accepted batch that is not durable yet. In the buffer only ``move`` changes one, and only what no cycle has seen.
+
+    One without rows moves its shard's position, or (``ends_shard``) marks that all before it was the shard's last.
+    """
 
     shard_id: str
     epoch: int
-    rows: pa.Table | None
+    rows: pa.Table | None = None
     """With final ``_time``, without ``_clock``."""
-    event_ms: NDArray[np.int64]
+    event_ms: NDArray[np.int64] = _NO_TIMES
     """Event time of each row."""
-    last: Sequence | None
+    last: Sequence | None = None
     """How far its shard's position moves with it: its last sequence; None when it stays where it is."""
-    effective_ms: int | None
+    effective_ms: int | None = None
     """Effective time of its last record."""
-    latest_event_ms: int | None
+    latest_event_ms: int | None = None
     """Latest event time the batch has shown, rows that run ahead aside: where its shard's watermark goes on."""
-    bytes: int
+    bytes: int = 0
     dead_letters: tuple[DeadLetter, ...] = ()
     ends_shard: bool = False
     redriven: tuple[str, ...] = ()
@@ -202,30 +205,6 @@ def _latest(
     return int(near.max()) if len(near) else None, ahead
 
 
-def redriven(
-    shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...], *, spec: WindowSpec | None
-) -> BufferedBatch:
-    """Return what dead letters gave that ran once more. Their rows keep the times that they would have had."""
-    made = buffered(shard_id, 0, outcome, floor_ms=None, spec=spec)
-    return msgspec.structs.replace(made, last=None, effective_ms=None, latest_event_ms=None, redriven=ids)
-
-
-def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch:
-    """Return what marks a shard as ended once all batches before it, up to ``last``, are durable."""
-    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, last, None, None, 0, ends_shard=True)
-
-
-def moved(
-    shard_id: str,
-    epoch: int,
-    position: Sequence | None,
-    effective_ms: int | None = None,
-    latest_event_ms: int | None = None,
-) -> BufferedBatch:
-    """Return what moves a shard's position, without rows: a batch of which none came, or a checkpoint of the handler's."""
-    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, effective_ms, latest_event_ms, 0)
-
-
 class Buffer:
     """Accepted batches that are not durable yet, in the order in which they were accepted; knows each shard's."""
 
@@ -260,13 +239,13 @@ class Buffer:
         effective_ms: int | None = None,
         latest_event_ms: int | None = None,
     ) -> None:
-        """Move a shard's position without rows (see ``moved``), and its times; None: that stays where it is.
+        """Move a shard's position without rows, and its times; None: that stays where it is.
 
         Until a cycle has seen it, one such batch takes in what the next ones say: thousands of quiet shards have no others.
         """
         number = self._moves.get(shard_id)
         if number is None or (batch := self._batches[number]).epoch != epoch:
-            batch = moved(shard_id, epoch, position, effective_ms, latest_event_ms)
+            batch = BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, effective_ms, latest_event_ms)
             self._moves[shard_id] = self.add(batch)
             return
         if position is not None:
