@@ -87,7 +87,6 @@ class DynamoLedger(Ledger):
         rename_from: str | None = None,
         region: str | None = None,
         endpoint_url: str | None = None,
-        create: bool = False,
         session: Any = None,
         compact_bytes: int = 1_000_000,
         jitter: Callable[[], float] = _JITTER,
@@ -95,14 +94,13 @@ class DynamoLedger(Ledger):
     ) -> None:
         """Name the table, the pipeline and this server; ``open`` reaches for them.
 
-        ``rename_from``: the name that the pipeline may have still. ``create``: make the table when it is not there. ``session``: an aioboto3 session; None: credentials and region
-        come from where boto3 finds them. ``compact_bytes``: the log is never shortened below it.
+        ``rename_from``: the name that the pipeline may have still. ``session``: an aioboto3 session; None: credentials and
+        region come from where boto3 finds them. ``compact_bytes``: the log is never shortened below it.
         """
         super().__init__(server_id, clock)
         self._name = table
         self._pipeline, self._former = pipeline, rename_from
         self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
-        self._make = create
         self._compact_bytes = compact_bytes
         self._jitter = jitter
         self._unique = unique
@@ -128,8 +126,6 @@ class DynamoLedger(Ledger):
                 return
             table = await self._reach()
             journal = Journal(table, self._pipeline, self._former)
-            if create and self._make:
-                await table.create()
             if create and self._former is None:
                 await journal.create(self._clock.now_ms())
             if not await journal.load():
@@ -234,7 +230,7 @@ class DynamoLedger(Ledger):
             self._readers += 1
         try:
             # Beside the turns of others: there may be many letters, and each shard that is opened asks.
-            return await journal.parked_keys(letters, shard_id)
+            return await journal.parked_keys(letters, shard_id) if letters else {}
         finally:
             self._readers -= 1
             self._read.set()

@@ -16,7 +16,6 @@ more, so that no clock and no time-out is part of the argument. (Snapshots can; 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +26,6 @@ from mldserver.ledger.book import Book, Changes
 from mldserver.ledger.dynamodb_table import Snapshot, Value, version_key
 from mldserver.ledger.format import (
     FORMAT,
-    keys_of,
     pack_changes,
     pack_keys,
     pack_letters,
@@ -37,12 +35,11 @@ from mldserver.ledger.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import Mapping
 
     from mldserver.ledger.book import Draft, LetterItem
     from mldserver.ledger.contract import WindowEntry
     from mldserver.ledger.dynamodb_table import Item, Table
-    from mldserver.ledger.format import LetterKeys
     from mldserver.records import DeadLetter, Sequence
 
 _READINGS: Final = 20
@@ -300,45 +297,37 @@ class Journal:
     async def parked_keys(self, letters: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
         """Return the parked keys of a shard among these letters. May run beside other calls.
 
-        ``letters``: what the book says of them; those that are deleted meanwhile are passed over.
+        ``letters``: what the book says of them; those that are deleted meanwhile are passed over. Keys are an attribute of
+        their own: a page of a query tells those of a thousand items without their payloads. Only where that would be too
+        long are the letters themselves read.
         """
         parked: dict[str, Sequence] = {}
-        if not letters:
-            return parked
+        packed: list[tuple[str, bytes]] = []
+
+        def unpack() -> None:
+            for version, keys in packed:
+                gone = letters[version].gone
+                for place, key in enumerate(unpack_keys(keys)):
+                    if key is not None and key[0] == shard_id and not gone >> place & 1:
+                        parked[key[1]] = min(key[2], parked.get(key[1], key[2]))
+            packed.clear()
+
         try:
-            async with contextlib.aclosing(self._keys_of(letters)) as items:
-                async for version, keys in items:
-                    gone = letters[version].gone
-                    for place, key in enumerate(keys):
-                        if key is not None and key[0] == shard_id and not gone >> place & 1:
-                            parked[key[1]] = min(key[2], parked.get(key[1], key[2]))
+            async for item in self.table.between("dead#", "dead#~", names=("item", "keys")):
+                number = int(item["item"]["S"].removeprefix("dead#"))
+                if str(number) not in letters:
+                    continue
+                if "keys" in item:
+                    keys = bytes(item["keys"]["B"])
+                else:
+                    keys = pack_keys(await self._letters_if_there(number) or ())
+                packed.append((str(number), keys))
+                if len(packed) == _AT_ONCE:
+                    await asyncio.to_thread(unpack)
+            await asyncio.to_thread(unpack)
         except ValueError as error:
             raise self._damaged(f"dead letters cannot be read ({error})") from error
         return parked
-
-    async def _keys_of(
-        self, letters: Mapping[str, LetterItem]
-    ) -> AsyncGenerator[tuple[str, LetterKeys], None]:
-        """Yield the keys of each item of letters, by its version, in order of storage.
-
-        They are an attribute of their own: a page of a query tells those of a thousand items without their payloads. Only
-        where that would be too long are the letters themselves read.
-        """
-        packed: list[tuple[str, bytes]] = []
-        async for item in self.table.between("dead#", "dead#~", names=("item", "keys")):
-            number = int(item["item"]["S"].removeprefix("dead#"))
-            if str(number) not in letters:
-                continue
-            if "keys" in item:
-                packed.append((str(number), bytes(item["keys"]["B"])))
-            if "keys" not in item or len(packed) == _AT_ONCE:
-                for unpacked in await asyncio.to_thread(_unpack_all, packed):
-                    yield unpacked
-                packed = []
-            if "keys" not in item:
-                yield str(number), keys_of(await self._letters_if_there(number) or ())
-        for unpacked in await asyncio.to_thread(_unpack_all, packed):
-            yield unpacked
 
     async def letters(self, version: int) -> tuple[DeadLetter, ...] | None:
         """Return the letters that a version stored, those that are gone too; None: another transaction took the last."""
@@ -380,7 +369,3 @@ class Journal:
             advice="It is never repaired silently: restore the table and the output folder together, from a backup.",
             pipeline=self._pipeline,
         )
-
-
-def _unpack_all(packed: list[tuple[str, bytes]]) -> list[tuple[str, LetterKeys]]:
-    return [(version, unpack_keys(keys)) for version, keys in packed]

@@ -269,9 +269,9 @@ class Table:
         """Return an Update of a transaction."""
         return {"Update": {"TableName": self.name, "Key": self.key(item), **how}}
 
-    def delete(self, item: str, condition: Item | None = None) -> dict[str, Any]:
+    def delete(self, item: str, **condition: Any) -> dict[str, Any]:
         """Return a Delete of a transaction."""
-        return {"Delete": {"TableName": self.name, "Key": self.key(item), **(condition or {})}}
+        return {"Delete": {"TableName": self.name, "Key": self.key(item), **condition}}
 
     async def transact(self, operations: list[dict[str, Any]], *, token: str) -> bool:
         """Write all or nothing; False when a condition does not hold.
@@ -343,20 +343,20 @@ class Table:
         assert value.blob is not None, "it is kept apart"
         await self.write(_part_key(value.blob, part), {"data": {"B": piece}})
 
-    def named(self, *values: Value | None, whole: bool = False) -> list[dict[str, Any]]:
-        """Return what a transaction that names these values must do: they are no waste any more.
+    def named(self, value: Value, *, whole: bool = False) -> list[dict[str, Any]]:
+        """Return what a transaction that names a value must do: it is no waste any more.
 
-        ``whole``: it fails when a sweep has taken one.
+        ``whole``: it fails when a sweep has taken it.
         """
         condition = {
             "ConditionExpression": "attribute_exists(pipeline) AND attribute_not_exists(#taken)",
             "ExpressionAttributeNames": {"#taken": _TAKEN},
         }
-        return [self.delete(f"waste#{v.blob}", condition if whole else {}) for v in values if v and v.blob]
+        return [self.delete(f"waste#{value.blob}", **(condition if whole else {}))] if value.blob else []
 
-    def unnamed(self, value: Value | None) -> list[dict[str, Any]]:
+    def unnamed(self, value: Value) -> list[dict[str, Any]]:
         """Return what a transaction that names a value no longer must do."""
-        if value is None or value.blob is None:
+        if value.blob is None:
             return []
         return [self.put(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})]
 

@@ -136,9 +136,9 @@ async def create(place: DynamoPlace) -> None:
         clock=SystemClock(),
         endpoint_url=place.endpoint_url,
         session=session,
-        create=True,
     )
     try:
+        await maker.create_table()
         await maker.open()
         await maker.leave()
     finally:

@@ -81,15 +81,27 @@ def aws_session() -> Any:
     return aioboto3.Session("emulated", "emulated", region_name="eu-central-1")
 
 
+class MakingLedger(DynamoLedger):
+    """Makes its table when it is opened."""
+
+    async def _connect(self, *, create: bool) -> None:
+        if create and self._journal is None:
+            await self.create_table()
+        await super()._connect(create=create)
+
+
 @pytest.fixture
 def dynamodb(emulator: Emulator, aws_session: Any, clock: HandClock) -> Callable[..., DynamoLedger]:
     """Make ledgers, not opened yet, over one table on DynamoDB that the first to open creates."""
     table = f"ledgers-{uuid.uuid4().hex}"
     patient = PatientClock(clock)
 
-    def make(server_id: str = "one", pipeline: str = "p", **settings: Any) -> DynamoLedger:
-        usual = {"pipeline": pipeline, "server_id": server_id, "clock": patient, "create": True}
-        return DynamoLedger(table, endpoint_url=emulator.url, session=aws_session, **(usual | settings))
+    def make(
+        server_id: str = "one", pipeline: str = "p", *, create: bool = True, **settings: Any
+    ) -> DynamoLedger:
+        kind = MakingLedger if create else DynamoLedger
+        usual = {"pipeline": pipeline, "server_id": server_id, "clock": patient}
+        return kind(table, endpoint_url=emulator.url, session=aws_session, **(usual | settings))
 
     return make
 
