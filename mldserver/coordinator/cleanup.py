@@ -68,8 +68,8 @@ async def recover(
     """
     adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
-        if runner.recompute:
-            await asyncio.to_thread(runner.publisher.check)
+        if runner.steps.retain:
+            await asyncio.to_thread(runner.steps.publisher.check)
         kill_point("recovery.opened")
         adopted = await ledger.adopt()
         kill_point("recovery.adopted")

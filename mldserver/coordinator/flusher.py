@@ -152,9 +152,8 @@ class Flusher:
         self.cut_windows.learn(state, self.clock.steady_ms())
 
     def _kind(self, key: WindowKey) -> SegmentKind:
-        if self.open_windows is not None and key.id in self.open_windows:
-            return SegmentKind.WINDOW
-        return self.cut_windows.kind(key)
+        is_open = self.open_windows is not None and key.id in self.open_windows
+        return SegmentKind.WINDOW if is_open else self.cut_windows.kind(key)
 
     async def flush(
         self, batches: list[BufferedBatch], reason: str, durable: Mapping[str, Sequence | None]
@@ -303,11 +302,7 @@ class Flusher:
                 for file in parts
             }
             try:
-                if len(files) == 1:
-                    [(path, file)] = files.items()
-                    sizes = [await asyncio.to_thread(self.store.write, path, file.rows)]
-                else:
-                    sizes = await asyncio.to_thread(self._write_parts, files)
+                sizes = await asyncio.to_thread(self._write_files, files)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
                 for path in files:
@@ -320,8 +315,10 @@ class Flusher:
                 segments.append(Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
 
-    def _write_parts(self, files: Mapping[str, WindowRows]) -> list[int]:
-        """Gather and write each in a thread of its own."""
+    def _write_files(self, files: Mapping[str, WindowRows]) -> list[int]:
+        """Gather and write the files of a window, several in a thread each."""
+        if len(files) == 1:
+            return [self.store.write(path, file.rows) for path, file in files.items()]
         with ThreadPoolExecutor(len(files)) as pool:
             return list(pool.map(lambda path, file: self.store.write(path, file.rows), files, files.values()))
 

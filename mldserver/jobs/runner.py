@@ -85,8 +85,6 @@ class WindowRunner:
 
     def __init__(self, steps: WindowSteps, policy: WindowSettings, *, random: Callable[[], float]) -> None:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter."""
-        self.recompute = steps.retain
-        self.publisher = steps.publisher
         self.steps = steps
         self._policy = policy
         self._random = random
@@ -214,7 +212,7 @@ class WindowRunner:
                 spark_seconds=round(window.seconds, 3),
                 lag_seconds=life.seconds,
                 seconds=round((now_ms - window.began_ms) / 1000, 3),
-                path=self.publisher.shown(entry.window_id) if output.files else None,
+                path=self.steps.publisher.shown(entry.window_id) if output.files else None,
             )
 
     async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:

@@ -52,7 +52,7 @@ class Tables(Pipeline):
     def build(self) -> Coordinator:
         coordinator = super().build()
         assert self.runner is not None
-        self.runner.publisher.table = "delta:/lake"
+        self.runner.steps.publisher.table = "delta:/lake"
         return coordinator
 
     def rows(self) -> dict[str, tuple[int, int]]:

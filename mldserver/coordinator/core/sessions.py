@@ -155,10 +155,6 @@ class Sessions:
         session = self._sessions.get(shard_id)
         return session if session is not None and session.alive else None
 
-    def has(self, session: Session) -> bool:
-        """Whether no newer session of its shard was taken in."""
-        return self._sessions.get(session.shard_id) is session
-
     def take_in(self, session: Session, state: ShardState, now_ms: int, *, tells_lag: bool) -> bool:
         """Give a known shard to a session that was opened with ``state``, at the expense of an older one.
 
@@ -193,7 +189,7 @@ class Sessions:
 
     def let_go(self, session: Session, now_ms: int) -> bool:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""
-        if not self.has(session):
+        if self._sessions.get(session.shard_id) is not session:
             return False
         self.lineage.disconnect(session.shard_id, now_ms)
         self.watermark.disconnect(session.shard_id)
