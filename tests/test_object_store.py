@@ -27,9 +27,10 @@ from mldserver.config.locations import RemoteOut
 from mldserver.config.resolve import resolve
 from mldserver.handler.inspection import load_spec
 from mldserver.jobs.engine import WindowJob
+from mldserver.ledger.contract import Commit
 from mldserver.output.layout import OUTPUTS, SEGMENTS
 from mldserver.output.manifest import MANIFESTS, current_files
-from mldserver.output.publish import Output, Publisher
+from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
 from mldserver.server import EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
@@ -323,7 +324,7 @@ def test_what_is_asked_of_s3_for_a_window_does_not_grow_with_windows_and_revisio
         begun = len(REQUESTS)
         store.write(f"{staging}/{number}.parquet", pa.table({"a": [1]}))
         REQUESTS.clear()
-        output = Output("w", number + 1, staging, (f"{number}.parquet",), 1)
+        output = Commit("w", number + 1, staging, (f"{number}.parquet",), 1, revision=number + 1)
         publisher.publish([output])
         named = len(REQUESTS)
         publisher.clean([output])

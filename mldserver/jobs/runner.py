@@ -197,18 +197,18 @@ class WindowRunner:
             life = self.unfinished[_key(entry)]
             life.state, life.error, life.done_ms = "done", None, self._clock.now_ms()
             life.seconds, life.spark_seconds = (now_ms - life.submitted_ms) / 1000, window.seconds
-            life.rows_out = output.rows
-            self.rows_out += output.rows
+            life.rows_out = output.rows_out
+            self.rows_out += output.rows_out
             self.took.add(now_ms - life.submitted_ms)
             log.info(
                 "window.done",
                 window=entry.window_id,
                 revision=entry.revision,
                 rows_in=sum(segment.rows for segment in entry.segments),
-                rows_out=output.rows,
+                rows_out=output.rows_out,
                 segments=len(entry.segments),
                 files=len(output.files),
-                attempt=window.attempt,
+                attempt=output.attempt,
                 spark_seconds=round(window.seconds, 3),
                 lag_seconds=life.seconds,
                 seconds=round((now_ms - window.began_ms) / 1000, 3),

@@ -20,7 +20,7 @@ from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output import joined
 from mldserver.output.layout import writer_tag, written
-from mldserver.output.publish import Output, Publisher
+from mldserver.output.publish import Publisher
 from mldserver.output.store import Garbage
 from mldserver.windows import as_window
 
@@ -46,8 +46,7 @@ class Committed:
     """An attempt whose output counts, but may not be visible yet."""
 
     entry: WindowEntry
-    attempt: int
-    output: Output
+    output: Commit
     seconds: float
     """What the engine took; 0 for an output that was committed in an earlier life, or by another server."""
     began_ms: int
@@ -72,7 +71,7 @@ class WindowSteps:
     """Of the ledger that attempts are made for."""
     older: Mapping[str, str] = field(default_factory=dict)
     """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
-    _replaced: asyncio.Queue[tuple[int, Output]] = field(default_factory=asyncio.Queue)
+    _replaced: asyncio.Queue[tuple[int, Commit]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.publisher, self.garbage = Publisher(self.store, self.table), Garbage(self.store)
@@ -94,22 +93,17 @@ class WindowSteps:
             results = await self.engine.compute_group(jobs)
         kill_point("attempt.computed")
         outputs = tuple(
-            Output(entry.window_id, entry.revision, staging, result.files, result.rows)
-            for (entry, staging, _), result in zip(begun, results, strict=True)
+            Commit(entry.window_id, job.attempt, staging, result.files, result.rows, entry.revision)
+            for (entry, staging, job), result in zip(begun, results, strict=True)
         )
         if self.store.local:
             await asyncio.to_thread(self._settle, outputs)
         kill_point("attempt.staged")
-        counted = await self.ledger.commit(
-            tuple(
-                Commit(output.window_id, job.attempt, output.staging, output.files, output.rows)
-                for output, job in zip(outputs, jobs, strict=True)
-            )
-        )
+        counted = await self.ledger.commit(outputs)
         kill_point("window.committed")
         return tuple(
-            Committed(entry, job.attempt, output, result.seconds, began_ms)
-            for (entry, _, job), output, result in zip(begun, outputs, results, strict=True)
+            Committed(entry, output, result.seconds, began_ms)
+            for (entry, _, _), output, result in zip(begun, outputs, results, strict=True)
             if entry.window_id in counted
         )
 
@@ -155,7 +149,7 @@ class WindowSteps:
             entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self.pipeline
         )
 
-    def _settle(self, outputs: Sequence[Output]) -> None:
+    def _settle(self, outputs: Sequence[Commit]) -> None:
         """Force outputs to disk: once committed they must not be lost."""
         # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
         self.store.prepare(*(output.staging for output in outputs if not output.files))
@@ -171,8 +165,8 @@ class WindowSteps:
         if now is None or now.staging is None or (now.state, now.owner, now.revision) != ours:
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
-        output = Output(now.window_id, now.revision, now.staging, now.files, now.rows_out)
-        return Committed(now, now.attempt, output, 0.0, self.clock.steady_ms())
+        output = Commit(now.window_id, now.attempt, now.staging, now.files, now.rows_out, now.revision)
+        return Committed(now, output, 0.0, self.clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and free what is not needed any more. Repeatable.
@@ -188,7 +182,7 @@ class WindowSteps:
         kill_point("window.visible")
         # By attempt: this may be a repetition, when the window has gone on to another server's revision.
         free = await self.ledger.published(
-            {window.entry.window_id: window.attempt for window in committed}, retain=self.retain
+            {output.window_id: output.attempt for output in outputs}, retain=self.retain
         )
         kill_point("window.published")
         # Readers of a table do not read files that a revision replaces.
@@ -215,7 +209,7 @@ class WindowSteps:
         for entry, output in ((window.entry, window.output) for window in committed):
             await asyncio.to_thread(self.publisher.require, output)
             window, staging = self._window(entry), self.store.uri(output.staging)
-            job = PublishJob(window, staging, output.files, output.rows, self.store.place)
+            job = PublishJob(window, staging, output.files, output.rows_out, self.store.place)
             await self.engine.publish(job)
 
     async def clean_up(self) -> None:

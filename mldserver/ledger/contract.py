@@ -275,13 +275,17 @@ Decision = Literal["retry", "set_aside", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One attempt's output, on its way to count."""
+    """One attempt's output, on its way to count, and then to be seen."""
 
     window_id: str
     attempt: int
     staging: str
+    """The attempt's folder, relative to the output folder."""
     files: tuple[str, ...]
+    """Relative to ``staging``; empty when there is nothing to show."""
     rows_out: int
+    revision: int = 1
+    """Of the window: what it is shown as. The ledger has its own."""
 
 
 @dataclass(frozen=True, slots=True)

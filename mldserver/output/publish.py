@@ -16,7 +16,6 @@ Where a table is published into, that is the engine's work; here its staged file
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mldserver.base.kill_points import kill_point
@@ -27,6 +26,7 @@ from mldserver.output.manifest import MANIFESTS, Manifest, latest, manifest_path
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from mldserver.ledger.contract import Commit
     from mldserver.output.store import OutputStore
 
 _LISTINGS = 5
@@ -34,19 +34,6 @@ _LISTINGS = 5
 
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A committed output."""
-
-    window_id: str
-    revision: int
-    staging: str
-    """The attempt's folder, relative to the output folder."""
-    files: tuple[str, ...]
-    """Relative to ``staging``; empty when there is nothing to show."""
-    rows: int
 
 
 class Publisher:
@@ -90,12 +77,12 @@ class Publisher:
                 for probe in probes:
                     self._store.delete(probe)
 
-    def require(self, output: Output) -> None:
+    def require(self, output: Commit) -> None:
         """Raise FileNotFoundError when a table's output is gone: it was published, by whoever, and deleted."""
         if output.files and not self._store.exists(f"{output.staging}/{output.files[0]}"):
             raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
 
-    def publish(self, outputs: Iterable[Output]) -> None:
+    def publish(self, outputs: Iterable[Commit]) -> None:
         """Make outputs visible, together; repeatable.
 
         Raises OSError (FileNotFoundError when an output is gone), and OperatorError when a first revision finds its
@@ -110,12 +97,12 @@ class Publisher:
             return
         self._store.for_each(self._name, outputs)
 
-    def _name(self, output: Output) -> None:
+    def _name(self, output: Commit) -> None:
         files = tuple(f"{output.staging}/{file}" for file in output.files)
-        manifest = Manifest(output.window_id, output.revision, files, output.rows)
+        manifest = Manifest(output.window_id, output.revision, files, output.rows_out)
         self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
 
-    def _show(self, output: Output) -> None:
+    def _show(self, output: Commit) -> None:
         store, target = self._store, window_path(output.window_id)
         if not output.files:
             # The attempt's empty folder tells that this was not done yet, by whoever else.
@@ -146,16 +133,15 @@ class Publisher:
                 errno.ENOENT, f"neither {output.staging} nor {target} holds the window's output"
             )
 
-    def clean(self, outputs: Iterable[Output]) -> None:
+    def clean(self, outputs: Iterable[Commit]) -> None:
         """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
         self._store.for_each(self._clean, outputs)
 
-    def _clean(self, output: Output) -> None:
+    def _clean(self, output: Commit) -> None:
         by_manifest = not self._store.local and self.table is None
-        last = written(output.staging).attempt
         for folder in list(self._store.folders(f"{self._root}/{output.window_id}")):
             # Attempts behind the published one may be under way already.
-            if written(folder).attempt <= last and not (by_manifest and folder == output.staging):
+            if written(folder).attempt <= output.attempt and not (by_manifest and folder == output.staging):
                 self._store.delete(folder)
         self._store.drop_empty(f"{self._root}/{output.window_id}")
         # Those of older revisions, after that of the present one was written: the first has replaced none.

@@ -14,9 +14,10 @@ import pytest
 from support.s3 import bucket
 
 from mldserver.errors import OperatorError
+from mldserver.ledger.contract import Commit
 from mldserver.output.layout import window_path, writer_tag
 from mldserver.output.manifest import current_files
-from mldserver.output.publish import Output, Publisher
+from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ class Shop:
         self.store.prepare("_mldserver/staging")
         self.publisher = Publisher(self.store)
 
-    def make(self, window: str, revision: int, *values: int, attempt: int | None = None) -> Output:
+    def make(self, window: str, revision: int, *values: int, attempt: int | None = None) -> Commit:
         staging = self.publisher.attempt(window, attempt or revision, TAG)
         files = tuple(f"part-{n}-{attempt or revision}.parquet" for n in range(len(values)))
         for file, value in zip(files, values, strict=True):
             self.store.write(f"{staging}/{file}", pa.table({"v": [value]}))
         self.store.prepare(staging)
-        return Output(window, revision, staging, files, len(values))
+        return Commit(window, attempt or revision, staging, files, len(values), revision)
 
     def shown(self) -> list[int]:
         base = self.store._absolute("")
@@ -51,7 +52,7 @@ class Shop:
             for value in pq.read_table(path, filesystem=found.filesystem)["v"].to_pylist()
         )
 
-    def replace(self, output: Output) -> None:
+    def replace(self, output: Commit) -> None:
         self.publisher.publish([output])
         self.publisher.clean([output])
 
@@ -316,7 +317,7 @@ def test_readers_see_one_whole_revision_or_are_told_to_list_again(local: Shop, t
             if rows is not None:
                 seen.append(rows)
 
-    def make(revision: int) -> Output:
+    def make(revision: int) -> Commit:
         output = local.make("a", revision, *range(parts))
         for part, file in enumerate(output.files):
             rows = pa.table({"revision": [revision], "part": [part]})

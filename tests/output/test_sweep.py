@@ -11,7 +11,7 @@ from mldserver.coordinator.cleanup import recover
 from mldserver.ledger.contract import Commit, Flush, LedgerState, Segment
 from mldserver.output.layout import QUARANTINE, writer_tag
 from mldserver.output.manifest import current_files
-from mldserver.output.publish import Output, Publisher
+from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ async def test_an_output_that_is_published_while_a_start_lists_stays(tmp_path: P
         store.write(f"{folder}/part-0.parquet", pa.table({"v": [1]}))
 
     def publish_and_leave() -> None:
-        assert leaving.commit((Commit("w", 1, staging, ("part-0.parquet",), 1),)) == {"w"}
-        publisher.publish([Output("w", 1, staging, ("part-0.parquet",), 1)])
+        output = Commit("w", 1, staging, ("part-0.parquet",), 1)
+        assert leaving.commit((output,)) == {"w"}
+        publisher.publish([output])
         leaving.published({"w": 1}, now_ms=2)
         leaving.leave()
 
@@ -83,7 +84,7 @@ async def test_outputs_of_another_ledger_are_set_apart_but_for_those_that_reader
     for folder in (shown, failed):
         for part in range(2):
             store.write(f"{folder}/part-{part}.parquet", pa.table({"v": [part]}))
-    publisher.publish([Output("shown", 1, shown, ("part-0.parquet", "part-1.parquet"), 2)])
+    publisher.publish([Commit("shown", 1, shown, ("part-0.parquet", "part-1.parquet"), 2)])
     await start(starting, store, lambda: None)
     assert len(current_files(store._absolute(""), store._fs).paths) == 2
     assert publisher.attempts() == [shown]
