@@ -146,7 +146,7 @@ class Book:
         for row, sign in ((before, -1), (entry, 1)):
             if row is None:
                 continue
-            size = sign * segment_bytes(row)
+            size = sign * sum(segment.bytes for segment in segments_of(row))
             self.segment_bytes += size
             if row.state is WindowState.OPEN:
                 self.open_bytes += size
@@ -211,11 +211,6 @@ def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
     if entry is None:
         return ()
     return entry.segments + entry.pending if entry.pending else entry.segments
-
-
-def segment_bytes(entry: WindowEntry) -> int:
-    """Return the bytes of all segments of a window."""
-    return sum(segment.bytes for segment in segments_of(entry))
 
 
 class Overlay(Generic[_T]):

@@ -168,9 +168,7 @@ class Journal:
                 return False
             large = value.blob is not None
             self._applied(
-                await self._unpacked(data, self.book.windows, off_loop=large),
-                len(data),
-                Snapshot.of(item),
+                await self._unpacked(data, self.book.windows, off_loop=large), len(data), Snapshot.of(item)
             )
         return True
 

@@ -81,10 +81,7 @@ _VERDICTS: Final = {
     "ResourceNotFoundException": Verdict.ABSENT,
     "ResourceInUseException": Verdict.EXISTS,
 } | dict.fromkeys(
-    (
-        *PASSING,
-        *("TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
-    ),
+    (*PASSING, "TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
     Verdict.AGAIN,
 )
 """By the codes of errors, and of a cancelled transaction's reasons."""

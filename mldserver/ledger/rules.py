@@ -11,7 +11,6 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import InternalError, ServerBuried
-from mldserver.ledger.book import segment_bytes
 from mldserver.ledger.contract import ServerState, ShardState, WindowState, storable
 
 if TYPE_CHECKING:
@@ -296,7 +295,7 @@ def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int, limit: in
         entry = book.windows[window_id]
         if gone := _let_go(draft, entry):
             left -= 1
-            kept -= segment_bytes(entry)
+            kept -= sum(segment.bytes for segment in gone)
             free.extend(gone)
     return tuple(free)
 

@@ -266,13 +266,7 @@ class SqliteLedger(Ledger):
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        pipeline: str,
-        server_id: str,
-        clock: Clock,
-        rename_from: str | None = None,
+        self, path: Path, *, pipeline: str, server_id: str, clock: Clock, rename_from: str | None = None
     ) -> None:
         """Name the file, the pipeline and this server; ``open`` touches them.
 

@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mldserver.errors import OperatorError
-from mldserver.output.layout import (
-    LATE,
-    OUTPUTS,
-    OWNER,
-    PUBLISH_LOCK,
-    SEGMENTS,
-    window_path,
-    written,
-)
+from mldserver.output.layout import LATE, OUTPUTS, OWNER, PUBLISH_LOCK, SEGMENTS, window_path, written
 from mldserver.output.manifest import MANIFESTS
 
 if TYPE_CHECKING:
@@ -92,8 +84,7 @@ class FolderClaim:
 
         Raises OperatorError when its ledger is elsewhere, and OSError.
         """
-        self._read()
-        owner, mine = self._owner, self._mine
+        owner, mine = self._read(), self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
         if owner.ledger not in self._same and not self._new_ledger:
             raise OperatorError(
@@ -104,11 +95,7 @@ class FolderClaim:
                 "--new-ledger.",
             )
 
-    def _read(self) -> None:
-        self._owner = self._find()
-        self._segments = [path for path, _ in self._store.files(SEGMENTS)]
-
-    def _find(self) -> Owner:
+    def _read(self) -> Owner:
         with self._store.alone(PUBLISH_LOCK):
             owner = _read(self._store)
             if owner is None:
@@ -117,11 +104,13 @@ class FolderClaim:
                 folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
                 owner = replace(self._mine, folder=folder)
                 self._write(owner)
+        self._owner = owner
+        self._segments = [path for path, _ in self._store.files(SEGMENTS)]
         return owner
 
     def folder(self) -> str:
         """Return the folder's id, whoever owns it; a new folder gets one. Blocking. Raises OperatorError, OSError."""
-        return self._find().folder
+        return self._read().folder
 
     def give(self, state: LedgerState) -> None:
         """Let the folder be that of a ledger that was restored. Blocking. Raises OSError."""
