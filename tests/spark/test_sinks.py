@@ -81,7 +81,9 @@ class Place:
         return self.query("SELECT * FROM events__windows")
 
     def stages(self) -> list[tuple[Any, ...]]:
-        return self.query("SELECT TABLENAME FROM SYS.SYSTABLES WHERE TABLENAME LIKE '%STAGE%'")
+        return self.query(
+            "SELECT TABLENAME FROM SYS.SYSTABLES WHERE TABLENAME LIKE '%STAGE%' OR TABLENAME LIKE '%FIRST%'"
+        )
 
     def attempt(self, job: PublishJob, name: str) -> jdbc.Try:
         return jdbc.Try(job, "events", f"events__stage_{name}")
@@ -136,6 +138,21 @@ def test_jdbc_a_try_that_ends_after_any_step_is_made_again_from_the_start(place:
     publish(place.spark, place.sink, job)
     assert (place.rows(), place.stages()) == (whole, [])
     assert place.windows() == [("flights", "w1", 2, "none")]
+
+
+def test_jdbc_a_table_whose_first_tries_died_before_its_index_was_made_gets_it(place: Place) -> None:
+    job = place.output(["a"])
+    first, second = (jdbc.Try(job, "events", f"events__{name}") for name in ("first_died", "stage_died"))
+    with connected(place.spark, place.sink) as database:
+        assert jdbc.claim(database, first) is first
+        jdbc.fill(staged(place.spark, job), place.sink, first, create=True)
+        claimed = jdbc.claim(database, second)
+    assert claimed is not None
+    assert claimed.makes_table
+    publish(place.spark, place.sink, job)
+    assert (place.rows(), place.stages()) == ([("a", "w1", 1)], [])
+    indexes = "SELECT CONGLOMERATENAME FROM SYS.SYSCONGLOMERATES WHERE CONGLOMERATENAME LIKE 'EVENTS__WINDOW'"
+    assert place.query(indexes) == [("EVENTS__WINDOW",)]
 
 
 def test_jdbc_readers_see_the_old_rows_when_the_transaction_fails_in_its_middle(

@@ -1,7 +1,8 @@
 """JDBC: Spark writes a window into a stage table, one transaction moves it into the table.
 
 Beside the table lie ``<table>__windows``, with the revision of each window that the table holds, and for a while
-``<table>__stage_<random>``, one for each try: Spark's tasks commit one by one, so nobody may read what they write.
+``<table>__stage_<random>``, one for each try: Spark's tasks commit one by one, so nobody may read what they write. The stage
+of a try that makes the table, too, is ``<table>__first_<random>``: where that try dies, the next one knows that an index may lack.
 The steps, each of which may be the last of a process:
 
     claim     the window's line names this try's stage (and the stage of a try that died is dropped)
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import NotThereYet, OperatorError
@@ -41,7 +42,10 @@ _NONE: Final = "none"
 _COLUMN_TYPES: Final = f"`{WINDOW}` VARCHAR(64)"
 """Databases make strings large objects, which cannot be compared, unless they are told a length."""
 
-_LONGEST_SUFFIX: Final = len("__stage_") + 12
+_STAGE: Final = "__stage_"
+_FIRST: Final = "__first_"
+"""The same, of a try that makes the table."""
+_LONGEST_SUFFIX: Final = len(_STAGE) + 12
 
 _NOT_THERE_YET: Final = ("08", "40", "53", "57")
 """How SQLSTATEs begin of what passes by itself: no connection, a deadlock, no room, a database that starts or stops."""
@@ -64,6 +68,16 @@ class Try:
     def key(self) -> tuple[str, str]:
         """What a line of it is found by."""
         return self.job.window.pipeline, self.job.window.id
+
+    @property
+    def makes_table(self) -> bool:
+        """Whether it makes the table, or goes on where a try died that did."""
+        return _is_first(self.stage)
+
+
+def _is_first(stage: str) -> bool:
+    # A table's own name may hold anything.
+    return f"__{stage.rpartition('__')[2]}".startswith(_FIRST)
 
 
 def parse(target: str) -> str:
@@ -92,7 +106,14 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
                 raise OperatorError(
                     "The database of sink has no transactions.", advice="Choose another sink."
                 )
-            _check_name(sink.table, database.longest_name())
+            # Names that were cut short would fall together.
+            longest, size = database.longest_name(), len(last_name(sink.table).strip('"`[]').encode())
+            if longest and size > longest - _LONGEST_SUFFIX:
+                raise OperatorError(
+                    f"The name of sink_table = {sink.table} is too long: it has {size} bytes. This database takes "
+                    f"{longest} for a name, and windows are staged under names that have {_LONGEST_SUFFIX} more.",
+                    advice=f"Choose a name of at most {longest - _LONGEST_SUFFIX} bytes.",
+                )
             columns = database.columns(sink.table)
             if columns is not None:
                 check_made_here(columns, sink.table)
@@ -104,17 +125,6 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
             advice="sink_options name the user and the password of one who may create tables beside sink_table, and "
             "select, insert and delete in it.",
         ) from error
-
-
-def _check_name(table: str, longest: int) -> None:
-    """Raise OperatorError where the names beside the table's would be cut short, and so fall together."""
-    room, size = longest - _LONGEST_SUFFIX, len(last_name(table).strip('"`[]').encode())
-    if longest and size > room:
-        raise OperatorError(
-            f"The name of sink_table = {table} is too long: it has {size} bytes. This database takes {longest} for a name, "
-            f"and windows are staged under names that have {_LONGEST_SUFFIX} more.",
-            advice=f"Choose a name of at most {room} bytes.",
-        )
 
 
 def _rehearse(database: Database, table: str, columns: dict[str, str] | None) -> None:
@@ -153,22 +163,22 @@ def _make_windows(database: Database, windows: str) -> None:
             raise
 
 
-def _new_stage(table: str) -> str:
-    return suffixed(table, f"__stage_{secrets.token_hex(6)}")
+def _new_stage(table: str, kind: str = _STAGE) -> str:
+    return suffixed(table, f"{kind}{secrets.token_hex(6)}")
 
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
-    attempt = Try(job, sink.table, _new_stage(sink.table))
     with connected(spark, sink) as database:
-        if not claim(database, attempt):
-            return
-        create = database.columns(sink.table) is None
+        kind = _FIRST if database.columns(sink.table) is None else _STAGE
+        attempt = claim(database, Try(job, sink.table, _new_stage(sink.table, kind)))
+    if attempt is None:
+        return
     if job.files:
-        fill(staged(spark, job), sink, attempt, create=create)
+        fill(staged(spark, job), sink, attempt, create=attempt.makes_table)
     with connected(spark, sink) as database:
         try:
-            if job.files and create:
+            if attempt.makes_table:
                 _make_index(database, sink.table)
             move(database, attempt)
         except BaseException:
@@ -179,8 +189,11 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         clear(database, attempt)
 
 
-def claim(database: Database, attempt: Try) -> bool:
-    """Name this try's stage as the window's, and drop that of a try that died. False: the table has the revision."""
+def claim(database: Database, attempt: Try) -> Try | None:
+    """Name this try's stage as the window's, and drop that of a try that died. None: the table has the revision.
+
+    Where the one that died was making the table, so is the one that is returned.
+    """
     windows, revision = attempt.windows, attempt.job.window.revision
     _make_windows(database, windows)
     line = database.first(
@@ -189,8 +202,10 @@ def claim(database: Database, attempt: Try) -> bool:
     )
     if line is None:
         database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
-        return True
+        return attempt
     noted, left = int(line[0]), line[1]
+    if _is_first(left) and not attempt.makes_table:
+        attempt = replace(attempt, stage=_FIRST.join(attempt.stage.rsplit(_STAGE, 1)))
     due = noted < revision
     changed = database.change(
         f"UPDATE {windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND revision = ? AND stage = ?",  # noqa: S608  # see above
@@ -205,16 +220,14 @@ def claim(database: Database, attempt: Try) -> bool:
         database.drop(left)
         if not due:
             _name_none(database, attempt, left)
-    return due
+    return attempt if due else None
 
 
 def _make_index(database: Database, table: str) -> None:
     """Make an index for a table that Spark made, or each window would look through all others for its own rows."""
-    columns, name = database.columns(table), last_name(table)
-    assert columns is not None
-    database.change(
-        f"CREATE INDEX {suffixed(name, '__window')} ON {table} ({database.quoted(columns[WINDOW])})"
-    )
+    columns, name = database.columns(table), suffixed(last_name(table), "__window")
+    if columns is not None:
+        database.change(f"CREATE INDEX {name} ON {table} ({database.quoted(columns[WINDOW])})")
 
 
 def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None:
