@@ -166,24 +166,22 @@ class Jobs:
 
     def report(self) -> None:
         """Send the progress of running jobs, where it has changed. On Spark Connect nothing tells it."""
+        if self.session.connect:
+            return
         with self._lock:
-            running = [job for job in self._jobs.values() if job.running and not self.session.connect]
+            running = [job for job in self._jobs.values() if job.running]
         for job in running:
             with contextlib.suppress(Exception):  # a courtesy: a JVM that is going is not noticed here
-                progress = self._tasks(job.group)
-                if progress[0] and progress != job.progress:
+                tracker = self.session.spark.sparkContext.statusTracker()
+                # py4j hands over Java arrays; iterating them is one call an element.
+                infos = map(tracker.getJobInfo, tracker.getJobIdsForGroup(job.group))
+                ids = [int(stage) for info in infos if info for stage in info.stageIds]
+                stages = [stage for stage in map(tracker.getStageInfo, ids) if stage]
+                tasks, done = sum(s.numTasks for s in stages), sum(s.numCompletedTasks for s in stages)
+                progress = len(stages), tasks, done
+                if stages and progress != job.progress:
                     job.progress = progress
                     self.send(wire.Progress(job.run.id, *progress))
-
-    def _tasks(self, group: str) -> tuple[int, int, int]:
-        tracker = self.session.spark.sparkContext.statusTracker()
-        stage_ids: list[int] = []
-        for job_id in tracker.getJobIdsForGroup(group):
-            info = tracker.getJobInfo(job_id)
-            # py4j hands over a Java array; iterating it is one call an element.
-            stage_ids += [int(stage_id) for stage_id in (info.stageIds if info else ())]
-        stages = [stage for stage in map(tracker.getStageInfo, stage_ids) if stage]
-        return len(stages), sum(s.numTasks for s in stages), sum(s.numCompletedTasks for s in stages)
 
 
 class Driver:

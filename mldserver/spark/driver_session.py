@@ -253,8 +253,15 @@ class Life:
                 )
             case wire.Done() | wire.FailedJob():
                 self._answer(message)
-            case wire.Progress():
-                self._take_progress(message)
+            case wire.Progress() if message.id in self._waiting:  # or it is of a job that nobody waits for
+                log.debug(
+                    "spark.progress",
+                    window=self._waiting[message.id][0].job.window.id,
+                    job=message.id,
+                    stages=message.stages,
+                    tasks=message.tasks,
+                    tasks_done=message.tasks_done,
+                )
             case wire.Health():
                 self.trouble = self._redacted(message.trouble) or None
                 self._troubles += self.trouble is not None
@@ -267,18 +274,6 @@ class Life:
                 text = self._redacted(message.text)
                 self._last_lines.append(text[:_LINE_CHARACTERS])
                 self._log(Entry(message.level, text, "mldserver.spark.driver"))
-
-    def _take_progress(self, message: wire.Progress) -> None:
-        if message.id in self._waiting:  # or it is the last word of a job that nobody waits for
-            asked = self._waiting[message.id][0]
-            log.debug(
-                "spark.progress",
-                window=asked.job.window.id,
-                job=message.id,
-                stages=message.stages,
-                tasks=message.tasks,
-                tasks_done=message.tasks_done,
-            )
 
     def _answer(self, message: wire.Done | wire.FailedJob) -> None:
         if message.id in self._cancelling:

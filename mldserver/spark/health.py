@@ -111,27 +111,24 @@ class Cluster:
         spark = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
         if spark.getExecutorMemoryStatus().size() > 1:  # beside the driver's own
             return {}
-        wanted = self._waiting_tasks() if self._dynamic else self._most
+        wanted = self._most
+        if self._dynamic:
+            tracker = self._context.statusTracker()
+            stages = [stage for stage in map(tracker.getStageInfo, tracker.getActiveStageIds()) if stage]
+            wanted = min(wanted, sum(stage.numTasks - stage.numCompletedTasks for stage in stages))
         if not wanted:
             return {}  # as it should be: executors come with the work
         signs = {"no executors": ""}
-        if self._standalone and not self._knows_us(spark, min(wanted, self._most)):
-            signs["unknown"] = ""
+        if self._standalone:
+            # The master is asked for what it is to give anyway: it refuses an application that it does not know.
+            maps = getattr(self._context._jvm, "scala.collection.immutable.Map$")  # noqa: SLF001  # as above
+            try:
+                known = bool(spark.requestTotalExecutors(wanted, 0, getattr(maps, "MODULE$").empty()))
+            except Exception:  # noqa: BLE001  # Java's: there is no way to the master
+                known = False
+            if not known:
+                signs["unknown"] = ""
         return signs
-
-    def _waiting_tasks(self) -> int:
-        tracker = self._context.statusTracker()
-        stages = [stage for stage in map(tracker.getStageInfo, tracker.getActiveStageIds()) if stage]
-        return sum(stage.numTasks - stage.numCompletedTasks for stage in stages)
-
-    def _knows_us(self, spark: Any, wanted: int) -> bool:
-        """Ask the master for the executors that it is to give anyway: it refuses an application that it does not know."""
-        maps = getattr(self._context._jvm, "scala.collection.immutable.Map$")  # noqa: SLF001  # as above
-        nowhere = getattr(maps, "MODULE$").empty()
-        try:
-            return bool(spark.requestTotalExecutors(wanted, 0, nowhere))
-        except Exception:  # noqa: BLE001  # Java's: there is no way to the master
-            return False
 
 
 class ConnectServer:
