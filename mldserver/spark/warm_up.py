@@ -9,7 +9,6 @@ One that joins later is caught by the counts of windows (``window_job.py``).
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
@@ -22,15 +21,20 @@ from pyspark.errors import AnalysisException
 from mldserver.base.uris import reach
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.jobs.engine import WindowJob
+from mldserver.spark.counts import inspect_output, where_lost
 from mldserver.spark.driver_messages import WARM_UP, lost_connection, message
 from mldserver.spark.session import is_local
 from mldserver.spark.sinks.sink import escaped
-from mldserver.spark.window_job import TASK_BYTES, Pipeline, columns_ddl, inspect_output, run_windows, write
+from mldserver.spark.window_job import (
+    TASK_BYTES,
+    Pipeline,
+    columns_ddl,
+    run_windows,
+    write,
+)
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from mldserver.spark.driver_messages import Start
     from mldserver.spark.session import Session
 
@@ -40,9 +44,6 @@ _ROUNDS: Final = 3
 _GROUP: Final = "mldserver-warm-up"
 
 _WRITERS: Final = 8
-
-_FILE: Final = re.compile(r"part-(\d+)-.*")
-"""What Spark calls a file: the number is that of the partition whose task wrote it."""
 
 _ADVICE: Final = (
     "Windows would lack rows. Set out to shared storage that this host and every executor reach under the same path: "
@@ -128,7 +129,7 @@ def _prove(session: Session, start: Start, place: str) -> None:
     if came != job.rows:
         raise OperatorError(
             f"Spark's executors do not all see the output's storage: this server wrote {job.rows} files in {place}, and "
-            f"of {came} of them the executors' copies are here.{_failed(spark, job)} {_ADVICE}"
+            f"of {came} of them the executors' copies are here.{where_lost(spark, job.staging, job.out, of_all=True)} {_ADVICE}"
         )
 
 
@@ -136,36 +137,11 @@ def _newcomers(session: Session) -> bool:
     """Whether there are executors that had no task yet; on Connect nobody knows."""
     # No Python face yet: what another Spark answers otherwise is no answer.
     with contextlib.suppress(Exception):
-        executors = _store(session.spark).executorList(True)
+        context: Any = session.spark.sparkContext
+        executors = context._jsc.sc().statusStore().executorList(True)  # noqa: SLF001  # see above
         told = [executors.apply(number) for number in range(executors.size())]
         return any(executor.id() != "driver" and not executor.totalTasks() for executor in told)
     return False
-
-
-def _failed(spark: SparkSession, job: WindowJob) -> str:
-    """Return a sentence about the hosts of executors whose rows are not there; nothing where they are not known."""
-    filesystem, root = reach(job.staging, job.out)
-    there = set()
-    hosts: set[str] = set()
-    with contextlib.suppress(Exception):  # see _newcomers
-        for info in filesystem.get_file_info(fs.FileSelector(root)):
-            if (match := _FILE.match(info.base_name)) and pq.read_metadata(
-                info.path, filesystem=filesystem
-            ).num_rows:
-                there.add(int(match[1]))
-        tracker: Any = spark.sparkContext.statusTracker()
-        last = max(tracker.getJobIdsForGroup(_GROUP))
-        stage = max(int(number) for number in tracker.getJobInfo(last).stageIds)
-        tasks = _store(spark).taskList(stage, 0, job.rows + 1)
-        for task in map(tasks.apply, range(tasks.size())):
-            if task.index() not in there:
-                hosts.add(f"{task.host()} (executor {task.executorId()})")
-    return f" Those that failed are on {', '.join(sorted(hosts))}." if hosts else ""
-
-
-def _store(spark: SparkSession) -> Any:
-    context: Any = spark.sparkContext
-    return context._jsc.sc().statusStore()  # noqa: SLF001  # no Python face yet
 
 
 def _forget(filesystem: fs.FileSystem, root: str) -> None:

@@ -3,8 +3,7 @@
 The directory is written by this attempt alone and counts only when the ledger says so; so Spark needs no clever committer,
 and what an attempt leaves behind when it fails is nobody's concern here.
 
-Rows are counted on their way in and on their way out: an executor that does not see the output folder reads nothing, or
-writes to its own disk, and Spark says that all went well.
+Rows are counted on their way in and on their way out (``counts.py``).
 
 Several small windows cost about as much as one, as one job: their results are written together, then each one's files are
 renamed into its own directory, or copied by the object store itself, which cannot rename. ``on_window`` is called for
@@ -25,13 +24,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-import pyarrow.parquet as pq
-from pyarrow import fs
-from pyspark.sql import DataFrame, Observation
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.errors import HandlerInvalid
+from mldserver.spark.counts import Count, CountsDiffer, check_written, data_files, inspect_output
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.sinks.sink import escaped
 from mldserver.windows import WINDOW_COLUMNS
@@ -68,9 +66,6 @@ _LOCAL_FILES: Final = {
     "fs.file.impl.disable.cache": "true",
 }
 """Hadoop's settings for the writing of local files."""
-
-_COUNT_SECONDS = 60
-"""How long after a job Spark may take to tell what it counted; it is milliseconds."""
 
 _DEALT = 32
 """Tasks up to which each is given its files: it costs the driver some milliseconds for each."""
@@ -132,36 +127,6 @@ def pipeline_of(handler: Any) -> Pipeline:
         window_columns=window_columns,
         writes_for_itself=getattr(handler, "writes_for_itself", None) is True,
     )
-
-
-class CountsDiffer(Exception):
-    """Rows were lost between the ledger and Spark, or between Spark and the output's files."""
-
-
-class Count:
-    """Counts a frame's rows while a job runs over them: no pass of its own."""
-
-    def __init__(self, frame: DataFrame) -> None:
-        """Count the rows of ``frame`` through ``self.frame``."""
-        self._observation = Observation()
-        self.frame = frame.observe(self._observation, F.count(F.lit(1)).alias("rows"))
-
-    def rows(self, *, ran: bool) -> int | None:
-        """Return the rows that the first job over the frame saw; None: no job has run over it.
-
-        ``ran``: a job has. Then Spark may still be about to tell of it, or has seen beforehand that there are no rows.
-        """
-        classic = getattr(self._observation, "_jo", None)
-        if classic is None:
-            return self._observation.get.get("rows", 0 if ran else None)
-        if ran:
-            # Observation.get waits for ever, and fails on a plan that Spark has found to be empty.
-            scala: Any = self.frame.sparkSession.sparkContext._jvm.scala.concurrent  # type: ignore[union-attr]  # noqa: SLF001  # no Python face yet
-            scala.Await.ready(classic.future(), scala.duration.Duration.create(_COUNT_SECONDS, "s"))
-        elif not classic.future().isCompleted():
-            return None
-        rows: int | None = classic.getAsJava().get("rows")
-        return 0 if ran and rows is None else rows
 
 
 def partitions(size: int, cores: int) -> int:
@@ -236,14 +201,14 @@ class Attempt:
         """Call the hook. Raises what it raises, and CountsDiffer as ``check_read``."""
         self.job = job
         self.rows = read(spark, schema, job, cores)
-        self._count: Count | None = None
+        self.count: Count | None = None
         if pipeline.writes_for_itself:
             # First of all: what it writes elsewhere cannot be taken back.
             check_read([self])
             self.result = pipeline.apply(self.rows, job.window)
         else:
-            self._count = Count(self.rows)
-            self.result = pipeline.apply(self._count.frame, job.window)
+            self.count = Count(self.rows)
+            self.result = pipeline.apply(self.count.frame, job.window)
 
     def fix(self, name: str) -> None:
         """Let the result stay what it is now, by a view of this name: Spark Connect looks names up when a plan runs.
@@ -254,10 +219,6 @@ class Attempt:
             self.result.createOrReplaceTempView(name)
             self.result = self.result.sparkSession.table(name)
 
-    def counted(self) -> int | None:
-        """Return the rows that were counted on the way; None: they were not."""
-        return None if self._count is None else self._count.rows(ran=False)
-
 
 def check_read(attempts: Iterable[Attempt]) -> None:
     """Raise CountsDiffer when Spark does not read as many rows of a window as the ledger has registered.
@@ -265,7 +226,8 @@ def check_read(attempts: Iterable[Attempt]) -> None:
     Where another number was counted on the way (the hook took a part of the rows), or none, the executors count the
     files' rows: from their footers, in one short job.
     """
-    doubtful = {one.job.window.id: one for one in attempts if one.counted() != one.job.rows}
+    counted = {one: None if one.count is None else one.count.rows(ran=False) for one in attempts}
+    doubtful = {one.job.window.id: one for one, rows in counted.items() if rows != one.job.rows}
     if not doubtful:
         return
     counts = [one.rows.agg(F.lit(name).alias("window"), F.count(F.lit(1))) for name, one in doubtful.items()]
@@ -275,17 +237,6 @@ def check_read(attempts: Iterable[Attempt]) -> None:
                 f"Spark reads {rows} rows of window {name}, but the ledger has registered {registered}. Nothing of this "
                 "attempt counts. Each executor must see the output folder, whole and under the same path."
             )
-
-
-def check_written(written: int, outputs: Sequence[Output], staging: str) -> None:
-    """Raise CountsDiffer when an output's files do not hold the rows that Spark has written, or are not there."""
-    held = sum(output.rows for output in outputs)
-    if held != written or not all(output.files for output in outputs):
-        files = sum(len(output.files) for output in outputs)
-        raise CountsDiffer(
-            f"Spark wrote {written} rows, but {files} files in {staging} hold {held}. Nothing of this attempt counts. "
-            "Each executor must see the output folder, under the same path."
-        )
 
 
 def with_bounds(
@@ -334,30 +285,6 @@ def write(
     return count.rows(ran=True) or 0
 
 
-def inspect_output(staging: str, out: str = "") -> Output:
-    """List the data files of a finished attempt and count their rows from the Parquet footers. Raises OSError.
-
-    ``out``: ``WindowJob.out``, where ``staging`` is no local path.
-    """
-    filesystem, root = reach(staging, out)
-    files, rows = _data_files(filesystem, root), 0
-    for path in files:
-        with filesystem.open_input_file(path) as source:
-            rows += pq.read_metadata(source).num_rows
-    return Output(tuple(path[len(root) :].lstrip("/") for path in files), rows)
-
-
-def _data_files(filesystem: fs.FileSystem, root: str) -> list[str]:
-    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-    files = (entry for entry in entries if entry.type == fs.FileType.File)
-    # A task that nobody waits for any more may write into Spark's temporary folder all the same.
-    return sorted(
-        entry.path
-        for entry in files
-        if not entry.base_name.startswith(("_", ".")) and "/_temporary/" not in entry.path
-    )
-
-
 def run_windows(
     spark: SparkSession, schema: str, pipeline: Pipeline, jobs: Sequence[WindowJob], cores: int
 ) -> tuple[Output, ...]:
@@ -386,9 +313,9 @@ def run_windows(
             results = [result for result, _ in members]
             written = _write_together(results, members_jobs, pipeline.window_columns, cores)
             staging = staging.rsplit("/", 2)[0]
-        check_read(attempt for _, attempt in members)
         output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
-        check_written(written, list(output_of.values()), staging)
+        check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
+        check_read(attempt for _, attempt in members)
         outputs |= output_of
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
@@ -407,14 +334,14 @@ def _write_together(
     written = write(union, place, jobs, window_columns, cores, tag)
     filesystem, root = reach(place, out)
     files_of: dict[str, list[str]] = {f"{tag}=w{number}": [] for number in range(len(jobs))}
-    for path in _data_files(filesystem, root):
+    for path in data_files(filesystem, root):
         files_of[path.split("/")[-2]].append(path)
     nothing = "", b""
     if empty := [number for number, files in enumerate(files_of.values()) if not files]:
         # Windows without rows get a file that has the columns, as they have it when they run alone.
         first, none = jobs[empty[0]], f"{place}/none"
         write(results[empty[0]].limit(0), none, [first], window_columns, cores)
-        (file,) = _data_files(filesystem, f"{root}/none")
+        (file,) = data_files(filesystem, f"{root}/none")
         with filesystem.open_input_stream(file) as source:
             nothing = file.rpartition("/")[2], source.read()
     renames = filesystem.type_name not in NOTHING_RENAMED
@@ -440,5 +367,4 @@ def _write_together(
 def free_name(columns: Iterable[str]) -> str:
     """Return a name that none of these columns has: Spark's names do not tell capitals from small letters."""
     taken = {column.lower() for column in columns}
-    names = (f"_window{number or ''}" for number in itertools.count())
-    return next(name for name in names if name not in taken)
+    return next(name for n in itertools.count() if (name := f"_window{n or ''}") not in taken)

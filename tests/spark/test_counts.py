@@ -15,7 +15,8 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import window_job
-from mldserver.spark.window_job import CountsDiffer, Pipeline, inspect_output, run_windows
+from mldserver.spark.counts import CountsDiffer, inspect_output
+from mldserver.spark.window_job import Pipeline, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -172,12 +173,15 @@ def losing(keep: int) -> Callable[[str, str], Output]:
 
 
 @pytest.mark.parametrize(("keep", "held"), [(1, r"1 files in \S+ hold \d+"), (0, r"0 files in \S+ hold 0")])
-def test_files_that_executors_wrote_elsewhere_fail_the_window_with_both_numbers(
+def test_files_that_executors_wrote_elsewhere_fail_the_window_with_both_numbers_and_their_hosts(
     world: World, monkeypatch: pytest.MonkeyPatch, keep: int, held: str
 ) -> None:
     monkeypatch.setattr(window_job, "inspect_output", losing(keep))
     job = replace(world.job(), bytes=2**30)  # so that it is read and written by several tasks
-    with pytest.raises(CountsDiffer, match=f"Spark wrote {ROWS} rows, but {held}.*{BLIND}"):
+    told = (
+        rf"Spark wrote {ROWS} rows, but {held}\. Those that failed are on \S+ \(executor driver\)\..*{BLIND}"
+    )
+    with pytest.raises(CountsDiffer, match=told):
         world.run(job, lambda rows, _: rows.repartition(4))
 
 

@@ -18,13 +18,13 @@ from mldserver.base.uris import opened
 from mldserver.jobs.engine import WindowJob
 from mldserver.runtime.interface import META_COLUMNS
 from mldserver.spark import window_job
+from mldserver.spark.counts import inspect_output
 from mldserver.spark.window_job import (
     META_DDL,
     Output,
     Pipeline,
     columns_ddl,
     dealt,
-    inspect_output,
     partitions,
     read,
     run_windows,

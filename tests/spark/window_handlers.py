@@ -101,6 +101,9 @@ class Windows:
     def functions(self, rows: DataFrame, _: Window) -> DataFrame:
         return rows.where(LATE).select("delay", twice("delay").alias("twice"), half("delay").alias("half"))
 
+    def numbers(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows.sparkSession.range(0, 300, 1, 3)
+
     def leaves(self, _: DataFrame, __: Window) -> None:
         sys.exit(3)
 

@@ -1,0 +1,124 @@
+"""Rows are counted on their way in and on their way out, and in the output's files.
+
+An executor that does not see the output folder reads nothing, or writes to its own disk, and Spark says that all went well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow.parquet as pq
+from pyarrow import fs
+from pyspark.sql import DataFrame, Observation
+from pyspark.sql import functions as F  # noqa: N812  # its usual name
+
+from mldserver.base.uris import reach
+from mldserver.spark.driver_messages import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyspark.sql import SparkSession
+
+_COUNT_SECONDS = 60
+"""How long after a job Spark may take to tell what it counted; it is milliseconds."""
+
+_PART: Final = re.compile(r"/part-(\d+)-[^/]*$")
+"""What Spark calls a file: the number is that of the partition whose task wrote it."""
+
+
+class CountsDiffer(Exception):
+    """Rows were lost between the ledger and Spark, or between Spark and the output's files."""
+
+
+class Count:
+    """Counts a frame's rows while a job runs over them: no pass of its own."""
+
+    def __init__(self, frame: DataFrame) -> None:
+        """Count the rows of ``frame`` through ``self.frame``."""
+        self._observation = Observation()
+        self.frame = frame.observe(self._observation, F.count(F.lit(1)).alias("rows"))
+
+    def rows(self, *, ran: bool) -> int | None:
+        """Return the rows that the first job over the frame saw; None: no job has run over it.
+
+        ``ran``: a job has. Then Spark may still be about to tell of it, or has seen beforehand that there are no rows.
+        """
+        classic = getattr(self._observation, "_jo", None)
+        if classic is None:
+            return self._observation.get.get("rows", 0 if ran else None)
+        if ran:
+            # Observation.get waits for ever, and fails on a plan that Spark has found to be empty.
+            scala: Any = self.frame.sparkSession.sparkContext._jvm.scala.concurrent  # type: ignore[union-attr]  # noqa: SLF001  # no Python face yet
+            scala.Await.ready(classic.future(), scala.duration.Duration.create(_COUNT_SECONDS, "s"))
+        elif not classic.future().isCompleted():
+            return None
+        rows: int | None = classic.getAsJava().get("rows")
+        return 0 if ran and rows is None else rows
+
+
+def check_written(
+    spark: SparkSession, written: int, outputs: Sequence[Output], staging: str, out: str = ""
+) -> None:
+    """Raise CountsDiffer when an output's files do not hold the rows that Spark has written, or are not there."""
+    held = sum(output.rows for output in outputs)
+    if held != written or not all(output.files for output in outputs):
+        files = sum(len(output.files) for output in outputs)
+        whose = "" if outputs[1:] else where_lost(spark, staging, out)
+        raise CountsDiffer(
+            f"Spark wrote {written} rows, but {files} files in {staging} hold {held}.{whose} Nothing of this attempt "
+            "counts. Each executor must see the output folder, under the same path."
+        )
+
+
+def where_lost(spark: SparkSession, staging: str, out: str, *, of_all: bool = False) -> str:
+    """Return a sentence about the executors whose files of this thread's last job are not in ``staging``; empty: unknown.
+
+    ``of_all``: each task should have written rows, and not only those that say so.
+    """
+    lost: set[str] = set()
+    with contextlib.suppress(
+        Exception
+    ):  # no Python face yet: what another Spark answers otherwise is no answer
+        filesystem, root = reach(staging, out)
+        files = {path: _PART.search(path) for path in data_files(filesystem, root)}
+        rows = {path: pq.read_metadata(path, filesystem=filesystem).num_rows for path in files}
+        there = {int(part[1]) for path, part in files.items() if part and rows[path]}
+        context: Any = spark.sparkContext
+        tracker = context.statusTracker()
+        last = max(tracker.getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id")))
+        stage = max(int(number) for number in tracker.getJobInfo(last).stageIds)
+        tasks = context._jsc.sc().statusStore().taskList(stage, 0, 10_000)  # noqa: SLF001  # see above
+        for task in map(tasks.apply, range(tasks.size())):
+            if task.status() != "SUCCESS" or task.index() in there:
+                continue
+            if of_all or task.taskMetrics().get().outputMetrics().recordsWritten():
+                lost.add(f"{task.host()} (executor {task.executorId()})")
+    return f" Those that failed are on {', '.join(sorted(lost))}." if lost else ""
+
+
+def inspect_output(staging: str, out: str = "") -> Output:
+    """List the data files of a finished attempt and count their rows from the Parquet footers. Raises OSError.
+
+    ``out``: ``WindowJob.out``, where ``staging`` is no local path.
+    """
+    filesystem, root = reach(staging, out)
+    files, rows = data_files(filesystem, root), 0
+    for path in files:
+        with filesystem.open_input_file(path) as source:
+            rows += pq.read_metadata(source).num_rows
+    return Output(tuple(path[len(root) :].lstrip("/") for path in files), rows)
+
+
+def data_files(filesystem: fs.FileSystem, root: str) -> list[str]:
+    """Return the paths of an output's files, sorted."""
+    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+    files = (entry for entry in entries if entry.type == fs.FileType.File)
+    # A task that nobody waits for any more may write into Spark's temporary folder all the same.
+    return sorted(
+        entry.path
+        for entry in files
+        if not entry.base_name.startswith(("_", ".")) and "/_temporary/" not in entry.path
+    )
