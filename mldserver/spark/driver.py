@@ -40,8 +40,9 @@ from mldserver.spark.sinks import find
 from mldserver.spark.sinks.sink import check_result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from mldserver.jobs.engine import WindowJob
     from mldserver.spark.sinks.sink import SinkSpec
     from mldserver.spark.window_job import Pipeline
 
@@ -142,6 +143,7 @@ class Jobs:
             self.stopped()
 
     def _compute(self, job: _Job) -> wire.Done:
+        from mldserver.spark.nearby import through_disk  # noqa: PLC0415  # pyarrow, as below
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
         spark, window = self.session.spark, job.run.job.window
@@ -154,8 +156,15 @@ class Jobs:
             spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
             if isinstance(job.run, wire.Run):
-                schema, cores = self.schema, self.session.slots()
-                return wire.Done(job.run.id, run_windows(spark, schema, self.pipeline, job.run.jobs, cores))
+                cores = self.session.slots()
+
+                def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
+                    return run_windows(spark, self.schema, self.pipeline, jobs, cores)
+
+                # A local master's tasks are on this machine, and can take what this process fetches for them.
+                jobs = job.run.jobs
+                done = through_disk(jobs, compute) if self.session.is_local else compute(jobs)
+                return wire.Done(job.run.id, done)
             if self.sink is None:
                 raise ValueError("no table was named to publish into")
             find(self.sink.format).publish(spark, self.sink, job.run.job)

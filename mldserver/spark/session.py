@@ -202,6 +202,11 @@ class Session:
     """What looks at the Spark Connect server, and hears of its jobs."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether tasks run in the JVM beside this process."""
+        return self.cores is not None
+
+    @property
     def ui(self) -> str | None:
         """The UI's address, if there is one."""
         return None if self.connect else self.spark.sparkContext.uiWebUrl

@@ -1,0 +1,83 @@
+"""Small windows of an object store on a local master, through a folder of this machine.
+
+Spark's way to S3 costs a small window some fifty requests, one after another, and most of them are about folders that are
+none. Where its tasks run in this very machine they need not go that way: this process fetches the window's segments, Spark
+computes it as it does on a local disk, and this process sends the files that came of it. Larger windows are read and
+written by Spark's tasks themselves.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mldserver.base.uris import NOTHING_RENAMED, reach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pyarrow.fs import FileSystem
+
+    from mldserver.jobs.engine import WindowJob
+    from mldserver.spark.driver_messages import Output
+
+MOST_BYTES: Final = 64 * 1024 * 1024
+"""Segments of one job that are fetched: what a disk and one connection are not hurt by."""
+
+_SIDE_BY_SIDE: Final = 16
+"""Requests under way; each is a wait."""
+
+
+def through_disk(
+    jobs: Sequence[WindowJob], compute: Callable[[Sequence[WindowJob]], tuple[Output, ...]]
+) -> tuple[Output, ...]:
+    """Return what ``compute`` returns for ``jobs``, having moved small ones of an object store to this machine and back.
+
+    Only for a session whose tasks run here. Raises OSError where a segment cannot be fetched or a file not be sent, and
+    what ``compute`` raises. A process that dies leaves its folder in its temporary directory.
+    """
+    filesystem, _ = reach(jobs[0].staging, jobs[0].out)
+    if filesystem.type_name not in NOTHING_RENAMED or sum(job.bytes for job in jobs) > MOST_BYTES:
+        return compute(jobs)
+    # What a task that nobody waits for any more still writes goes with the process's own folder.
+    with (
+        tempfile.TemporaryDirectory(prefix="windows-", ignore_cleanup_errors=True) as folder,
+        ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="store") as pool,
+    ):
+        here: list[WindowJob] = []
+        fetched: dict[str, Path] = {}
+        for number, job in enumerate(jobs):
+            place = Path(folder, str(number))
+            (place / "segments").mkdir(parents=True)
+            paths = {uri: place / "segments" / f"{index}.parquet" for index, uri in enumerate(job.segments)}
+            fetched |= paths
+            older = {ddl: tuple(str(paths[uri]) for uri in uris) for ddl, uris in job.older.items()}
+            segments = tuple(map(str, paths.values()))
+            here.append(replace(job, segments=segments, staging=f"{place}/output", out="", older=older))
+        list(
+            pool.map(
+                lambda item: _fetch(filesystem, reach(item[0], jobs[0].out)[1], item[1]), fetched.items()
+            )
+        )
+        outputs = compute(here)
+        sent = [
+            (f"{near.staging}/{file}", f"{reach(job.staging, job.out)[1]}/{file}")
+            for job, near, output in zip(jobs, here, outputs, strict=True)
+            for file in output.files
+        ]
+        list(pool.map(lambda item: _send(filesystem, *item), sent))
+    return outputs
+
+
+def _fetch(filesystem: FileSystem, path: str, here: Path) -> None:
+    with filesystem.open_input_stream(path) as source, here.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _send(filesystem: FileSystem, here: str, path: str) -> None:
+    with Path(here).open("rb") as source, filesystem.open_output_stream(path) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
