@@ -416,9 +416,10 @@ class Server:
             raise RuntimeError("the server has not started yet")
         return self._parts.coordinator.status()
 
-    def document(self) -> Status:
-        """Return what the server tells of itself, whatever it is at."""
-        return self._gatherer.take(self._parts if self._built.is_set() else None, doing=self._doing)
+    def document(self, wrong: str = "") -> Status:
+        """Return what the server tells of itself, whatever it is at. ``wrong``: why its parts are not to be asked."""
+        parts = self._parts if self._built.is_set() else None
+        return self._gatherer.take(parts, doing=self._doing, wrong=wrong)
 
     @property
     def _doing(self) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ import structlog
 
 import mldserver
 from mldserver.admin.access import make_token, read_token
-from mldserver.admin.document import Status
 from mldserver.admin.endpoint_messages import (
     Answered,
     Ask,
@@ -44,8 +42,10 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.logging import Printed
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from mldserver.admin.document import Status
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
     from mldserver.config.kinds import Address
@@ -83,7 +83,6 @@ class AdminEndpoint:
         self._place: Address = settings.admin
         self._by_token = isinstance(settings.admin, TcpAddress) and is_local(settings.admin)
         self._clock = clock
-        self._started_ms = clock.now_ms()
         # On loopback it speaks plain HTTP.
         certificate = None if is_local(settings.admin) else settings.tls_certificate
         self._start = Start(
@@ -110,13 +109,14 @@ class AdminEndpoint:
     @contextlib.asynccontextmanager
     async def serving(
         self,
-        status: Callable[[], Status | None],
+        status: Callable[[str], Status | None],
         carry_out: CarryOut,
         pause: Callable[[float], Awaitable[None]] | None = None,
     ) -> AsyncIterator[None]:
         """Serve while the context lasts, whatever becomes of the process.
 
-        ``status`` makes a document; ``pause`` sleeps between them, and may look around. Raises OperatorError when the
+        ``status`` makes a document: of the whole server, or of what can be told without its parts where it is given a reason
+        to leave them alone. ``pause`` sleeps between them, and may look around. Raises OperatorError when the
         address that was given cannot be listened on, and for certificates that cannot be used.
         """
         # The process reads certificates for itself; what is wrong with them ends this start.
@@ -267,7 +267,7 @@ class AdminEndpoint:
     # Documents.
 
     async def _feed(
-        self, status: Callable[[], Status | None], pause: Callable[[float], Awaitable[None]]
+        self, status: Callable[[str], Status | None], pause: Callable[[float], Awaitable[None]]
     ) -> None:
         """Send a document a second; the next one only when the process has taken the one before."""
         told = ""
@@ -275,10 +275,10 @@ class AdminEndpoint:
         while True:
             if self._channel is not None and self._taken.is_set():
                 try:
-                    data = _encoded(status())
+                    data = _encoded(status(""))
                 except Exception as error:
                     reason = f"the status cannot be made: {type(error).__name__}: {error}"
-                    data = _encoded(self._unknown(reason))
+                    data = _encoded(status(reason))
                     if reason != told:
                         log.exception(
                             "admin.failed",
@@ -291,22 +291,6 @@ class AdminEndpoint:
             elif self._child is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
                 self._child.kill()
             await pause(_SECONDS)
-
-    def _unknown(self, reason: str) -> Status:
-        """Return what can be told without asking the server's parts, which have failed to say it."""
-        settings = self._settings
-        return Status(
-            taken_ms=self._clock.now_ms(),
-            pipeline=settings.pipeline,
-            handler=settings.handler,
-            version=mldserver.__version__,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            server_id=settings.server_id or "",
-            started_ms=self._started_ms,
-            ready=False,
-            reasons=(reason,),
-        )
 
 
 def _encoded(document: Status | None) -> bytes:

@@ -178,8 +178,11 @@ class Gatherer:
             self._late_ms = max(self._late_ms, late_ms)
         self._slept_ms = self._clock.steady_ms()
 
-    def take(self, parts: Parts | None, *, doing: str = "") -> document.Status:
-        """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work."""
+    def take(self, parts: Parts | None, *, doing: str = "", wrong: str = "") -> document.Status:
+        """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work.
+
+        ``wrong``: why the parts cannot be asked.
+        """
         settings, stopping = self._settings, doing.startswith("stops")
         common: dict[str, Any] = {
             "taken_ms": self._clock.now_ms(),
@@ -198,10 +201,9 @@ class Gatherer:
             common["resident_bytes"] = int(_STATM.read_text().split()[1]) * _PAGE
         self._late_ms = 0
         doing = f"the server {doing}"
-        if parts is None:
-            return document.Status(
-                server_id=settings.server_id or "", ready=False, reasons=(doing,), **common
-            )
+        if parts is None or wrong:
+            own_id = settings.server_id or ""
+            return document.Status(server_id=own_id, ready=False, reasons=(wrong or doing,), **common)
         source, told = parts.source.status(), parts.coordinator.status()
         reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
         rules, counts = parts.coordinator.rules, source.counts

@@ -140,12 +140,6 @@ class Channel:
                 self._lines.extend(lines)
         return self._lines.popleft() if self._lines else None
 
-    def end_input(self) -> None:
-        """End what the child reads."""
-        with contextlib.suppress(OSError):
-            if self.writer.can_write_eof():
-                self.writer.write_eof()
-
     async def close(self, *, cut: bool = False) -> str:
         """Let go, of a connection with ``cut`` by a reset; a process that still runs is killed. Return the end of its standard error."""
         if self.process is None:
@@ -264,7 +258,13 @@ class _Play:
             try:
                 text = await self._child.line(self._patience if until is None else max(0.0, until - now()))
             except TimeoutError:
-                self._waits_for_ever(ask)
+                self._deaf = True
+                if ask.want is Want.REFUSAL:
+                    judge.remarks.append("neither closed nor answered")
+                elif ask.want is not Want.NO_STATUS:
+                    because = f": {judge.skipped}" if judge.skipped else ""
+                    wrong = f"did not answer {ask.action} in time; the daemon waits for ever{because}"
+                    judge.faults.append(wrong)
                 return
             if text is None:
                 judge.asking = None
@@ -278,16 +278,6 @@ class _Play:
                 judge.replying = False
                 await self._write(reply.replace(SHARD.encode(), self._shard))
         await self._quiet(_SURPLUS_SECONDS)
-
-    def _waits_for_ever(self, ask: Ask) -> None:
-        self._deaf = True
-        if ask.want is Want.REFUSAL:
-            self.judge.remarks.append("neither closed nor answered")
-        elif ask.want is not Want.NO_STATUS:
-            because = f": {self.judge.skipped}" if self.judge.skipped else ""
-            self.judge.faults.append(
-                f"did not answer {ask.action} in time; the daemon waits for ever{because}"
-            )
 
     async def _quiet(self, seconds: float) -> None:
         """Listen for what must not come."""
@@ -327,7 +317,9 @@ class _Play:
             await self._quiet(_BETWEEN_BATCHES_SECONDS)
 
     async def _hang_up(self) -> None:
-        self._child.end_input()
+        with contextlib.suppress(OSError):
+            if self._child.writer.can_write_eof():
+                self._child.writer.write_eof()
         try:
             async with asyncio.timeout(self._patience):
                 while (text := await self._child.line(self._patience)) is not None:

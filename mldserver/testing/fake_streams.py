@@ -128,7 +128,9 @@ class FakeStreams(FakeTable):
 
     def answer(self, action: str, request: Mapping[str, Any]) -> Answer:
         """Answer a request as AWS would: both are JSON values."""
-        place = _unpacked(request["ShardIterator"]) if action == "GetRecords" else request
+        place = request
+        if action == "GetRecords":
+            place = orjson.loads(base64.b64decode(request["ShardIterator"]))
         shard_id: str | None = place.get("shard") or place.get("ShardId")
         self.calls.append(Call(action, shard_id, self.clock.steady_ms()))
         seconds = self.slow.get(shard_id or "", 0.0) if action == "GetRecords" else 0.0
@@ -320,11 +322,6 @@ def _number(record: Mapping[str, Any]) -> int:
 def _refused(code: str, message: str, seconds: float) -> Answer:
     body = {"__type": f"com.amazonaws.dynamodb.v20120810#{code}", "message": message}
     return Answer(500 if code == "InternalServerError" else 400, body, seconds)
-
-
-def _unpacked(iterator: str) -> dict[str, Any]:
-    place: dict[str, Any] = orjson.loads(base64.b64decode(iterator))
-    return place
 
 
 def _limit(action: str, request: Mapping[str, Any]) -> int:

@@ -107,7 +107,11 @@ async def shown(
     clock = Clock()
     endpoint = AdminEndpoint(given, clock)
     endpoint.make_token()
-    async with asyncio.timeout(120), endpoint.serving(tell, carry_out):
+
+    def document(wrong: str) -> Status | None:
+        return status(ready=False, reasons=(wrong,), version="without parts") if wrong else tell()
+
+    async with asyncio.timeout(120), endpoint.serving(document, carry_out):
         made = token_file(given)
         yield Shown(endpoint, read_token(made) if made.exists() else "none", clock)
 
@@ -221,7 +225,7 @@ async def test_what_goes_wrong_with_a_status_or_an_act_is_told_and_the_server_li
         ]:
             await server.clock.sleep(1)
         assert ready.code == 503
-        assert (await server.status()).json["handler"] == "departures"
+        assert (await server.status()).json["version"] == "without parts"
     assert not events(logged, "admin.lost")
     failed = events(logged, "admin.failed")
     assert [event["level"] for event in failed] == ["error", "error"], "once for each reason"

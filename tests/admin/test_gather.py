@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,9 @@ async def test_a_document_looks_at_the_coordinator_once(
         await server.listening()
         monkeypatch.setattr(Coordinator, "status", counted)
         assert server.document().ready
+        assert looks == 1
+        untold = server.document("a part cannot say it")
+        assert (untold.ready, untold.reasons, untold.pid) == (False, ("a part cannot say it",), os.getpid())
         assert looks == 1
 
 
