@@ -178,7 +178,7 @@ async def killed_at(step: str, given: dict[str, Any], folder: Path, daemon: Fake
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(800):
             async for line in process.stdout:
                 told = json.loads(line)
                 assert b"secret" not in line
@@ -288,7 +288,7 @@ async def story(
         assert orphans
         async with serving(settings_of(given, tmp_path), engine=engine, stream=stream) as server:
             daemon.address = await server.listening()
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(800):
                 await until(lambda: len(list(store.files(MANIFESTS))) == 4)
                 # The last one is open until the stream's end.
                 closed = dict(sorted(wanted(late=False).items())[:4])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def run(folder: Any, *arguments: Any) -> Any:
     command = [sys.executable, "-m", "mldserver", "check", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_a_good_handler_is_summed_up_and_the_exit_code_is_0(tmp_path: Path) -> None:

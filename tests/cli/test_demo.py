@@ -157,7 +157,6 @@ def test_the_shop_with_spark(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"2,700 orders of ([\d,.]+) in the windows, 2,700 of \1 in the table", done.stdout)
@@ -175,7 +174,6 @@ def test_the_command_itself_with_spark(tmp_path: Path, monkeypatch: pytest.Monke
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "27,004 of 27,004 flights" in done.stdout

@@ -180,7 +180,6 @@ def test_a_run_that_fails_says_what_the_server_said(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
     )
     assert done.returncode == 1, done.stderr
     assert "EOF while waiting for the answer to processRecords" in done.stdout

@@ -73,7 +73,7 @@ def test_a_reader_that_is_gone_is_told_by_the_exit_code_at_most(
     os.close(read)
     command = [sys.executable, "-m", "mldserver", *arguments.split()]
     done = subprocess.run(
-        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=small_input, check=False, timeout=60
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=small_input, check=False
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (code, "")

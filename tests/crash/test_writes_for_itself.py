@@ -123,13 +123,13 @@ async def test_a_call_made_again_has_the_same_window_and_revision_and_a_recomput
 
     async with asyncio.TaskGroup() as group:
         playing = group.create_task(pipeline.daemon.run())
-        async with asyncio.timeout(280), pipeline.life("attempt.computed") as life:
+        async with asyncio.timeout(800), pipeline.life("attempt.computed") as life:
             assert await life.ended() == -signal.SIGKILL
         assert pipeline.calls() == both
 
         # The two share a job. It fails with the second's call, and each runs alone: the first, which did not fail, too.
         (pipeline.root / "fail").touch()
-        async with asyncio.timeout(280), pipeline.life() as life:
+        async with asyncio.timeout(800), pipeline.life() as life:
             again = Counter(dict.fromkeys(both, 3))
             await until(lambda: pipeline.calls() == again)
             pipeline.put(7, "08:00:09")

@@ -47,7 +47,6 @@ def test_the_readmes_handler_is_checked_and_played_by_the_readmes_commands(tmp_p
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=240,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             said.append(done.stdout)

@@ -106,7 +106,7 @@ async def test_inserts_updates_and_deletes_end_in_spark_windows_across_a_restart
     spark = SparkEngine(
         HANDLER, spec.schema.ddl, master="local[2]", work_dir=tmp_path / "work", cache_dir=tmp_path / "cache"
     )
-    async with asyncio.timeout(240), session.client("dynamodb", endpoint_url=emulator.url) as dynamodb:
+    async with asyncio.timeout(800), session.client("dynamodb", endpoint_url=emulator.url) as dynamodb:
         shop = Shop(dynamodb)
         await shop.open()
         await shop.trade(40)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def run(folder: Any, code: Any) -> Any:
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip(), done.stderr
 
 

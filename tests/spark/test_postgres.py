@@ -378,7 +378,7 @@ async def test_a_driver_killed_between_stage_and_commit_or_in_the_transaction_lo
                 session.ask(GATE.format(what=place))
                 holder.ask("SELECT pg_advisory_lock(1)")
                 call = asyncio.ensure_future(engine.publish(output(revision)))
-                async with asyncio.timeout(240):
+                async with asyncio.timeout(800):
                     while session.ask("SELECT count(*) FROM pg_locks WHERE NOT granted") != ["1"]:  # noqa: ASYNC110  # another process has no event to wait on
                         await asyncio.sleep(0.05)
                 assert engine._life is not None

@@ -100,7 +100,7 @@ def shop(tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 async def test_spark_finds_published_windows_alone_and_each_revision_whole(shop: Shop) -> None:
-    async with asyncio.timeout(200), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         playing = group.create_task(shop.daemon.run())
         async with serving(shop.settings("separate")):
             shop.put(1, *FIRST)

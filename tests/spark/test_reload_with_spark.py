@@ -63,7 +63,7 @@ async def test_each_window_is_computed_by_one_version_and_each_row_is_there_once
         await until(lambda: len(named(logged, event)) >= times)
 
     server = Server(settings, seed=1)
-    async with asyncio.timeout(480), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         put()
         daemon = FakeMLD(given, await server.listening(), habits=Habits(max_records=4))

@@ -51,7 +51,7 @@ def processes() -> dict[int, tuple[int, str]]:
 
 
 async def until_gone(session: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         while any(owner == session for owner, _ in processes().values()):  # noqa: ASYNC110  # no event tells it
             await asyncio.sleep(0.05)
 
@@ -124,7 +124,7 @@ async def living(world: World) -> AsyncIterator[World]:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(world.engine.run())
         try:
-            async with asyncio.timeout(200):
+            async with asyncio.timeout(800):
                 await world.engine.ready()
             yield world
         finally:
@@ -291,7 +291,7 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
             await world.engine.compute(world.job("sleeping"))
         assert caught.value.where["window"] == "sleeping"
         await until_gone(driver)
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(800):
         while world.engine._life is life:  # noqa: ASYNC110  # no event tells it
             await asyncio.sleep(0.05)
         assert (await world.engine.compute(world.job("identity", attempt=10))).rows == 3 * ROWS
@@ -311,7 +311,7 @@ async def test_a_session_that_a_hook_stops_costs_the_driver_its_life_and_nothing
     with pytest.raises(WindowFailed) as caught:
         await world.engine.compute(world.job("stopping"))
     assert caught.value.where["window"] == "stopping"
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(800):
         while world.engine._life is life:  # noqa: ASYNC110  # no event tells it
             await asyncio.sleep(0.05)
         assert (await world.engine.compute(world.job("identity", attempt=11))).rows == 3 * ROWS
@@ -331,10 +331,10 @@ async def test_a_killed_jvm_fails_its_job_and_costs_its_driver_its_life(
     with pytest.raises(DriverLost):
         await call
     await until_gone(driver)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         while not (lost := [event for event in logged if event["event"] == "spark.lost"]):  # noqa: ASYNC110  # no event tells it
             await asyncio.sleep(0.05)
     assert [(event["who"], event["exit_code"]) for event in lost] == [("jvm", -9)]
     if long:  # of what comes after a driver's end, every day's run has one
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(800):
             assert (await world.engine.compute(world.job("identity", attempt=9))).rows == 3 * ROWS
