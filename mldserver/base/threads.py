@@ -96,11 +96,12 @@ class WorkerThread:
 
     def finish(self) -> asyncio.Future[None]:
         """Take nothing more; the future is done when all that is queued has run, and the thread ends."""
-        job = _Job(lambda: None)
-        self._put(job)
-        self._put(None)
-        self._finished = job.future
-        return job.future
+        if self._finished is None:
+            job = _Job(lambda: None)
+            self._finished = job.future
+            self._put(job)
+            self._put(None)
+        return self._finished
 
     async def settled(self) -> None:
         """Return when all that is queued now has run, also once it is to ``finish``."""
@@ -113,15 +114,8 @@ class WorkerThread:
         """Stop the thread after what is queued; return whether it has stopped within ``seconds``."""
         if not self._thread.is_alive():
             return True
-        try:
-            async with asyncio.timeout(seconds):
-                # Not a job of its own: once it is to ``finish`` the thread may be at its end, and take none.
-                await self.settled()
-        except TimeoutError:
-            return False
-        finally:
-            self._put(None)
-        return True
+        done, _ = await asyncio.wait({self.finish()}, timeout=seconds)
+        return bool(done)
 
     def _put(self, job: _Job | None) -> None:
         self._jobs.append(job)
