@@ -1,8 +1,8 @@
 """Public test tools: a daemon that speaks the real protocol, streams, a small engine, a virtual clock.
 
 ``FakeMLD`` plays a ``FakeStream`` to a server over a real socket as strictly as the Java does (``DaemonShard`` is the
-same without I/O); ``FakeStreams`` answers as DynamoDB Streams do; ``LocalEngine`` computes windows without Spark; ``VirtualClock`` moves only when told to. The pytest
-fixtures ``virtual_clock``, ``fake_stream`` and ``local_engine`` come with the installed package.
+same without I/O); ``FakeStreams`` answers as DynamoDB Streams do; ``LocalEngine`` computes windows without Spark;
+``VirtualClock`` moves only when told to. The pytest fixtures come with the installed package.
 """
 
 from __future__ import annotations

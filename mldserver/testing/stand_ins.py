@@ -20,7 +20,7 @@ from mldserver.jobs.engine import EngineFacts, WindowResult
 from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     import pyarrow as pa
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mldserver.windows import Window
 
     OnTable = Callable[[pa.Table, Window], pa.Table]
-    from collections.abc import Coroutine
 
 _ORDER: Final = ("_time", "_clock")
 
