@@ -296,26 +296,21 @@ class Gatherer:
             for shard_id in waiting.keys() - set(connected):
                 del waiting[shard_id]
         of_worker = {shard_id: worker.number for worker in workers for shard_id in worker.opened}
-
-        def row(shard_id: str, state: str, **more: Any) -> document.Shard:
-            of = counted.get(shard_id, _NOTHING)
-            return document.Shard(
-                id=shard_id, state=state, records=of.records, rows=of.rows, bytes=of.bytes, **more
-            )
-
         rows = [
-            row(shard_id, worker=of_worker.get(shard_id), **self._at_work(parts, source, shard_id))
+            self._at_work(parts, source, shard_id, counted.get(shard_id, _NOTHING), of_worker.get(shard_id))
             for shard_id in connected
         ]
         rows += [
-            row(node.id, state)
+            document.Shard(id=node.id, state=state, records=of.records, rows=of.rows, bytes=of.bytes)
             for state, nodes in (("missing", lineage.missing()), ("left_out", left_out), ("ended", ended))
             for node in nodes
+            for of in (counted.get(node.id, _NOTHING),)
         ]
         return tuple(sorted(rows, key=lambda row: row.id))
 
-    def _at_work(self, parts: Parts, source: SourceStatus, shard_id: str) -> dict[str, Any]:
-        """Return what there is to tell of a connected shard."""
+    def _at_work(
+        self, parts: Parts, source: SourceStatus, shard_id: str, counts: ShardCounts, worker: int | None
+    ) -> document.Shard:
         shards, now_ms = parts.coordinator.shards, self._clock.steady_ms()
         session, held, peer = shards.sessions.live(shard_id), shards.backpressure, source.peers.get(shard_id)
         durable_age = checkpoint_age = durable = checkpoint = None
@@ -328,16 +323,21 @@ class Gatherer:
         if (since_ms := source.since_ms.get(shard_id)) is not None:
             durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
         paused = session is not None and held.pauses(session)
-        return {
-            "state": "paused" if paused else "held" if shard_id in held.waiting else "connected",
-            "peer": peer,
-            "lag_ms": shards.watermark.lag_ms(shard_id),
-            "position": None if durable is None else str(durable),
-            "checkpoint": None if checkpoint is None else str(checkpoint),
-            "durable_age_seconds": durable_age,
-            "checkpoint_age_seconds": checkpoint_age,
-            "watermark_ms": shards.watermark.shard_ms(shard_id),
-        }
+        return document.Shard(
+            id=shard_id,
+            state="paused" if paused else "held" if shard_id in held.waiting else "connected",
+            peer=peer,
+            lag_ms=shards.watermark.lag_ms(shard_id),
+            position=None if durable is None else str(durable),
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            durable_age_seconds=durable_age,
+            checkpoint_age_seconds=checkpoint_age,
+            watermark_ms=shards.watermark.shard_ms(shard_id),
+            records=counts.records,
+            rows=counts.rows,
+            bytes=counts.bytes,
+            worker=worker,
+        )
 
 
 def _of_batches(counts: ProgressLog) -> dict[str, Any]:
