@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
 from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick, needs_services
+from support.spark_classes import archiving
 
 from mldserver.observe.writer import LogWriter
 
@@ -42,6 +44,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Draw as many examples as the lane has time for."""
     settings.load_profile(lane_of(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Iterator[object]:
+    """Have Spark's classes archived beside a whole run with Spark, for all its processes."""
+    whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.collectonly
+    with_spark = whole and not config.option.markexpr and not hasattr(config, "workerinput")
+    with archiving() if with_spark else nullcontext():
+        return (yield)
 
 
 def lane_of(config: pytest.Config) -> str:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from rich.console import Console
+from support.spark_classes import spark_cache
 
 from mldserver.cli import demo
 from mldserver.cli.demo import Departures, Shop, Source, phase, play, read_windows
@@ -167,6 +168,7 @@ def test_the_shop_with_spark(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 def test_the_command_itself_with_spark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLDSERVER_WORKERS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(spark_cache(tmp_path).parent))
     out = tmp_path / "out"
     done = subprocess.run(
         [sys.executable, "-m", "mldserver", "demo", "--out", str(out)],

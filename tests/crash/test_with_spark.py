@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -18,9 +16,12 @@ from crash.spark_life import SparkLife
 from crash.stories import told
 from crash.world import RECORDS, Death, Toll, World, play_all
 from support.postgres import JAR, serving
+from support.spark_classes import QUICK as QUICK_SPARK
+from support.spark_classes import spark_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from crash.lives import Life, Plan
     from crash.stories import Story
@@ -54,7 +55,7 @@ A_LIFE: Final = 2
 OF_A_TABLE: Final = ("attempt.staged", "window.committed", "sink.writing", "window.published")
 """The same, where the output goes into a table."""
 QUICK: Final = {
-    "spark_conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark_conf": QUICK_SPARK,
     "workers": "inline",  # lives with the small engine have worker processes
 }
 
@@ -101,7 +102,7 @@ def killed(worlds: list[SparkWorld]) -> Counter[str]:
 
 
 async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_nothing(
-    tmp_path: Path, seed: int, long: bool, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, seed: int, long: bool
 ) -> None:
     dice = random.Random(seed)
     steps = STEPS if long else tuple(dice.sample(STEPS, FEW))
@@ -110,8 +111,8 @@ async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_noth
     dice.shuffle(deaths)
     toll = Toll.of(deaths)
     victims = {"driver", "jvm"} if long else {dice.choice(("driver", "jvm"))}
-    # Classes of Spark are archived a minute after a start, by another JVM: many lives gain by it, a day's few do not.
-    cache = tmp_path_factory.mktemp("cache") if long else Path(os.devnull, "cache")
+    # In the long lane another JVM makes an archive a minute after a start: many lives gain by it, a day's few do not.
+    cache = tmp_path / "cache" if long else spark_cache(tmp_path)
     began = time.monotonic()
     worlds: list[SparkWorld] = []
 

@@ -15,6 +15,7 @@ import pytest
 from crash.lives import Plan
 from crash.spark_life import SparkLife
 from support.serving import until
+from support.spark_classes import QUICK
 
 from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, FakeStream, Habits
@@ -76,7 +77,7 @@ class Pipeline:
             "recompute_delay": 0.05,
             "window_retry_base": 0.05,
             "window_retry_cap": 0.5,
-            "spark_conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            "spark_conf": QUICK,
         }
         self.plan = Plan(root / "out", "notes", str(root), settings)
         self.daemon = FakeMLD(

@@ -13,6 +13,7 @@ import pyarrow.dataset as ds
 import pytest
 from support.pages import ROOT, examples
 from support.serving import KEEP_EVERYTHING, quick, serving, until
+from support.spark_classes import spark_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,18 +33,17 @@ def test_the_readmes_handler_is_checked_and_played_by_the_readmes_commands(tmp_p
     (tmp_path / "departures.py").write_text(example("README.md", "python", "process_record"))
     with gzip.open(FLIGHTS) as lines:
         (tmp_path / "events.jsonl").write_bytes(b"".join(next(lines) for _ in range(120)))
-    said = []
+    said, cache = [], str(spark_cache(tmp_path).parent)
     for line in example("README.md", "sh", "mldserver check").splitlines():
         program, command, *arguments = shlex.split(line, comments=True)
         assert program == "mldserver"
         if command in {"check", "sim"}:
             more = ["--out", "out"] if command == "sim" else []
             run = [sys.executable, "-m", "mldserver", command, *arguments, *more]
-            home = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(tmp_path / "cache"))}
             done = subprocess.run(
                 run,
                 cwd=tmp_path,
-                env=os.environ | home,
+                env=os.environ | {"XDG_CACHE_HOME": cache},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -16,6 +16,7 @@ import aioboto3
 import pyarrow.dataset as ds
 import pytest
 from support.serving import no_aws, quick, serving, until
+from support.spark_classes import spark_cache
 
 from mldserver.handler.inspection import load_spec
 from mldserver.spark.client import SparkEngine
@@ -103,8 +104,9 @@ async def test_inserts_updates_and_deletes_end_in_spark_windows_across_a_restart
     hasty = replace(settings, idle_time_ms=1000, quiet_time_ms=2000)
     spec = load_spec(HANDLER)
     assert spec.schema is not None
+    cache = spark_cache(tmp_path)
     spark = SparkEngine(
-        HANDLER, spec.schema.ddl, master="local[2]", work_dir=tmp_path / "work", cache_dir=tmp_path / "cache"
+        HANDLER, spec.schema.ddl, master="local[1]", work_dir=tmp_path / "work", cache_dir=cache, quick=True
     )
     async with asyncio.timeout(800), session.client("dynamodb", endpoint_url=emulator.url) as dynamodb:
         shop = Shop(dynamodb)

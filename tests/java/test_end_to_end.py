@@ -14,6 +14,7 @@ from crash.seeds import crash_seed
 from support.certificates import Certificates
 from support.java_stack import Stack
 from support.processes import has_ended
+from support.spark_classes import spark_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +85,7 @@ def all_published(stack: Stack, hours: int) -> bool:
 @pytest.fixture
 def stack(tmp_path: Path) -> Stack:
     (tmp_path / "java_handler.py").write_text(HANDLER)
-    return Stack(tmp_path, "java_handler")
+    return Stack(tmp_path, "java_handler", spark_cache(tmp_path))
 
 
 def no_rows(folder: Path) -> str:

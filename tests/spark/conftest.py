@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.postgres import JAR
+from support.spark_classes import spark_cache
 
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.session import environment, open_session
@@ -25,7 +26,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     conf = {"spark.driver.extraJavaOptions": f"-Dderby.system.home={scratch}"}
     if JAR.exists():
         conf["spark.jars"] = str(JAR)
-    start = Start("", "", "local[2]", str(scratch), conf=conf, quick=True)
+    archive = next(map(str, spark_cache(scratch).glob("*.jsa")), None)
+    start = Start("", "", "local[2]", str(scratch), conf=conf, quick=True, archive=archive)
     before = dict(os.environ)
     os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
     try:

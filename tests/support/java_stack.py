@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import aioboto3
 import pyarrow.dataset as ds
 from support.processes import held_port
+from support.spark_classes import QUICK
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -73,8 +74,9 @@ class Samples:
 class Stack:
     """One emulator, and a host: one server at a time, one ``mldserver kcl`` at a time. ``beside`` gives another host."""
 
-    def __init__(self, folder: Path, handler: str) -> None:
+    def __init__(self, folder: Path, handler: str, cache: Path = Path(os.devnull, "cache")) -> None:
         self.folder = folder
+        self._cache = cache
         self.host = ""
         self._hosts = [self]
         self.out = folder / "out"
@@ -133,9 +135,8 @@ class Stack:
         options = {
             "listen": self.address,
             "out": str(self.out),
-            # Nothing can be kept there: else a driver of its own, begun a minute later, would archive Spark's classes.
-            "cache-dir": f"{os.devnull}/cache",
-            "spark-conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            "cache-dir": str(self._cache),
+            "spark-conf": QUICK,
             "flush-interval": "500 ms",
             "quiet-time": "10 min",
             "idle-time": "10 min",

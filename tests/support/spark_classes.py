@@ -1,0 +1,92 @@
+"""Spark's classes, archived once for a whole run: each of its dozen Sparks then starts in half the processor time.
+
+As a program it makes the archive: ``python -m support.spark_classes FOLDER``. Nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["QUICK", "archiving", "spark_cache"]
+
+QUICK: Final = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""A server's setting ``spark_conf``, where there is no ``quick`` to ask for."""
+_VARIABLE: Final = "SPARK_CLASSES"
+_TESTS: Final = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def archiving() -> Iterator[None]:
+    """Have an archive made beside the block, for this process and those that it starts; it is gone behind the block."""
+    folder = tempfile.mkdtemp(prefix="spark-classes-")
+    os.environ[_VARIABLE] = folder
+    path = os.pathsep.join(map(str, (_TESTS, _TESTS.parent)))
+    making = subprocess.Popen(
+        [sys.executable, "-m", "support.spark_classes", folder],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        if making.poll() is None:
+            os.killpg(making.pid, signal.SIGKILL)
+            making.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def spark_cache(folder: Path) -> Path:
+    """Return a setting ``cache_dir`` for a Spark that starts, of a test's own, in what may be an ``XDG_CACHE_HOME``.
+
+    Where there is no archive (yet), nothing can be kept in it: a server would make one, with a driver of its own, after a
+    minute. A driver that dies before its first job takes the archive with it, as far as it knows.
+    """
+    archives = list(Path(os.environ.get(_VARIABLE, os.devnull)).glob("*.jsa"))
+    if not archives:
+        return Path(os.devnull, "cache", "mldserver")
+    cache = folder / "cache" / "mldserver"
+    cache.mkdir(parents=True)
+    for file in archives:
+        (cache / file.name).symlink_to(file)
+    return cache
+
+
+def main(folder: Path) -> None:
+    """Start a session as the tests do, compute a window, and let its JVM write the archive when it exits."""
+    from mldserver.spark.driver_messages import Start
+    from mldserver.spark.java import archive_path, probe, unfinished
+    from mldserver.spark.session import environment, open_session
+    from mldserver.spark.warm_up import warm_up
+
+    java = asyncio.run(probe(None, os.environ))
+    name, _, value = QUICK.partition("=")
+    variants: tuple[tuple[dict[str, str], bool], ...] = (({}, True), ({name: value}, False))
+    archives = [archive_path(folder, java, conf, os.environ, quick=quick) for conf, quick in variants]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        start = Start("", "a INT", "local[1]", scratch, quick=True, archive=str(folder / "made"), train=True)
+        os.environ.update(environment(start, os.environ, java_home=java.home))
+        session = open_session(start)
+        warm_up(session, start)
+        session.stop()
+        assert session.jvm is not None
+        assert session.jvm.wait() == 0
+    for archive in archives:
+        archive.symlink_to(unfinished(folder / "made"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
