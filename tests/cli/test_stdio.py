@@ -35,9 +35,9 @@ def small_input(tmp_path: Path) -> Path:
     "arguments",
     [
         "--version",
-        "serve --help",
+        pytest.param("serve --help", marks=pytest.mark.long),
         "check handlers.departures",
-        "logs in.jsonl",
+        pytest.param("logs in.jsonl", marks=pytest.mark.long),
         "logs in.jsonl -n 1",
         "sim handlers.departures --input in.jsonl --engine local --out out",
     ],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
+from support.lanes import seeds
 
 from mldserver.errors import LedgerError
 from mldserver.windows import Tumbling, WindowSpec, batches
@@ -125,7 +126,7 @@ async def test_wherever_the_process_dies_the_next_life_makes_it_exactly_once(
     assert place > 40
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 async def test_a_process_that_dies_again_and_again_makes_it_exactly_once(tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     spec, recompute = choose.choice(list(CASES.values()))

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from coordinator.leases import stream, until_published
 from coordinator.pipeline import two
+from support.lanes import seeds
 
 from mldserver.windows import Tumbling, WindowSpec, batches
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def seeds(count: int) -> list[Any]:
-    """Return so many seeds, the second half for the long lane."""
-    return [pytest.param(n, marks=pytest.mark.long) if 2 * n >= count else n for n in range(count)]
 
 
 @pytest.mark.parametrize("seed", seeds(6))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.leases import Leases, stream
 from coordinator.pipeline import RULES, Pipeline
+from support.lanes import seeds
 
 from mldserver.errors import InternalError, LedgerError, OperatorError
 from mldserver.ledger.contract import WindowState
@@ -157,7 +158,7 @@ class PatientLeases(Leases):
         return await super().batch(server, session, left)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("name", SPECS)
 async def test_servers_that_die_while_answers_are_lost_lose_and_double_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Crash, Faults
 from dynamodb_streams.direct import START_MS, Stream
+from support.lanes import seeds
 
 from mldserver.dynamodb_streams.positions import Beginning
 from mldserver.dynamodb_streams.shard_tree import LATEST, Since
@@ -339,7 +340,7 @@ async def test_two_servers_share_and_hand_over_when_a_third_comes_and_when_one_d
     assert handed_over.count("SHUTDOWN_REQUESTED") >= 5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 async def test_servers_that_come_and_die_at_random_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
     stream = Stream(tmp_path, shards=3, servers=3, seed=seed)
     stream.fake.trouble, chance = 0.05, stream.random

@@ -117,7 +117,7 @@ def _place(change: Change) -> tuple[str, int]:
     return change.shard_id, change.sequence_number
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 6)
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 80))
 def test_nothing_is_lost_or_doubled_and_lines_keep_their_order(seed: int, steps: int) -> None:
     world = World(seed)
@@ -125,7 +125,7 @@ def test_nothing_is_lost_or_doubled_and_lines_keep_their_order(seed: int, steps:
     world.check()
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 6)
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 80))
 def test_what_is_read_without_a_break_is_in_the_order_of_its_times(seed: int, steps: int) -> None:
     world = World(seed)

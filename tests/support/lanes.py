@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
-
-    import pytest
 
 __all__ = [
     "EXAMPLES",
@@ -23,6 +23,7 @@ __all__ = [
     "dealt",
     "is_quick",
     "needs_services",
+    "seeds",
 ]
 
 TESTS: Final = Path(__file__).parents[1]
@@ -142,9 +143,22 @@ PROCESSES: Final = {"quick": 2, "day": 3, "long": 2}
 
 LONGEST: Final = (
     # They wait for the daemon's JVM most of the time.
-    ("java", "workers/test_hurt.py", "cluster/test_kills.py", "cluster/test_user_code.py"),
+    (
+        "java",
+        "dynamodb_streams/test_with_moto.py",
+        "workers/test_hurt.py",
+        "workers/test_reload.py",
+        "cluster/test_kills.py",
+        "cluster/test_user_code.py",
+    ),
     # One Spark session serves all that need only that.
-    ("spark", "cli/test_demo.py", "coordinator/test_bounded.py", "coordinator/test_month.py"),
+    (
+        "spark",
+        "cli/test_demo.py",
+        "coordinator/test_bounded.py",
+        "coordinator/test_month.py",
+        "admin/test_acts.py",
+    ),
     (
         "crash",
         "dynamodb_streams/test_kills.py",
@@ -156,6 +170,11 @@ LONGEST: Final = (
     ),
 )
 """What the processes of a lane begin with, each with one of these: at the end, none is left alone with a long test."""
+
+
+def seeds(count: int) -> list[Any]:
+    """Return so many seeds to play a test with, the second half for the long lane."""
+    return [pytest.param(n, marks=pytest.mark.long) if 2 * n >= count else n for n in range(count)]
 
 
 @cache
