@@ -306,8 +306,6 @@ class Coordinator:
         here = view.holder.shard_id if view.holder.server_id is None else None
         paused = here is not None and self._backpressure.is_paused(here)
         return CoordinatorStatus(
-            shards_connected=len(self.lineage.connected()),
-            shards_missing=tuple(node.id for node in self.lineage.missing()),
             rows_accepted=self.shards.rows_accepted,
             rows_durable=flusher.rows_durable,
             rows_late=flusher.rows_late,

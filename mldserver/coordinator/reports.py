@@ -26,8 +26,6 @@ _MINUTE_MS: Final = 60_000
 class CoordinatorStatus:
     """What the coordinator knows right now; counts are since the start of the server."""
 
-    shards_connected: int
-    shards_missing: tuple[str, ...]
     rows_accepted: int
     rows_durable: int
     rows_late: int

@@ -404,6 +404,10 @@ def two(out: Path, **changes: Any) -> tuple[Pipeline, Pipeline]:
     )
 
 
+def missing(coordinator: Coordinator) -> tuple[str, ...]:
+    return tuple(node.id for node in coordinator.lineage.missing())
+
+
 def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     """Return the log events of these names."""
     return [event for event in logged if event["event"] in names]

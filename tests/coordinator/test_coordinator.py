@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from coordinator.outcomes import dead_letter
-from coordinator.pipeline import RULES, Pipeline, fail
+from coordinator.pipeline import RULES, Pipeline, fail, missing
 
 from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
@@ -120,7 +120,7 @@ async def test_a_restart_in_the_middle_gives_every_row_once(pipeline: Pipeline) 
         await pipeline.clock.advance(3)
         await pipeline.give(session, [(4, 13_000)], lag_ms=1)
     async with pipeline.life() as coordinator:
-        assert coordinator.status().shards_missing == ("a",)
+        assert missing(coordinator) == ("a",)
         session = await pipeline.open("a", S(1))
         assert session.after == S(3)
         await pipeline.give(session, [(2, 8000)], lag_ms=1)

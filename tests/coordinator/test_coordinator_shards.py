@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from coordinator.pipeline import RULES, Pipeline, fail, named
+from coordinator.pipeline import RULES, Pipeline, fail, missing, named
 
 from mldserver.errors import GapRefused, LedgerError
 from mldserver.records import Sequence
@@ -122,7 +122,7 @@ async def test_opening_a_shard_again_drops_what_was_not_durable_and_the_old_conn
         assert await old.end() is False
         await old.lost()
         assert old.checkpoint_due() is None
-        assert pipeline.coordinator.status().shards_connected == 1
+        assert len(pipeline.coordinator.lineage.connected()) == 1
         await pipeline.give(new, [(2, 2000)])
         await pipeline.give(new, [(3, 3000), (4, 4000)])
         assert await new.end()
@@ -167,7 +167,7 @@ async def test_a_connection_whose_rows_were_left_out_cannot_claim_the_shards_end
         assert await session.end() is False
         assert session.checkpoint_due() is None
         assert not session.alive
-        assert coordinator.status().shards_missing == ("a",)
+        assert missing(coordinator) == ("a",)
     state = pipeline.state().shards["a"]
     assert (state.position, state.ended) == (None, False)
 
@@ -209,11 +209,11 @@ async def test_a_ledger_that_cannot_note_proved_ends_leaves_the_shard_missing_an
         with pytest.raises(LedgerError):
             await pipeline.open("a")
         await pipeline.clock.advance(3)
-        assert coordinator.status().shards_connected == 0
+        assert len(coordinator.lineage.connected()) == 0
         assert coordinator.status().reason == "missing"
         pipeline.faults.hook = None
         await pipeline.open("a")
-        assert coordinator.status().shards_missing == ()
+        assert missing(coordinator) == ()
     assert pipeline.state().shards["p"].ended
 
 
@@ -351,7 +351,7 @@ async def test_a_lost_lease_makes_durable_what_it_can_and_lets_go(pipeline: Pipe
         await pipeline.give(session, [(1, 1000)])
         await session.lost()
         assert not session.alive
-        assert coordinator.status().shards_missing == ("a",)
+        assert missing(coordinator) == ("a",)
         assert (await pipeline.open("a")).after == S(1)
 
 

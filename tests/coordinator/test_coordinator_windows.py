@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from coordinator.pipeline import RULES, Pipeline, named
+from coordinator.pipeline import RULES, Pipeline, missing, named
 
 from mldserver.output.layout import is_joined
 from mldserver.records import Sequence
@@ -35,7 +35,7 @@ async def test_a_missing_shard_holds_the_windows_is_told_and_is_left_out_after_t
         await pipeline.clock.advance(30)
         assert pipeline.published() == {}
         status = coordinator.status()
-        assert (status.held_by, status.reason, status.shards_missing) == ("gone", "missing", ("gone",))
+        assert (status.held_by, status.reason, missing(coordinator)) == ("gone", "missing", ("gone",))
         assert [event["shard"] for event in named(logged, "shard.missing")] == ["gone"]
         assert named(logged, "watermark.held") == []
         await pipeline.clock.advance(35)
@@ -72,7 +72,7 @@ async def test_shards_that_the_stream_lists_are_waited_for(pipeline: Pipeline) -
         await pipeline.give(session, [(1, 1000), (2, 25_000)])
         await pipeline.clock.advance(3)
         assert pipeline.published() == {}
-        assert coordinator.status().shards_missing == ("b",)
+        assert missing(coordinator) == ("b",)
 
 
 async def test_a_stream_cut_on_a_column_closes_its_windows_when_it_is_quiet(

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from coordinator.pipeline import QUICK, Pipeline, named, two
+from coordinator.pipeline import QUICK, Pipeline, missing, named, two
 from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import recover
@@ -63,7 +63,7 @@ async def test_a_server_without_shards_holds_nothing_and_knows_who_reads_them(tm
         await one.give(session, [(1, 1000), (2, 11_000)])
         await one.clock.advance(3)
         assert one.published() == {W[0]: [1]}
-        assert other.coordinator.status().shards_missing == ()
+        assert missing(other.coordinator) == ()
 
 
 async def test_a_shard_without_a_server_holds_the_windows_of_all(tmp_path: Path) -> None:
@@ -77,15 +77,15 @@ async def test_a_shard_without_a_server_holds_the_windows_of_all(tmp_path: Path)
         await other.give(staying, [(8, 25_000)])
         await one.clock.advance(3)
         assert one.published() == {}
-        assert one.coordinator.status().shards_missing == ("a",)
-        assert other.coordinator.status().shards_missing == ("a",)
+        assert missing(one.coordinator) == ("a",)
+        assert missing(other.coordinator) == ("a",)
         again = await other.open("a", Sequence(1))
         await one.clock.advance(3)
         assert one.published() == {}
         await other.give(again, [(2, 12_000)])
         await one.clock.advance(3)
         assert one.published() == {W[0]: [1, 7]}
-        assert one.coordinator.status().shards_missing == ()
+        assert missing(one.coordinator) == ()
 
 
 async def test_a_shard_that_was_just_taken_is_counted_before_anyone_else_drops_it(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ async def test_a_connection_without_rows_learns_that_its_shard_is_elsewhere(tmp_
         await other.open("a")
         await one.clock.advance(3)
         assert not old.alive
-        assert one.coordinator.status().shards_connected == 0
-        assert one.coordinator.status().shards_missing == ()
+        assert len(one.coordinator.lineage.connected()) == 0
+        assert missing(one.coordinator) == ()
 
 
 @pytest.mark.parametrize("call", ["register", "cut", "commit", "published", "open_shard", "release_shard"])
@@ -266,7 +266,7 @@ async def test_a_server_that_died_after_a_cut_is_buried_and_its_window_published
         assert other.published() == {}
         await one.clock.advance(4)
         assert other.published() == {W[0]: [1]}
-        assert other.coordinator.status().shards_missing == ("a",)
+        assert missing(other.coordinator) == ("a",)
         assert named(logged, "server.buried")[0]["server"] == "one"
         again = await other.open("a")
         assert again.after == session.after == Sequence(2)
@@ -359,7 +359,7 @@ async def test_a_server_that_leaves_is_waited_for_by_nobody(tmp_path: Path) -> N
             await leaving.leave()
             assert one.state().servers.keys() == {"two"}
         await one.clock.advance(2)
-        assert other.coordinator.status().shards_missing == ("a",)
+        assert missing(other.coordinator) == ("a",)
 
 
 async def late_and_not_shown(server: Pipeline) -> None:
