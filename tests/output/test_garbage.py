@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +37,11 @@ async def test_files_are_deleted_and_folders_that_are_empty_then(doomed: Garbage
     assert await doomed.delete() == 15
     assert names(tmp_path) == ["stays", "w2"]
     assert (doomed.bytes, await doomed.delete()) == (0, 0)
+
+
+async def test_what_two_threads_delete_at_once_is_counted_once(doomed: Garbage, tmp_path: Path) -> None:
+    assert sum(await asyncio.gather(doomed.delete(), doomed.delete())) == 15
+    assert (doomed.bytes, names(tmp_path)) == (0, ["stays", "w2"])
 
 
 async def test_what_cannot_be_deleted_counts_until_it_can(
