@@ -302,7 +302,11 @@ class Flusher:
                 for file in parts
             }
             try:
-                sizes = await asyncio.to_thread(self._write_files, files)
+                if len(files) == 1:
+                    [(path, file)] = files.items()
+                    sizes = [await asyncio.to_thread(self.store.write, path, file.rows)]
+                else:
+                    sizes = await asyncio.to_thread(self._write_parts, files)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
                 for path in files:
@@ -315,10 +319,8 @@ class Flusher:
                 segments.append(Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
 
-    def _write_files(self, files: Mapping[str, WindowRows]) -> list[int]:
-        """Gather and write the files of a window, several in a thread each."""
-        if len(files) == 1:
-            return [self.store.write(path, file.rows) for path, file in files.items()]
+    def _write_parts(self, files: Mapping[str, WindowRows]) -> list[int]:
+        """Gather and write each in a thread of its own."""
         with ThreadPoolExecutor(len(files)) as pool:
             return list(pool.map(lambda path, file: self.store.write(path, file.rows), files, files.values()))
 
