@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -24,8 +26,6 @@ from mldserver.output.layout import SPARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-    import pyarrow as pa
 
     from mldserver.ledger.contract import Segment
 
@@ -43,6 +43,12 @@ _DELTA = {
 }
 """What hardly differs from row to row, as differences: half the bytes and half the time of the default, which tries a
 dictionary of values that never come twice. Spark's vectorised reader knows both (Spark 3.3)."""
+
+_SAMPLE = 1000
+"""Rows of a large file by which its columns are judged."""
+_LARGE = 20 * _SAMPLE
+_UNIQUE = 0.99
+"""The share of values that come once, from which on there are so many that no dictionary would hold them."""
 
 
 class OutputStore:
@@ -98,7 +104,7 @@ class OutputStore:
 
         Raises OSError: FileNotFoundError when it is gone at once, taken away by a server that buried this one.
         """
-        target, names = self._absolute(path), rows.column_names
+        target, encodings = self._absolute(path), _encodings(rows)
         self._make_room(target)
         try:
             stream = self._fs.open_output_stream(target)
@@ -113,8 +119,10 @@ class OutputStore:
                 # A third smaller than snappy on JSON-like rows, and as fast to read.
                 compression="zstd",
                 compression_level=1,
-                use_dictionary=[name for name in names if name not in _DELTA],
-                column_encoding={name: encoding for name, encoding in _DELTA.items() if name in names},
+                use_dictionary=[name for name in rows.column_names if name not in encodings],
+                column_encoding=encodings,
+                # Nobody looks for a range of these, and to compare texts is a tenth of the whole.
+                write_statistics=[name for name in rows.column_names if name not in {"_shard", "_sequence"}],
             )
         self.sync(path)
         size = self._fs.get_file_info(target).size
@@ -284,6 +292,27 @@ class OutputStore:
         for info in self._fs.get_file_info(selector):
             if info.type == pafs.FileType.Directory:
                 yield info.path.removeprefix(self._base).lstrip("/")
+
+
+def _encodings(rows: pa.Table) -> dict[str, str]:
+    """Return how the columns are written whose values hardly repeat; all others get a dictionary.
+
+    To find out that a dictionary is of no use takes as long as to write ten columns as differences.
+    """
+    found = {name: encoding for name, encoding in _DELTA.items() if name in rows.column_names}
+    if len(rows) < _LARGE:
+        return found
+    places = pa.array(range(0, len(rows), len(rows) // _SAMPLE))
+    for field in rows.schema:
+        differs = pa.types.is_integer(field.type) or pa.types.is_timestamp(field.type)
+        if field.name in found or not (
+            differs or pa.types.is_floating(field.type) or pa.types.is_string(field.type)
+        ):
+            continue
+        values = pc.count_distinct(rows.column(field.name).take(places)).as_py()
+        if values >= _UNIQUE * len(places):
+            found[field.name] = "DELTA_BINARY_PACKED" if differs else "PLAIN"
+    return found
 
 
 def _second_name(source: Path, target: Path) -> None:

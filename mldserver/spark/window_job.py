@@ -172,10 +172,10 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
         if not 1 < tasks <= min(_DEALT, len(job.segments)):
             return scan(schema, job.segments).coalesce(tasks)
         # Spark counts 4 MiB more for each file, and fills one task after the other: of a few files one of two cores
-        # would get two thirds. The last share has two parts, which are put together in the end: of a union in which
-        # all have one Spark would make a single task.
+        # would get two thirds. The last share may be two tasks: of a union in which all are one each Spark would make
+        # a single task. To put the two together again would cost time for each row.
         *others, last = [scan(schema, share) for share in dealt(job.segments, tasks)]
-        return union([*(part.coalesce(1) for part in others), last.coalesce(2)]).coalesce(tasks)
+        return union([*(part.coalesce(1) for part in others), last.coalesce(2)])
     of_old = {path for paths in job.older.values() for path in paths}
     written: list[tuple[str, Sequence[str]]] = list(job.older.items())
     if present := [path for path in job.segments if path not in of_old]:

@@ -122,6 +122,38 @@ def test_positions_and_times_are_written_as_differences(store: OutputStore, tmp_
     assert "DELTA_BYTE_ARRAY" in columns[2].encodings
 
 
+def test_a_large_file_has_dictionaries_of_what_repeats_only(store: OutputStore, tmp_path: Path) -> None:
+    count = 20_000
+    rows = pa.table(
+        {
+            "kind": pa.array(["a", "b"] * (count // 2)),
+            "ready": pa.array([True, False] * (count // 2)),
+            "seat": pa.array(range(count), pa.int32()).cast(pa.int64()),
+            "delay": pa.array([number / 3 for number in range(count)]),
+            "id": pa.array([f"{number:08d}" for number in range(count)]),
+            "at": pa.array(range(count), pa.timestamp("us", tz="UTC")),
+            "tags": pa.array([[number] for number in range(count)]),
+        }
+    )
+    encodings = {}
+    for path, written in {"large": rows, "small": rows.slice(1)}.items():
+        store.write(path, written)
+        file = pq.ParquetFile(tmp_path / "out" / path)
+        assert file.read().equals(written)
+        group = file.metadata.row_group(0)
+        encodings[path] = [set(group.column(number).encodings) for number in range(6)]
+    assert ["RLE_DICTIONARY" in each for each in encodings["large"]] == [True] + [False] * 5
+    assert ["DELTA_BINARY_PACKED" in each for each in encodings["large"]] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert ["RLE_DICTIONARY" in each for each in encodings["small"]] == [True, False] + [True] * 4
+
+
 def test_a_file_and_every_folder_above_it_are_on_disk_before_write_returns(
     store: OutputStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

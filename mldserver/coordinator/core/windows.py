@@ -79,7 +79,11 @@ def assign(
     Tumbling windows look at the event times only; ``batches`` count rows on from ``progress``.
     """
     if isinstance(spec, Tumbling):
-        starts, index = np.unique(tumbling_starts(event_ms, spec), return_inverse=True)
+        starts = tumbling_starts(event_ms, spec)
+        if len(starts) and starts.min() == starts.max():
+            starts, index = starts[:1], np.zeros(len(starts), np.int64)  # nearly always; the other way sorts
+        else:
+            starts, index = np.unique(starts, return_inverse=True)
         keys = tuple(WindowKey(tumbling_id(start), start, start + spec.size_ms) for start in starts.tolist())
         return Assignment(index.astype(np.int64, copy=False), keys, progress)
     rows = len(event_ms)
