@@ -11,6 +11,7 @@ Binaries are base64 in all of them.
 
 from __future__ import annotations
 
+import contextlib
 from base64 import b64decode
 from datetime import UTC, datetime, timedelta
 from functools import cache, cached_property, partial
@@ -93,8 +94,10 @@ class Change(RecordMethods):
         """When the table was changed, as an aware UTC datetime; whole seconds in DynamoDB Streams."""
         time = self._event["dynamodb"].get("ApproximateCreationDateTime")
         if isinstance(time, str):
-            return self._iso(time)
-        if isinstance(time, int | float) and not isinstance(time, bool) and time >= 0:
+            with contextlib.suppress(ValueError):
+                told = datetime.fromisoformat(time)
+                return (told if told.tzinfo else told.replace(tzinfo=UTC)).astimezone(UTC)
+        elif isinstance(time, int | float) and not isinstance(time, bool) and time >= 0:
             for limit, unit in _UNITS:
                 if time < limit:
                     return _EPOCH + timedelta(**{unit: time})
@@ -146,13 +149,6 @@ class Change(RecordMethods):
         # What boto3 raises for values that are none.
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise self._bad(f"its {name} is not in DynamoDB's notation: {error}") from error
-
-    def _iso(self, text: str) -> datetime:
-        try:
-            time = datetime.fromisoformat(text)
-        except ValueError:
-            raise self._bad(f"its ApproximateCreationDateTime is {text!r}, no time") from None
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
 
     def _bad(self, why: str) -> NotAChange:
         # A hook that takes a whole batch has failed for this record alone.

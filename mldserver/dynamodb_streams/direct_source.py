@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mldserver.dynamodb_streams.streams_api import MakeClient
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake, Seen, ShardIntake
-    from mldserver.sources.shard_claims import Claim, ShardOwners
+    from mldserver.sources.shard_claims import ShardOwners
 
 log = structlog.get_logger("mldserver")
 
@@ -313,7 +313,12 @@ class DirectSource:
             # Before it has ended: its children are to hold the windows from then on.
             await first_of(self._find_children(shard_id), reading.leaving.wait())
             if not reading.leaving.is_set():
-                return await self._end(shard_id, shard, claim)
+                claim.evict()
+                async with claim.work():
+                    await runtime.notify(shard_id, Hook.SHARD_ENDED)
+                    ended = await shard.end()  # False: it is owned elsewhere
+                kill_point("shard.end_durable")
+                return ended
         claim.evict()
         async with claim.work():
             if not shard.alive:  # another server has opened it
@@ -432,12 +437,3 @@ class DirectSource:
         progress.note(outcome, payload.size, done_ms - received_ms, handled_ms - received_ms)
         self._progress.held_ms += done_ms - handled_ms
         self._progress.count_failures(outcome)
-
-    async def _end(self, shard_id: str, shard: ShardIntake, claim: Claim) -> bool:
-        """Make a shard's end durable; False: it is owned elsewhere."""
-        claim.evict()
-        async with claim.work():
-            await self._runtime.notify(shard_id, Hook.SHARD_ENDED)
-            ended = await shard.end()
-        kill_point("shard.end_durable")
-        return ended

@@ -159,22 +159,19 @@ class Conductor:
             self._take_unread(message)
             return
         try:
-            await self._take_owned(message)
+            match message:
+                case Initialize():
+                    await self._open(message)
+                case ProcessRecords(line):
+                    await self._batches.process(line)
+                case LeaseLost() | Shutdown(ShutdownReason.ZOMBIE):
+                    await self._lose()
+                case ShardEnded() | Shutdown(ShutdownReason.TERMINATE):
+                    await self._end()
+                case _:
+                    await self._drain()
         except Superseded:
             self._take_unread(message)
-
-    async def _take_owned(self, message: RequestMessage) -> None:
-        match message:
-            case Initialize():
-                await self._open(message)
-            case ProcessRecords(line):
-                await self._batches.process(line)
-            case LeaseLost() | Shutdown(ShutdownReason.ZOMBIE):
-                await self._lose()
-            case ShardEnded() | Shutdown(ShutdownReason.TERMINATE):
-                await self._end()
-            case _:
-                await self._drain()
 
     def _take_unread(self, message: RequestMessage) -> None:
         """Answer for a shard that another connection owns: its records reach the handler there."""
