@@ -315,7 +315,7 @@ def plan(
     ``clock``: the next value of the merge clock. ``durable``: each shard's position in the ledger, which its update goes
     on from. ``kind``: what rows for a window are for, since it may be cut already.
     """
-    with_rows = [(batch.rows, batch.event_ms) for batch in batches if batch.rows is not None]
+    with_rows = [(batch.rows, batch.event_ms, batch.bytes) for batch in batches if batch.rows is not None]
     files: tuple[WindowRows, ...] = ()
     if with_rows and spec is not None:
         files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
@@ -331,16 +331,16 @@ def plan(
 
 
 def _split(
-    runs: list[tuple[pa.Table, NDArray[np.int64]]],
+    runs: list[tuple[pa.Table, NDArray[np.int64], int]],
     spec: WindowSpec,
     clock: int,
     progress: BatchProgress,
     now_ms: int,
     kind: Callable[[WindowKey], SegmentKind],
 ) -> tuple[tuple[WindowRows, ...], BatchProgress]:
-    table = pa.concat_tables([rows for rows, _ in runs])
-    event = np.concatenate([event_ms for _, event_ms in runs])
-    order = merge_order([rows.column("_time").to_numpy() for rows, _ in runs])
+    table = pa.concat_tables([rows for rows, _, _ in runs])
+    event = np.concatenate([event_ms for _, event_ms, _ in runs])
+    order = merge_order([rows.column("_time").to_numpy() for rows, _, _ in runs])
     if order is not None:
         event = event[order]
     ranks = np.arange(clock, clock + len(table), dtype=np.int64)
@@ -354,7 +354,7 @@ def _split(
         table = table.combine_chunks()
     counts = np.bincount(assignment.index, minlength=len(assignment.keys))
     starts = np.concatenate(([0], np.cumsum(counts)))
-    row_bytes = table.nbytes / max(len(table), 1)
+    row_bytes = sum(size for _, _, size in runs) / max(len(table), 1)
     files = []
     for i, key in enumerate(assignment.keys):
         parts = 2 if counts[i] > 1 and counts[i] * row_bytes >= HALVED_BYTES else 1
