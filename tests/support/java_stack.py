@@ -312,13 +312,13 @@ class Stack:
         """Wait until a worker has the leases of all shards."""
         async with asyncio.timeout(limit):
             while set((await self.leases("leaseOwner")).values()) != {owner}:  # noqa: ASYNC110  # a table
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
 
     async def until_checkpointed(self, wanted: dict[str, str], *, limit: float = 600) -> None:
         """Wait until the lease table has these checkpoints."""
         async with asyncio.timeout(limit):
             while not wanted.items() <= (await self.leases()).items():  # noqa: ASYNC110  # a table, not an event
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
 
     def tails(self) -> str:
         """Return the ends of the logs."""
