@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from contextlib import nullcontext
@@ -112,6 +113,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether this is the long lane."""
     return bool(request.config.option.long)
+
+
+@pytest.fixture
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a worker alone never dies: no process waits in reserve, which costs a second of the processor."""
+    monkeypatch.setattr("mldserver.workers.spares.Spares.run", lambda _: asyncio.Event().wait())
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from workers.kit import Book, children, named
 from mldserver.base.backoff import Backoff
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
-from mldserver.workers.spares import Spares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,12 +53,6 @@ def initialize(shard):
     return (event["id"],)
 '''
 RECORDS = 200
-
-
-@pytest.fixture
-def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a worker alone never dies: no process waits in reserve, which costs a second of the processor."""
-    monkeypatch.setattr(Spares, "run", lambda _: asyncio.Event().wait())
 
 
 @pytest.fixture
