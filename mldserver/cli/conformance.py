@@ -136,11 +136,8 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
             for section, row in counts(results).items()
         },
         "cases": [
-            {
-                "number": result.case.number,
-                "section": result.case.section,
-                "title": result.case.title,
-                "source": result.case.source,
+            {name: getattr(result.case, name) for name in ("number", "section", "title", "source")}
+            | {
                 "verdict": result.verdict,
                 "why": result.why,
                 "seconds": round(result.seconds, 3),

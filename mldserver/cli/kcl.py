@@ -141,7 +141,13 @@ def kcl(
     settings = resolve(
         given, environ=os.environ, folder=working_directory(), config=config, leave_out=("log_file",)
     )
-    _check(app, settings)
+    if not app.strip():
+        raise ConfigError("The KCL application's name is empty.", advice="Use --app NAME.")
+    if isinstance(settings.listen, TcpAddress) and not settings.listen.port:
+        raise ConfigError(
+            f"The address {settings.listen} has port 0, to which nobody can connect.",
+            advice="Give --connect the address that the server's log says (server.listening).",
+        )
     wanted = DaemonSettings(
         stream=_required("stream", settings.stream),
         app=app,
@@ -165,17 +171,6 @@ def kcl(
         return asyncio.run(_run(settings, files, wanted, java_option, tls))
 
 
-def _check(app: str, settings: Settings) -> None:
-    """Raise ConfigError for what the daemon would fail at again and again."""
-    if not app.strip():
-        raise ConfigError("The KCL application's name is empty.", advice="Use --app NAME.")
-    if isinstance(settings.listen, TcpAddress) and not settings.listen.port:
-        raise ConfigError(
-            f"The address {settings.listen} has port 0, to which nobody can connect.",
-            advice="Give --connect the address that the server's log says (server.listening).",
-        )
-
-
 def _tls(settings: Settings) -> tuple[Path, ...]:
     """Return authority, certificate and key for the bridges; none for clear text. Raises ConfigError, NotThereYet."""
     certificate, ca = settings.tls_certificate, settings.tls_client_ca
@@ -185,11 +180,9 @@ def _tls(settings: Settings) -> tuple[Path, ...]:
         raise ConfigError(
             "Nothing says which authority the server's certificate is from.", advice="Use --tls-ca FILE."
         )
-    files = (ca, certificate, settings.tls_key or certificate)
-    client_context(
-        certificate, settings.tls_key, ca
-    )  # what is wrong with them is told now, not by each bridge
-    return files
+    # What is wrong with them is told now, not by each bridge.
+    client_context(certificate, settings.tls_key, ca)
+    return ca, certificate, settings.tls_key or certificate
 
 
 def _required(name: str, value: str | None) -> str:
@@ -206,12 +199,13 @@ async def _run(
     tls: tuple[Path, ...],
 ) -> int:
     # Credentials that only Java knows of: those are its own affair.
-    if not any("credentialsprovider" in name.lower() for name in wanted.extra) and not any(
-        option.startswith("-Daws.") for option in java_options
-    ):
+    provided = any("credentialsprovider" in name.lower() for name in wanted.extra)
+    if not provided and not any(option.startswith("-Daws.") for option in java_options):
         await require_aws(wanted.stream, region=wanted.region)
     properties = daemon_properties(wanted)
     java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
+    told = {"java": java.version, "retrieval": wanted.retrieval, "properties": properties}
+    told["command"] = [java.command, *map(redacted_option, java_options)]
     command, environment = prepare(
         files,
         java=java.command,
@@ -230,12 +224,7 @@ async def _run(
         server=settings.listen,
         answers=partial(answers, settings.listen, tls),
         step_down=partial(step_down, properties),
-        told={
-            "java": java.version,
-            "retrieval": wanted.retrieval,
-            "properties": properties,
-            "command": [java.command, *map(redacted_option, java_options)],
-        },
+        told=told,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -63,10 +63,6 @@ class View:
             return harmless(line.decode("utf-8", "backslashreplace")).encode() if self.terminal else line
         return as_text(event, colours=self.colours).encode("utf-8", "backslashreplace")
 
-    def all_shown(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        """Return what to show of many lines."""
-        return (shown for line in lines if (shown := self.shown(line)) is not None)
-
 
 def since_time(text: str, now: datetime) -> datetime:
     """Return the time that ``--since`` means: an ISO 8601 time (UTC when it names no zone), or a duration ago.
@@ -129,14 +125,15 @@ def logs(
     )
     with contextlib.suppress(ReaderGone):
         if file == "-":
-            _show(view.all_shown(_standard_input()), lines)
+            _show(view, _standard_input(), lines)
         else:
             show_file(Path(file), view, last=lines, follow=follow)
 
 
-def _show(shown: Iterable[bytes], last: int | None = None) -> None:
+def _show(view: View, lines: Iterable[bytes], last: int | None = None) -> None:
     """Write lines as they come; with ``last`` only the last so many, at the end."""
     out = sys.stdout.buffer
+    shown = (text for line in lines if (text := view.shown(line)) is not None)
     for line in shown if last is None else deque(shown, maxlen=min(last, sys.maxsize)):
         out.write(line + b"\n")
         if last is None:
@@ -170,15 +167,15 @@ def show_file(
     """
     follower = FileFollower(path)
     if not follow:
-        _show(view.all_shown(_whole(follower)), last)
+        _show(view, _whole(follower), last)
         return
     try:
-        _show(view.all_shown(follower.read()), last)
+        _show(view, follower.read(), last)
         while True:
             wait(_POLL_SECONDS)
-            _show(view.all_shown(follower.read()))
+            _show(view, follower.read())
     finally:
-        _show(view.all_shown(follower.finish()))
+        _show(view, follower.finish())
 
 
 def _whole(follower: FileFollower) -> Iterator[bytes]:

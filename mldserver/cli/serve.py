@@ -147,9 +147,8 @@ def live(settings: Settings, *, drain: bool = False) -> int:
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
     entitle(settings.pipeline, "drain" if drain else "server")
-    faulthandler.enable(
-        file=2
-    )  # systemd's watchdog ends a loop that stands still by SIGABRT: this says where it stood
+    # systemd's watchdog ends a loop that stands still by SIGABRT: this says where it stood.
+    faulthandler.enable(file=2)
     with contextlib.ExitStack() as logs:
         shown, tally = not drain and settings.admin is not None, EventTally()
         logs.enter_context(logging_to(settings, observers=[tally] if shown else []))

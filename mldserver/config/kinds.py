@@ -342,28 +342,18 @@ def listed(raw: object, what: str, *, between: str = ",") -> list[str]:
 
 def optional(of: Kind[T], *, word: str = "none") -> Kind[T | None]:
     """The kind, or a ``word`` for None."""
-
-    def parse(raw: object) -> T | None:
-        if raw is None or (isinstance(raw, str) and raw.strip().lower() == word):
-            return None
-        return of.parse(raw)
-
-    def show(value: T | None) -> str:
-        return word if value is None else of.show(value)
-
-    return Kind(f"{of.allowed}, or {word}", parse, show, metavar=of.metavar)
+    return or_word(of, word, None)
 
 
-def or_word(of: Kind[T], word: str) -> Kind[Any]:
-    """The kind, or a ``word`` that stands for itself."""
+def or_word(of: Kind[Any], word: str, meaning: object) -> Kind[Any]:
+    """The kind, or a ``word`` with a meaning of its own."""
 
-    def parse(raw: object) -> T | str:
-        return (
-            word if isinstance(raw, str) and raw.strip().lower().replace("-", "_") == word else of.parse(raw)
-        )
+    def parse(raw: object) -> Any:
+        is_word = isinstance(raw, str) and raw.strip().lower().replace("-", "_") == word
+        return meaning if is_word or (raw is None and meaning is None) else of.parse(raw)
 
-    def show(value: T | str) -> str:
-        return value if isinstance(value, str) else of.show(value)
+    def show(value: Any) -> str:
+        return word if value == meaning else of.show(value)
 
     return Kind(f"{of.allowed}, or {word}", parse, show, metavar=of.metavar)
 

@@ -265,7 +265,7 @@ class WindowSettings:
     window_retry_cap_seconds: float = rare(seconds(), 60.0)
     """Longest wait between runs."""
     window_deadline_seconds: float | Literal["by_size"] | None = rare(
-        kinds.optional(kinds.or_word(seconds(), "by_size")), "by_size"
+        kinds.optional(kinds.or_word(seconds(), "by_size", "by_size")), "by_size"
     )
     """A run that takes longer is cancelled. by_size: 15 minutes, and 10 s for each MiB of its segments (for a write
     into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""

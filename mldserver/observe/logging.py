@@ -286,13 +286,12 @@ _TOLD_SECONDS: Final = 1.0
 """How often at most it is told that lines were left out."""
 
 
-class Printed:
-    """One stream's lines on their way into the log."""
+class Printed(RateLimit):
+    """One stream's lines on their way into the log: what is too much is counted, and told of."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Begin with room for a burst; ``now`` gives seconds."""
-        self._now = now
-        self._flood = RateLimit(now)
+        super().__init__(now)
         self._lost = 0
         self._since = ""
         self._told = now()
@@ -301,7 +300,7 @@ class Printed:
         """Whether one more line is to be logged; it is counted otherwise."""
         if self._lost and self._now() - self._told >= _TOLD_SECONDS:
             self.tell()
-        if self._flood.passes():
+        if super().passes():
             return True
         if not self._lost:
             self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

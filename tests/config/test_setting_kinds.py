@@ -264,7 +264,7 @@ def test_optional_values_may_be_none() -> None:
 
 
 def test_a_word_may_stand_for_itself() -> None:
-    kind = kinds.optional(kinds.or_word(kinds.duration_seconds(), "by_size"))
+    kind = kinds.optional(kinds.or_word(kinds.duration_seconds(), "by_size", "by_size"))
     assert [kind.parse(raw) for raw in ("5 s", "By-Size", "none", 7)] == [5.0, "by_size", None, 7.0]
     assert [kind.show(value) for value in (5.0, "by_size", None)] == ["5 s", "by_size", "none"]
     assert kind.allowed.endswith(", or by_size, or none")
