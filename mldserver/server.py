@@ -113,6 +113,8 @@ class Server:
         )
         self._service = service or Service({}, clock=self._clock)
         self._parts: Parts | None = None
+        self._begun: Parts | None = None
+        """The parts, once the start is over."""
         self._built = asyncio.Event()
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
@@ -166,8 +168,7 @@ class Server:
                     if not starting.done():
                         log.info("server.stopping", reason=self._reason or "forced", connections=0)
                 # What had begun was given up where a stop came first.
-                begun = self._parts if self._built.is_set() else None
-                code = EXIT_CLEAN if begun is None else await self._work(begun)
+                code = EXIT_CLEAN if self._begun is None else await self._work(self._begun)
         except* (OperatorError, HandlerError, LedgerError) as group:
             errors = list(leaves(group))
             code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
@@ -196,6 +197,7 @@ class Server:
             await aside(self._endpoint.make_token, name="mldserver-token")
         if self._drain:
             await parts.ledger.drain()
+        self._begun = parts
         self._built.set()
         if self._drain:
             self.stop(_DRAIN)
@@ -389,7 +391,7 @@ class Server:
 
     def report(self) -> Report:
         """Return how it is, in a line for systemd."""
-        stopping, parts = self._stop.is_set(), self._parts if self._built.is_set() else None
+        stopping, parts = self._stop.is_set(), self._begun
         text = self._doing if stopping or parts is None else next((why for why, _ in unready(parts)), "ready")
         return Report(text, self.is_ready, stopping)
 
@@ -412,14 +414,13 @@ class Server:
 
     def status(self) -> CoordinatorStatus:
         """Return a snapshot. Raises RuntimeError before the parts are built."""
-        if self._parts is None or not self._built.is_set():
+        if self._begun is None:
             raise RuntimeError("the server has not started yet")
-        return self._parts.coordinator.status()
+        return self._begun.coordinator.status()
 
     def document(self, wrong: str = "") -> Status:
         """Return what the server tells of itself, whatever it is at. ``wrong``: why its parts are not to be asked."""
-        parts = self._parts if self._built.is_set() else None
-        return self._gatherer.take(parts, doing=self._doing, wrong=wrong)
+        return self._gatherer.take(self._begun, doing=self._doing, wrong=wrong)
 
     @property
     def _doing(self) -> str:
@@ -427,8 +428,8 @@ class Server:
 
     async def carry_out(self, act: str, argument: str) -> tuple[bool, str]:
         """Do what somebody asked for; return whether it is done, and a sentence for them."""
-        works = self._built.is_set() and not self._stop.is_set()
-        return await carry_out(self._parts if works else None, self._clock, act, argument)
+        parts = None if self._stop.is_set() else self._begun
+        return await carry_out(parts, self._clock, act, argument)
 
     @property
     def is_ready(self) -> bool:
@@ -437,5 +438,5 @@ class Server:
 
     async def _assembled(self) -> Parts:
         await self._built.wait()
-        assert self._parts is not None
-        return self._parts
+        assert self._begun is not None
+        return self._begun

@@ -179,23 +179,20 @@ def address(raw: object) -> Address:
     return TcpAddress(bare or LOOPBACK, int(port))
 
 
-def count(*, at_least: int) -> Kind[int]:
-    """A whole number."""
-
-    def parse(raw: object) -> int:
-        if isinstance(raw, str) and raw.strip().isascii() and raw.strip().isdigit():
-            number = int(raw)
-        elif isinstance(raw, int) and not isinstance(raw, bool):
-            number = raw
-        else:
-            raise ValueError("it is no whole number")
-        if number < at_least:
-            raise ValueError("it is too small")
-        if number > _LARGEST:
-            raise ValueError("it is too large")
-        return number
-
-    return Kind(f"a whole number from {at_least} on", parse, metavar="N")
+@kind("a whole number from 1 on", metavar="N")
+def count(raw: object) -> int:
+    """A whole number above zero."""
+    if isinstance(raw, str) and raw.strip().isascii() and raw.strip().isdigit():
+        number = int(raw)
+    elif isinstance(raw, int) and not isinstance(raw, bool):
+        number = raw
+    else:
+        raise ValueError("it is no whole number")
+    if number < 1:
+        raise ValueError("it is too small")
+    if number > _LARGEST:
+        raise ValueError("it is too large")
+    return number
 
 
 def size(*, at_least: int = 1) -> Kind[int]:
@@ -228,9 +225,9 @@ def show_size(value: int) -> str:
     return f"{value} B"
 
 
-def duration_seconds(*, zero: bool = False) -> Kind[float]:
-    """Seconds, as a number or as text such as ``10 minutes``; zero only where it makes sense."""
-    ms = duration_ms(zero=zero)
+def duration_seconds() -> Kind[float]:
+    """Seconds above zero, as a number or as text such as ``10 minutes``."""
+    ms = duration_ms()
     return Kind(
         ms.allowed,
         lambda raw: ms.parse(raw) / 1000,
@@ -240,7 +237,7 @@ def duration_seconds(*, zero: bool = False) -> Kind[float]:
 
 
 def duration_ms(*, zero: bool = False) -> Kind[int]:
-    """Milliseconds; written as ``duration_seconds`` are."""
+    """Milliseconds; written as ``duration_seconds`` are. Zero only where it makes sense."""
 
     def parse(raw: object) -> int:
         number = _number(raw)

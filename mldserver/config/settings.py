@@ -123,7 +123,7 @@ class ConnectionSettings:
 
     listen: Address = setting(kinds.address, TcpAddress("127.0.0.1", 7070))
     """Where daemons connect."""
-    connection_limit: int = rare(kinds.count(at_least=1), 1024)
+    connection_limit: int = rare(kinds.count, 1024)
     """Connections at a time; more wait in the kernel's queue."""
     # Java sets no limit; 10,000 records of 10 KiB come to about 140 MB a line, KPL-heavy streams above 100 MB.
     line_limit: int = rare(kinds.size(at_least=1024), 256 * MIB)
@@ -182,7 +182,7 @@ class FailureSettings:
     """Later records of a dead letter's partition key go on, or wait behind it as dead letters too."""
     failure_rules: tuple[FailureRule, ...] = setting(failure_rules, Made(tuple, "none"))
     """What becomes of records by the class of their error, with its bases; may be repeated."""
-    attempts: int = setting(kinds.count(at_least=1), 3)
+    attempts: int = setting(kinds.count, 3)
     """Calls of the handler for one record."""
     max_age_ms: int | None = rare(kinds.optional(ms()), None)
     """A failed record that arrived this long ago is not called again."""
@@ -198,10 +198,10 @@ class CallSettings:
 
     handler_timeout_seconds: float = setting(seconds(), 60.0)
     """A hook that runs longer has failed (`async`) or is logged as slow."""
-    concurrency: int | None = setting(kinds.optional(kinds.count(at_least=1)), None)
+    concurrency: int | None = setting(kinds.optional(kinds.count), None)
     """Records of one batch and of different keys that `process_record` works on at a time; none: what it says."""
     workers: int | None = setting(
-        kinds.optional(kinds.count(at_least=1), word="inline"),
+        kinds.optional(kinds.count, word="inline"),
         Made(lambda: max(1, (os.cpu_count() or 1) - 1), "one fewer than cores, at least one"),
     )
     """Processes that the handler runs in; `inline`: it runs in the server's own."""
@@ -258,7 +258,7 @@ class WindowSettings:
 
     window_on_failure: OnWindowFailure = setting(kinds.choice(OnWindowFailure), "halt")
     """What becomes of a window that keeps failing: windows wait for a person, or it is set aside."""
-    window_attempts: int = setting(kinds.count(at_least=1), 3)
+    window_attempts: int = setting(kinds.count, 3)
     """Runs of `on_window` for one window."""
     window_retry_base_seconds: float = rare(seconds(), 1.0)
     """First wait between runs; it doubles."""
@@ -269,9 +269,9 @@ class WindowSettings:
     )
     """A run that takes longer is cancelled. by_size: 15 minutes, and 10 s for each MiB of its segments (for a write
     into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""
-    window_concurrency: int = setting(kinds.count(at_least=1), 1)
+    window_concurrency: int = setting(kinds.count, 1)
     """Windows that Spark computes at a time."""
-    window_group: int = rare(kinds.count(at_least=1), 16)
+    window_group: int = rare(kinds.count, 16)
     """Small windows that are ready together share one Spark job, up to so many; 1: each has its own."""
 
 

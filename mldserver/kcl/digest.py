@@ -286,7 +286,10 @@ class Digest:
         return lines if lines and lines[0].fields == raw.fields else [raw, *lines]
 
     def due(self, now: float) -> list[Line]:
-        """Return what was only counted for a minute, with the count; what did not come again is forgotten."""
+        """Return what was only counted for a minute, with the count (all of it at the end, ``now`` being infinite).
+
+        What did not come again is forgotten.
+        """
         lines = []
         for key, shown in [entry for entry in self._shown.items() if now >= entry[1].until]:
             if shown.line is None:
@@ -295,12 +298,6 @@ class Digest:
                 lines.append(self._line(shown.line, shown.count))
                 self._shown[key] = _Shown(now + FOLD_SECONDS)
         return lines
-
-    def rest(self) -> list[Line]:
-        """Return what is counted so far, at the end of all."""
-        return [
-            self._line(shown.line, shown.count) for shown in self._shown.values() if shown.line is not None
-        ]
 
     def _fold(self, key: str, line: Line, now: float) -> list[Line]:
         shown = self._shown.get(key)

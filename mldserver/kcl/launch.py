@@ -57,10 +57,10 @@ class Files:
     On Linux they are memory of this process: whatever ends it, nothing is left of them.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        """Keep them in ``folder``; None: in memory."""
+    def __init__(self, folder: Path | None, stack: contextlib.ExitStack) -> None:
+        """Keep them in ``folder``; None: in memory, until the end of the ``stack``."""
         self._folder = folder
-        self._open: list[int] = []
+        self._stack = stack
 
     def add(self, name: str, content: bytes, *, executable: bool = False) -> str:
         """Return the path of a new file. Raises PermissionError where this host lets nothing in memory be executed."""
@@ -81,14 +81,10 @@ class Files:
             file.write(content)
             os.fchmod(writing, mode)
             # What is open for writing cannot be executed.
-            self._open.append(os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC))
+            reading = os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, reading)
         # The process id, not "self": the daemon's children close what they inherit.
-        return f"/proc/{os.getpid()}/fd/{self._open[-1]}"
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        for descriptor in self._open:
-            os.close(descriptor)
+        return f"/proc/{os.getpid()}/fd/{reading}"
 
 
 @contextlib.contextmanager
@@ -99,12 +95,9 @@ def private_files() -> Iterator[Files]:
         if not hasattr(os, "memfd_create"):
             place = tempfile.gettempdir()
             where = "/tmp" if len(place.split()) != 1 else place  # noqa: S108  # mkdtemp is safe anywhere
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="mldserver-kcl-", dir=where))
-            )
-        files = Files(folder)
-        stack.callback(files.close)
-        yield files
+            temporary = tempfile.TemporaryDirectory(prefix="mldserver-kcl-", dir=where)
+            folder = Path(stack.enter_context(temporary))
+        yield Files(folder, stack)
 
 
 def prepare(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import ssl
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Supervisor:
                 code = await self._again_and_again()
                 counts.cancel()
         finally:
-            _write(self._digest.rest())
+            _write(self._digest.due(math.inf))
         return EXIT_FORCED if self._forced.is_set() else code
 
     async def _tell_counts(self) -> None:

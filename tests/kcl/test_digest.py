@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from mldserver.kcl.digest import LONGEST_LINE, Digest, Line, LogEvent
@@ -200,7 +202,7 @@ def test_what_is_counted_is_told_at_the_end() -> None:
     for _ in range(3):
         digest.take(error("A", "one"), 0)
     digest.take(error("A", "two"), 0)
-    assert [line.fields["repeated"] for line in digest.rest()] == [2]
+    assert [line.fields["repeated"] for line in digest.due(math.inf)] == [2]
 
 
 def test_no_stack_is_shown_twice() -> None:
