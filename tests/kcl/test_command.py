@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -229,7 +230,7 @@ def test_files_elsewhere_are_private_have_no_space_in_their_path_and_go_away(
 
 
 def test_an_emulator_gets_json_and_a_given_region_stays(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = Files(tmp_path, contextlib.ExitStack())
     properties = {"regionName": "r", "kinesisEndpoint": "http://127.0.0.1:1"}
     command, environment = prepare(
         files,
