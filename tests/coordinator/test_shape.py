@@ -250,7 +250,7 @@ async def test_a_column_is_added_and_a_number_widened_over_the_windows_that_are_
         await pipeline.clock.advance(3)
         (job,) = pipeline.engine.jobs
         (old,) = job.older["`value` INT"]
-        assert old == job.segments[0]
+        assert old in job.segments
         assert len(job.segments) == 2
     rows = sorted((row["value"], row["more"]) for row in pipeline.rows(f"window={W[0]}/*"))
     assert rows == [(1, None), (2**40, "x")]
