@@ -36,9 +36,6 @@ FORMAT: Final = 6
 Rows = dict[str, Any]
 """Changes as rows of plain values."""
 
-LetterKeys = tuple[tuple[str, str, Sequence] | None, ...]
-"""Shard, key and sequence of each of an item's letters; None for one without a key."""
-
 _T = TypeVar("_T")
 _STATES: Final = {state.value: state for state in WindowState}
 _KINDS: Final = {kind.value: kind for kind in SegmentKind}
@@ -255,24 +252,19 @@ def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
     return tuple(letters)
 
 
-def keys_of(letters: tuple[DeadLetter, ...]) -> LetterKeys:
-    """Return what parks records behind these letters."""
-    return tuple(
-        None if letter.partition_key is None else (letter.shard_id, letter.partition_key, letter.sequence)
-        for letter in letters
-    )
-
-
 def pack_keys(letters: tuple[DeadLetter, ...]) -> bytes:
     """Return the keys of letters as bytes: an array of [shard, key, sequence], null for a letter without a key."""
     rows = [
-        None if key is None else [key[0], storable(key[1]), _sequence_row(key[2])] for key in keys_of(letters)
+        None
+        if (key := letter.partition_key) is None
+        else [letter.shard_id, storable(key), _sequence_row(letter.sequence)]
+        for letter in letters
     ]
     return zlib.compress(orjson.dumps(rows))
 
 
-def unpack_keys(packed: bytes) -> LetterKeys:
-    """Return the keys that ``pack_keys`` made bytes of. Raises ValueError for bytes that are none."""
+def unpack_keys(packed: bytes) -> tuple[tuple[str, str, Sequence] | None, ...]:
+    """Return the keys that ``pack_keys`` made bytes of: shard, key and sequence. Raises ValueError for bytes that are none."""
     try:
         rows = orjson.loads(zlib.decompress(packed))
         return tuple(None if row is None else (row[0], row[1], _sequence(row[2])) for row in rows)
