@@ -79,24 +79,43 @@ def where_lost(spark: SparkSession, staging: str, out: str, *, of_all: bool = Fa
     ``of_all``: each task should have written rows, and not only those that say so.
     """
     lost: set[str] = set()
-    with contextlib.suppress(
-        Exception
-    ):  # no Python face yet: what another Spark answers otherwise is no answer
+    with contextlib.suppress(Exception):  # no Python face yet: another Spark may answer otherwise
         filesystem, root = reach(staging, out)
         files = {path: _PART.search(path) for path in data_files(filesystem, root)}
         rows = {path: pq.read_metadata(path, filesystem=filesystem).num_rows for path in files}
         there = {int(part[1]) for path, part in files.items() if part and rows[path]}
-        context: Any = spark.sparkContext
-        tracker = context.statusTracker()
-        last = max(tracker.getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id")))
-        stage = max(int(number) for number in tracker.getJobInfo(last).stageIds)
-        tasks = context._jsc.sc().statusStore().taskList(stage, 0, 10_000)  # noqa: SLF001  # see above
-        for task in map(tasks.apply, range(tasks.size())):
+        *_, tasks = _stages(spark)
+        for task in tasks:
             if task.status() != "SUCCESS" or task.index() in there:
                 continue
             if of_all or task.taskMetrics().get().outputMetrics().recordsWritten():
-                lost.add(f"{task.host()} (executor {task.executorId()})")
+                lost.add(_executor(task))
     return f" Those that failed are on {', '.join(sorted(lost))}." if lost else ""
+
+
+def where_failed(spark: SparkSession) -> str:
+    """Return a sentence about the executors on which tasks of this thread's last job failed; empty: it has not failed so."""
+    failed: set[str] = set()
+    with contextlib.suppress(Exception):  # see where_lost; and a JVM that is going says nothing
+        for tasks in _stages(spark, unless="SUCCEEDED"):
+            failed |= {_executor(task) for task in tasks if task.status() == "FAILED"}
+    return f" (Its tasks failed on {', '.join(sorted(failed))}.)" if failed else ""
+
+
+def _stages(spark: SparkSession, unless: str = "") -> list[list[Any]]:
+    """Return the tasks of each stage of this thread's last job, unless that has the status; the last stage is the result's."""
+    context: Any = spark.sparkContext
+    tracker = context.statusTracker()
+    job = tracker.getJobInfo(max(tracker.getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id"))))
+    if job.status == unless:
+        return []
+    store = context._jsc.sc().statusStore()  # noqa: SLF001  # see where_lost
+    found = [store.taskList(stage, 0, 10_000) for stage in sorted(map(int, job.stageIds))]
+    return [[tasks.apply(number) for number in range(tasks.size())] for tasks in found]
+
+
+def _executor(task: Any) -> str:
+    return f"{task.host()} (executor {task.executorId()})"
 
 
 def inspect_output(staging: str, out: str = "") -> Output:

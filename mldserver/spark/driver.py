@@ -128,10 +128,14 @@ class Jobs:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.session.jvm.wait(_DEATH_SECONDS)
                     return  # not the job's failure: whoever watches the JVM ends this process, and so the job
-            fault = wire.describe(error)
+            fault, where = wire.describe(error), ""
             closed = self.session.connect and CLOSED in fault.message
+            if self.session.cores is None:
+                from mldserver.spark.counts import where_failed  # noqa: PLC0415  # as in `_compute`
+
+                where = where_failed(self.session.spark)
             answer = wire.FailedJob(
-                job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
+                job.run.id, fault.error, f"{fault.message}{where}", fault.traceback, cancelled=job.cancelled
             )
         with self._lock:
             del self._jobs[job.run.id]

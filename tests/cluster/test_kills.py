@@ -19,17 +19,15 @@ BUSY = 40
 """Milliseconds for each of a window's hundred rows: time for a kill."""
 
 
-async def test_whatever_of_a_cluster_is_killed_each_row_is_there_once_and_a_blind_worker_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_whatever_is_killed_and_whoever_is_blind_each_row_is_there_once(tmp_path: Path) -> None:
     async with spark_parts(tmp_path / "workers") as parts:
         master = await parts.master()
         server = Served(tmp_path, parts.url)
         server.out.mkdir()
         first = await parts.worker()
-        if can_blind(server.out):
+        blind = await parts.worker(blind=server.out) if can_blind(server.out) else None
+        if blind:
             # A cluster with a worker that does not see the folder is refused.
-            blind = await parts.worker(blind=server.out)
             await server.start()
             assert await server.ended() == 2
             (failed,) = server.log("server.failed")
@@ -43,7 +41,7 @@ async def test_whatever_of_a_cluster_is_killed_each_row_is_there_once_and_a_blin
             server.send()
             await server.until_exact()
 
-            # Every executor; then a worker with its executor.
+            # Every executor; then the workers with theirs.
             server.send(pause_ms=BUSY)
             await server.until_computing()
             for pid in (*first.executors(), *second.executors()):
@@ -51,22 +49,38 @@ async def test_whatever_of_a_cluster_is_killed_each_row_is_there_once_and_a_blin
             await server.until_exact()
             server.send(pause_ms=BUSY)
             await server.until_computing()
-            await first.kill(executors=True)
-            await server.until_exact()
+            for worker in (first, second):
+                await worker.kill(executors=True)
+            if blind:
+                # None is left but one that came later and is blind: no window is done, and the event says where.
+                await blind.start()
+                where = "Its tasks failed on 127.0.0.2 (executor "
+                await server.until(lambda: where in str(server.log("window.failed")))
+                assert server.rows().total() == 200
             await first.start()
+            if blind:
+                await blind.kill(executors=True)
+            await server.until_exact()
 
-            # The master: what runs is finished all the same.
+            # The master, then the server.
             server.send(pause_ms=BUSY)
             await server.until_computing()
             await master.kill()
             await master.start()
             await server.until_exact()
+            server.send(pause_ms=BUSY)
+            await server.until_computing()
+            await server.kill()
+            await server.until_exact()
 
 
-async def test_a_connect_server_that_is_killed_costs_no_row_and_doubles_none(tmp_path: Path) -> None:
+async def test_a_connect_server_on_a_cluster_that_is_killed_costs_no_row_and_doubles_none(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
     async with spark_parts(tmp_path / "workers") as parts:
-        connect, address = await parts.connect_server()
+        await parts.cluster(workers=1)
+        connect, address = await parts.connect_server(parts.url)
         server = Served(tmp_path, address)
         async with server.fed():
             server.send()

@@ -20,7 +20,7 @@ from mldserver.windows import Window
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HANDLERS = Path(__file__).parents[1] / "spark"
 ROWS = 500

@@ -138,7 +138,8 @@ async def test_over_connect_too_and_after_a_restart_the_changed_module_is_the_on
     pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
     user = Pipeline(tmp_path)
     async with spark_parts(tmp_path) as parts:
-        _, address = await parts.connect_server()
+        await parts.cluster(workers=1)
+        _, address = await parts.connect_server(parts.url)
         assert await user.computed(user.engine(address)) == expected("first")
         (user.home / "flow/functions.py").write_text(FUNCTIONS.replace("first", "second"))
         assert await user.computed(user.engine(address)) == expected("second")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import window_job
-from mldserver.spark.counts import CountsDiffer, inspect_output
+from mldserver.spark.counts import CountsDiffer, inspect_output, where_failed
 from mldserver.spark.window_job import Pipeline, run_windows
 from mldserver.windows import Window
 
@@ -83,7 +84,9 @@ def test_rows_that_spark_does_not_find_fail_the_window_with_both_numbers(world: 
         world.run(world.job(registered=ROWS + 9), lambda rows, _: rows.groupBy("name").count())
 
 
-def test_a_segment_that_is_gone_fails_the_window_whatever_the_settings_say(world: World) -> None:
+def test_a_segment_that_is_gone_fails_the_window_whatever_the_settings_say_and_it_is_told_where(
+    world: World,
+) -> None:
     def lose_one(rows: DataFrame, _: Window) -> DataFrame:
         Path(job.segments[1]).unlink()
         return rows
@@ -93,6 +96,12 @@ def test_a_segment_that_is_gone_fails_the_window_whatever_the_settings_say(world
     try:
         with pytest.raises(Exception, match="FILE_NOT_EXIST"):
             world.run(job, lose_one)
+        context: Any = world.session.spark.sparkContext
+        context._jsc.sc().listenerBus().waitUntilEmpty()
+        told = where_failed(world.session.spark)
+        assert re.fullmatch(r" \(Its tasks failed on \S+ \(executor driver\)\.\)", told)
+        world.run(world.job())
+        assert where_failed(world.session.spark) == ""
     finally:
         conf.unset("spark.sql.files.ignoreMissingFiles")
 
