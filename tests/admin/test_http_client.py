@@ -32,7 +32,7 @@ def server() -> Iterator[Endpoint]:
 
 def client(server: Endpoint, word: str | None = None, tls: ssl.SSLContext | None = None) -> Client:
     token = None if word is None else Token(word, os.geteuid())
-    return Client(address.parse(server.address), token=token, tls=tls)
+    return Client(address.parse(server.address), token=token, tls=tls, seconds=600)
 
 
 def test_the_status_is_what_was_sent(server: Endpoint) -> None:
@@ -42,7 +42,7 @@ def test_the_status_is_what_was_sent(server: Endpoint) -> None:
 
 def test_an_act_goes_with_its_argument_and_the_token(server: Endpoint) -> None:
     server.answers["/act/log-level"] = 200, {"done": True, "text": "The level is debug."}
-    assert client(server, "secret").act("log-level", "debug", seconds=5) == Answer(
+    assert client(server, "secret").act("log-level", "debug", seconds=600) == Answer(
         True, "The level is debug."
     )
     assert server.asked == [("/act/log-level", {"argument": "debug"}, "Bearer secret")]
@@ -66,7 +66,7 @@ def test_a_stranger_who_has_taken_the_port_is_not_shown_the_token(
     monkeypatch.setattr("mldserver.admin.http_client.listening_users", lambda _socket: {stranger})
     server.answers["/status"] = 401, {"error": "Your token, please."}
     ours = client(server, "secret")
-    for ask in (ours.status, lambda: ours.act("pause", "", seconds=5)):
+    for ask in (ours.status, lambda: ours.act("pause", "", seconds=600)):
         with pytest.raises(
             Refused, match=f"is of user {stranger}, and the token of user .*: it was not sent"
         ):
@@ -74,7 +74,7 @@ def test_a_stranger_who_has_taken_the_port_is_not_shown_the_token(
     assert {token for _, _, token in server.asked} == {None}
     monkeypatch.setattr("mldserver.admin.http_client.listening_users", lambda _socket: {0})
     server.answers["/act/pause"] = 200, {"done": True, "text": "It is paused."}
-    assert ours.act("pause", "", seconds=5).done
+    assert ours.act("pause", "", seconds=600).done
 
 
 class Socket(NamedTuple):
@@ -161,20 +161,20 @@ def test_a_real_ports_user_is_told_before_and_after_the_accept(host: str) -> Non
 
 def test_an_act_that_was_not_done_has_its_sentence(server: Endpoint) -> None:
     server.answers["/act/reload"] = 409, {"done": False, "text": "It does not load."}
-    assert client(server).act("reload", "", seconds=5) == Answer(False, "It does not load.")
+    assert client(server).act("reload", "", seconds=600) == Answer(False, "It does not load.")
 
 
 def test_an_act_that_the_server_does_not_know_is_refused_in_its_words(server: Endpoint) -> None:
     server.answers["/act/a%2Fb"] = 404, {"error": "There is no such act."}
     with pytest.raises(Refused, match=r"did not do it: There is no such act\.$"):
-        client(server).act("a/b", "", seconds=5)
+        client(server).act("a/b", "", seconds=600)
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_who_is_not_let_in_is_told_why_and_what_helps(status: int, server: Endpoint) -> None:
     server.answers["/act/flush"] = status, {"error": "This needs the token."}
     with pytest.raises(Refused, match=r"refuses: This needs the token\. --admin-token-file names"):
-        client(server).act("flush", "", seconds=5)
+        client(server).act("flush", "", seconds=600)
 
 
 @pytest.mark.parametrize(
