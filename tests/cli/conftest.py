@@ -1,5 +1,5 @@
 """Commands in a folder of the test's own, and nothing set by the environment but that handlers run in the server's own
-process: one for workers costs a second of the processor."""
+process: one for workers costs a second of the processor. A server has as long to answer as the test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+
+from mldserver.admin.http_client import Client
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,3 +21,4 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLDSERVER_WORKERS", "inline")
     monkeypatch.setenv("MLDSERVER_ADMIN", "none")
+    monkeypatch.setitem(Client.__init__.__kwdefaults__, "seconds", 600.0)  # type: ignore[index]  # it has some

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+PATIENT = """
+import sys
+from mldserver import cli
+from mldserver.admin.http_client import Client
+
+Client.__init__.__kwdefaults__["seconds"] = 600.0
+sys.exit(cli.run(sys.argv[1:]))
+"""
+"""The command, as a program that gives a slow machine time to answer."""
 SHARDS = (
     Shard(id="a-1", state="connected", lag_ms=10, durable_age_seconds=3.0),
     Shard(id="a-2", state="connected", lag_ms=500),
@@ -215,7 +224,7 @@ def test_in_a_terminal_keys_count_at_once_and_it_is_left_as_it_was(server: Endpo
     termios.tcsetwinsize(theirs, (50, 150))
     before = termios.tcgetattr(theirs)
     child = subprocess.Popen(
-        [sys.executable, "-m", "mldserver", "top", "--admin", server.address],
+        [sys.executable, "-c", PATIENT, "top", "--admin", server.address],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
