@@ -77,6 +77,5 @@ class ChangeHandler:
         return None if hook is None else hook(change)
 
     async def _await_one(self, record: Record) -> Any:
-        change = self._change(record)
-        hook = self._hooks.get(change.kind)
-        return None if hook is None else await hook(change)
+        returned = self._call_one(record)
+        return None if returned is None else await returned

@@ -112,7 +112,9 @@ def describe(error: BaseException) -> Failure:
     if not isinstance(error, Verdict):
         return Failure(summary, text, cls.names, frames=frames)
     wish = next((wish for kind, wish in _WISHES.items() if isinstance(error, kind)), None)
-    after, records = _safely(lambda: _after(error), None), _safely(lambda: _records(error), None)
+    # A subclass may hold something else there than a number of seconds, or some of the records.
+    after = _safely(lambda: _after(error), None)
+    records = _safely(lambda: None if error.records is None else tuple(error.records), None)
     return Failure(summary, text, cls.names, wish, after, records, frames)
 
 
@@ -211,14 +213,8 @@ def _of_class(cls: type, name: str) -> str:
 
 
 def _after(error: Verdict) -> float | None:
-    """Return how long to wait; None when a subclass holds something else than a number of seconds there."""
     after = error.after if isinstance(error, Retry) else None
     return None if after is None or not 0 <= after < math.inf else float(after)
-
-
-def _records(error: Verdict) -> tuple[Any, ...] | None:
-    """Return which records are meant; None when a subclass holds something else than some of them there."""
-    return None if error.records is None else tuple(error.records)
 
 
 def _safely(read: Callable[[], T], otherwise: T) -> T:

@@ -91,7 +91,7 @@ class _Inspection:
         hooks = {name: hook for name in _ARGUMENTS if (hook := self._hook(name)) is not None}
         record_hook = self._record_hook(hooks)
         changes = self._changes(hooks, record_hook)
-        schema = self._schema()
+        schema = self._schema(hooks)
         windows = self._windows(schema, retention_ms)
         concurrency = self._concurrency(record_hook)
         window_columns = self._window_columns()
@@ -99,7 +99,6 @@ class _Inspection:
         blocking = self._attribute("blocking")
         if type(blocking) not in {bool, type(None)}:
             self._find(f"blocking is {blocking!r}; write True or False", "blocking")
-        self._check_rows(schema, hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
             return None
@@ -230,19 +229,27 @@ class _Inspection:
                 return f", but its class {name} has one: write {self.loaded.path}:{name}"
         return ""
 
-    def _schema(self) -> Schema | None:
+    def _schema(self, hooks: dict[str, HookSpec]) -> Schema | None:
         ddl = self._attribute("schema")
         if ddl is None:
+            for name in ("windows", "on_window"):
+                if self._attribute(name) is not None:
+                    self._find(f"{name} needs rows, but there is no schema (such as schema = 'n INT')", name)
             return None
         if not isinstance(ddl, str):
             self._find(f"schema is {_a(ddl)}, not Spark DDL as text", "schema")
             return None
         try:
-            return parse_schema(ddl)
+            schema = parse_schema(ddl)
         except SchemaError as error:
             for problem in error.problems:
                 self._find(f"schema: {problem}", "schema")
             return None
+        if "process_table" in hooks and schema.column(RECORD_COLUMN):
+            self._find(
+                f"schema: column {RECORD_COLUMN}: with process_table it names each row's record", "schema"
+            )
+        return schema
 
     def _windows(self, schema: Schema | None, retention_ms: int | None) -> WindowSpec | None:
         windows = self._attribute("windows")
@@ -319,16 +326,6 @@ class _Inspection:
         elif column.sql != "TIMESTAMP":
             self._find(
                 f"windows are cut on {windows.on!r}, which is {column.sql}; it must be a TIMESTAMP", "windows"
-            )
-
-    def _check_rows(self, schema: Schema | None, hooks: dict[str, HookSpec]) -> None:
-        if self._attribute("schema") is None:
-            for name in ("windows", "on_window"):
-                if self._attribute(name) is not None:
-                    self._find(f"{name} needs rows, but there is no schema (such as schema = 'n INT')", name)
-        elif schema is not None and "process_table" in hooks and schema.column(RECORD_COLUMN):
-            self._find(
-                f"schema: column {RECORD_COLUMN}: with process_table it names each row's record", "schema"
             )
 
     def _check_spelling(self) -> None:

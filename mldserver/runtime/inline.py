@@ -58,11 +58,6 @@ class _OpenShard:
     parked: dict[str, Sequence] = field(default_factory=dict)
     """The keys whose records wait behind a dead letter, with its sequence."""
 
-    def close(self) -> None:
-        """Make sure that a hook which still runs cannot checkpoint any more."""
-        if self.processor is not None:
-            self.processor.close()
-
 
 class InlineRuntime:
     """Runs one pipeline's handler in this process (see ``Runtime``)."""
@@ -102,6 +97,8 @@ class InlineRuntime:
         self._thread = WorkerThread("mldserver-handler")
         self._threads = [self._thread]
         self._shard_threads = ShardThreads()
+        self.deadlines: Deadlines
+        """Of the calls that run; there once it has started."""
         self._tools: Tools | None = None
         self._shards: dict[str, _OpenShard] = {}
 
@@ -111,7 +108,7 @@ class InlineRuntime:
         spec = self._handler
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
-        deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
+        self.deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
         lanes, is_async = self._lanes(spec), spec.hooks[spec.record_hook].is_async
         processor = spec.kind is HandlerKind.PROCESSOR
         here = self._at_once and not (spec.blocking or is_async or processor or lanes > 1)
@@ -119,7 +116,7 @@ class InlineRuntime:
         self._at_once = here and not self._policy.parks
         caller = Caller(
             thread=None if here else self._thread,
-            deadlines=deadlines,
+            deadlines=self.deadlines,
             clock=self._clock,
             interrupts=self._interrupts,
             watched=self._watched,
@@ -154,8 +151,11 @@ class InlineRuntime:
         """
         await self.forget(shard.id)
         await self._lanes_free()
-        tools = await self._tools_for(shard)
-        failures = 0
+        tools, failures = self._ready(), 0
+        if tools.spec.kind is HandlerKind.PROCESSOR:
+            # It may wait for much: on a thread of its own.
+            thread = await self._shard_threads.take(shard.id)
+            tools = replace(tools, caller=tools.caller.on(thread), threads=(thread,))
         while (failed := await self._try_open(shard, tools)) is not None:
             hook, failure = failed
             failures += 1
@@ -181,8 +181,8 @@ class InlineRuntime:
             tools, parked = replace(tools, policy=tools.policy.redriving()), {}
         work = BatchWork(tools, hook, delivery, opened.decoder, parked)
         outcome = await work.run()
-        if self._policy.parks:
-            opened.parked.update(work.newly_parked())
+        for lane in work.lanes:
+            opened.parked.update(lane.plan.parked)
         return outcome if opened.processor is None else await self._kept(outcome, opened, opened.processor)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
@@ -190,8 +190,17 @@ class InlineRuntime:
         opened = self._opened(shard_id)
         bound, processor = opened.hooks.get(hook), opened.processor
         await self._lanes_free()
-        if bound is not None:
-            await self._notify(opened, bound)
+        attempt = 0
+        while bound is not None and attempt < self._policy.attempts:
+            attempt += 1
+            returned = await opened.tools.caller.run(bound, [opened.shard], shard=shard_id)
+            if returned.failure is None:
+                break
+            if attempt < self._policy.attempts:
+                await self._wait(opened.shard, bound.name, returned.failure, attempt)
+            else:
+                tell = opened.tools.teller(shard_id)
+                tell("error", "handler.hook_failed", returned.failure, hook=bound.name, attempts=attempt)
         if processor is None:
             return None
         if hook is Hook.SHARD_ENDED and not processor.progress.end_checkpointed:
@@ -203,18 +212,6 @@ class InlineRuntime:
                 advice="amazon_kclpy demands checkpoint() there; without it the shard is never done.",
             )
         return processor.position
-
-    async def _notify(self, opened: _OpenShard, bound: BoundHook) -> None:
-        shard_id = opened.shard.id
-        for attempt in range(1, self._policy.attempts + 1):
-            returned = await opened.tools.caller.run(bound, [opened.shard], shard=shard_id)
-            if returned.failure is None:
-                return
-            if attempt < self._policy.attempts:
-                await self._wait(opened.shard, bound.name, returned.failure, attempt)
-                continue
-            tell = opened.tools.teller(shard_id)
-            tell("error", "handler.hook_failed", returned.failure, hook=bound.name, attempts=attempt)
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
@@ -230,8 +227,8 @@ class InlineRuntime:
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler."""
         opened = self._shards.pop(shard_id, None)
-        if opened is not None:
-            opened.close()
+        if opened is not None and opened.processor is not None:
+            opened.processor.close()  # a hook that still runs cannot checkpoint any more
         self._shard_threads.release(shard_id)
 
     def threads(self, shard_id: str) -> tuple[WorkerThread, ...]:
@@ -246,19 +243,7 @@ class InlineRuntime:
 
     async def run(self) -> None:
         """Look after the deadlines of calls."""
-        await self._ready().caller.deadlines.run()
-
-    def running_ms(self) -> int:
-        """Return how long the longest synchronous call has run; from any thread."""
-        return self._ready().caller.deadlines.running_ms()
-
-    def in_call(self) -> bool:
-        """Whether a call is made on the event loop; from any thread."""
-        return self._ready().caller.deadlines.here is not None
-
-    def tell_slow(self) -> None:
-        """Tell of a call on the event loop that takes too long; from any thread."""
-        self._ready().caller.deadlines.tell_here()
+        await self.deadlines.run()
 
     async def close(self) -> None:
         """Stop the worker threads; a hook that hangs is left behind after a few seconds."""
@@ -292,35 +277,26 @@ class InlineRuntime:
             for thread in self._threads[1:]:
                 group.create_task(thread.run(lambda: None))
 
-    async def _tools_for(self, shard: Shard) -> Tools:
-        """Return what works on a shard's batches: record processors, which may wait for much, on a thread of its own."""
-        tools = self._ready()
-        if tools.spec.kind is not HandlerKind.PROCESSOR:
-            return tools
-        thread = await self._shard_threads.take(shard.id)
-        return replace(tools, caller=tools.caller.on(thread), threads=(thread,))
-
     async def _try_open(self, shard: Shard, tools: Tools) -> tuple[str, Failure] | None:
         """Make a handler and run ``initialize``; return the hook that failed, and why."""
-        instance: Any = tools.spec.target
-        if tools.spec.kind is HandlerKind.MODULE:
-            functions = _functions(tools.spec, instance)
+        spec = tools.spec
+        instance: Any = spec.target
+        if spec.kind is HandlerKind.MODULE:
+            functions = _functions(spec, instance)
         else:
             # The instance comes back in a list of one: hooks may not return objects of their own to the runtime.
-            make = BoundHook("__init__", lambda _: [_made(tools.spec)], is_async=False)
+            make = BoundHook("__init__", lambda _: [_made(spec)], is_async=False)
             made = await tools.caller.run(make, [shard], shard=shard.id)
             if made.failure is not None:
                 return make.name, made.failure
             instance, functions = made.values[0][0]
-        hooks = {
-            name: BoundHook(name, functions[name], hook.is_async) for name, hook in tools.spec.hooks.items()
-        }
-        if (by_record := hooks.get(RecordHook.RECORD)) is not None:
-            hooks[RecordHook.RECORD] = replace(by_record, plain=tools.rows.plain, take=tools.rows.take)
-        for name in (RecordHook.RECORD, RecordHook.RECORDS):
-            if name in hooks and tools.spec.record_hook is name:
-                bounded = tools.policy.max_ahead_ms is not None and tools.spec.time_column is not None
-                hooks[name] = replace(hooks[name], plainly=tools.lanes == 1 and not bounded)
+        hooks = {name: BoundHook(name, functions[name], hook.is_async) for name, hook in spec.hooks.items()}
+        name = spec.record_hook
+        if name is RecordHook.RECORD:
+            hooks[name] = replace(hooks[name], plain=tools.rows.plain, take=tools.rows.take)
+        if name is not RecordHook.TABLE:
+            bounded = tools.policy.max_ahead_ms is not None and spec.time_column is not None
+            hooks[name] = replace(hooks[name], plainly=tools.lanes == 1 and not bounded)
         initialize = hooks.get("initialize")
         if initialize is not None:
             returned = await tools.caller.run(initialize, [shard], shard=shard.id)
@@ -342,22 +318,19 @@ class InlineRuntime:
                 tell = opened.tools.teller(shard.id)
                 tell("error", "handler.hook_failed", returned.failure, hook=hook.name, attempts=1)
         processor.progress.settle()
-        self._remind(shard, processor)
-        owes = processor.progress.delivered != processor.position
-        return structs.replace(outcome, keeps_position=True, position=processor.position, owes=owes)
-
-    def _remind(self, shard: Shard, processor: Processor) -> None:
-        """Tell of a processor that takes records and never says that it is done with them."""
         late_ms = processor.overdue.look(processor.progress, self._clock.steady_ms())
         if late_ms is not None:
+            # It takes records, and never says that it is done with them.
             log.warning(
                 "handler.not_checkpointing",
                 shard=shard.id,
-                handler=self._ready().spec.path,
+                handler=opened.tools.spec.path,
                 seconds=late_ms / 1000,
                 position=None if processor.position is None else str(processor.position),
                 advice="Records are delivered again from there after a restart: call checkpointer.checkpoint().",
             )
+        owes = processor.progress.delivered != processor.position
+        return structs.replace(outcome, keeps_position=True, position=processor.position, owes=owes)
 
     async def _wait(
         self, shard: Shard, hook: str, failure: Failure, failures: int, *, grave: bool = False

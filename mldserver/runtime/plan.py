@@ -144,7 +144,6 @@ class BatchPlan:
             ending = self.policy.ending(
                 failure, calls=self.policy.attempts, age_ms=self._age((index,), now_ms)
             )
-            # Trying again cannot help, whatever a rule says.
             self._end(index, ending or Ending(self.policy.on_failure), failure)
 
     def park(self, keys: Mapping[str, records.Sequence]) -> None:

@@ -239,10 +239,6 @@ class BatchWork:
             discarded=endings.count(Ending.DISCARD),
         )
 
-    def newly_parked(self) -> dict[str, records.Sequence]:
-        """Return the keys whose records are to wait behind dead letters of this batch."""
-        return {key: sequence for lane in self.lanes for key, sequence in lane.plan.parked.items()}
-
     async def _run_sync(self, step: Step | None) -> None:
         if step is None:
             step = await self._on_thread(self._begin)

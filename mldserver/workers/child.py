@@ -127,8 +127,7 @@ class Child:
         except MldserverError as error:
             self._channel.send(wire.failed(0, error))
             return False
-        loop, tells = asyncio.get_running_loop(), (teller.tell_lost, runtime.tell_slow)
-        Heartbeat(self._end, loop, runtime.running_ms, runtime.in_call, tells).start()
+        Heartbeat(self._end, asyncio.get_running_loop(), runtime.deadlines, teller.tell_lost).start()
         self._channel.send(wire.loaded_of(spec))
         return True
 
@@ -152,7 +151,11 @@ class Child:
                 # At once: whoever lets a shard go does not wait for a call that hangs.
                 self._begin(message, self._ready().forget(message.shard), behind=False)
             case wire.Cancel():
-                self._cancel(message.id)
+                # What follows for its shard begins when it has ended all the same.
+                if message.id in self._tasks and message.id not in self._cancelled:
+                    self._cancelled.add(message.id)
+                    # Behind its first step, however soon this comes: without that it would end without an answer.
+                    asyncio.get_running_loop().call_soon(self._tasks[message.id].cancel)
             case wire.Number():
                 entitle(self._pipeline, f"worker {message.number}")
             case wire.LogLevel():
@@ -185,13 +188,6 @@ class Child:
         self._working[shard].discard(task)
         if not self._working[shard]:
             del self._working[shard]
-
-    def _cancel(self, request: int) -> None:
-        """Nobody waits for a request any more; what follows for its shard begins when it has ended all the same."""
-        if request in self._tasks and request not in self._cancelled:
-            self._cancelled.add(request)
-            # Behind its first step, however soon this comes: without that it would end without an answer.
-            asyncio.get_running_loop().call_soon(self._tasks[request].cancel)
 
     async def _answer(self, request: int, work: Coroutine[Any, Any, _Answer | None]) -> None:
         try:
@@ -346,19 +342,15 @@ def main(arguments: list[str]) -> None:
     """Serve through the descriptor that ``arguments`` name. Never returns."""
     faulthandler.enable(file=2)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-    _give_way()
+    # It ends with the server even in the hands of C code, and before it when the machine runs out of memory (Linux).
+    with contextlib.suppress(OSError, AttributeError):
+        die_with_parent()
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     # Whoever stops the server stops it alone: what is in hand here is wanted to the end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(arguments[0]))
     end.set_inheritable(False)
     uvloop.run(_serve(end))
-
-
-def _give_way() -> None:
-    """End with the server even in the hands of C code, and before it when the machine runs out of memory (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        die_with_parent()
-        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
 async def _serve(end: socket.socket) -> None:

@@ -116,6 +116,7 @@ class WorkerProcess:
         """Own a process, and the memory that it shares."""
         assert child.end is not None, "workers are started with a socket"
         self._child = child
+        self.pid = child.pid
         self._printed = printed
         self._clock = clock
         self.arena = arena
@@ -172,11 +173,6 @@ class WorkerProcess:
         return process
 
     @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._child.pid
-
-    @property
     def silent_ms(self) -> int:
         """How long it has not beaten."""
         return self._clock.steady_ms() - self._beat_ms
@@ -211,19 +207,13 @@ class WorkerProcess:
             return self._loaded.result()
         raise WorkerGone(await self.ending(), alone=True)
 
-    async def run(self) -> None:
-        """Wait until it has ended; then every request that is unanswered raises WorkerGone."""
-        try:
-            await self.ended()
-        finally:
-            await self.close()
-
     async def ended(self) -> None:
         """Return once it has ended; without its socket it is of no use, whatever it still does."""
         await first_of(self._child.wait(), self._gone.wait())
+        self.is_open = False  # somebody else may have its socket
 
     async def close(self) -> None:
-        """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
+        """Kill it and wait for its end: every request that is unanswered raises WorkerGone. Closing again does nothing."""
         await self._child.close()
         self._channel.drain()
         ended = await self.ending()
@@ -298,7 +288,7 @@ class WorkerProcess:
         ``otherwise`` makes the answer when the process ends before it has one. Who is ``patient`` lets it go together
         with others.
         """
-        if self._closed or not self.is_open:
+        if not self.is_open:
             for each in files:
                 os.close(each)
             raise WorkerGone("it has ended", alone=False)
@@ -307,10 +297,10 @@ class WorkerProcess:
         self._channel.send(message, files, within_seconds=_TOGETHER_SECONDS if patient else 0)
         return future
 
-    def number(self, number: int) -> None:
-        """Tell it which worker it is."""
-        if self.is_open and not self._closed:
-            self._channel.send(wire.Number(number))
+    def tell(self, message: wire.Number | wire.Forget | wire.LogLevel | wire.Cancel) -> None:
+        """Send what nobody waits for, if it takes requests. The id of Forget is 0: it may be in a call that hangs."""
+        if self.is_open:
+            self._channel.send(message)
 
     async def open(self, shard: Shard, parked: Mapping[str, Sequence] | None) -> None:
         """Open a shard here, some of whose keys may be ``parked``. Raises WorkerGone, HandlerHalted."""
@@ -318,20 +308,10 @@ class WorkerProcess:
         if parked:
             await self.ask(wire.Park(next(self.ids), shard.id, wire.packed_keys(parked)))
 
-    def forget(self, shard_id: str) -> None:
-        """Let it drop a shard's handler. Nobody waits for that: it may be in a call that hangs, and is no work of its own."""
-        if self.is_open and not self._closed:
-            self._channel.send(wire.Forget(0, shard_id))
-
-    def set_log_level(self, level: int) -> None:
-        """Let it log from ``level`` on."""
-        if self.is_open and not self._closed:
-            self._channel.send(wire.LogLevel(level))
-
     def cancel(self, request_id: int) -> None:
         """Tell the worker that nobody wants a request's answer any more."""
-        if request_id in self._requests and not self._closed:
-            self._channel.send(wire.Cancel(request_id))
+        if request_id in self._requests:
+            self.tell(wire.Cancel(request_id))
 
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:

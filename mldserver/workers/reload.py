@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from mldserver.base.clock import first_of
 from mldserver.errors import HandlerError, OperatorError
 from mldserver.handler.spec import windows_text
+from mldserver.workers.wire import Forget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -89,7 +90,7 @@ class Reload:
                 for worker, process in plan:
                     there = {name for name in opened[worker.number] if worker.has_open(name)}
                     for gone in opened[worker.number] - there:
-                        process.forget(gone)
+                        process.tell(Forget(0, gone))
                     if not worker.take_over(process, there):
                         spare.append(process)
                 processes[:] = self.spares.renew(spare)

@@ -26,7 +26,9 @@ from mldserver.workers.wire import BeatMessage, LogLine
 if TYPE_CHECKING:
     import asyncio
     import socket
-    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
+
+    from mldserver.runtime.calls import Deadlines
 
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
@@ -62,14 +64,14 @@ class LogForwarder:
         urgent = method not in {"debug", "info"}
         with self._lock:
             if name not in OURS and not (self._prints if name == PRINTED else self._logs).passes():
-                self._lose(1)
+                self._lose()
             else:
-                self._tell_lost()
+                self.tell_lost()
                 fields = {key: _plain(value) for key, value in event.items()}
                 if "self" in fields:  # a handler may bind it; no logger's method can be called with it
                     fields["self_"] = fields.pop("self")
                 if not self._sent(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0):
-                    self._lose(1)
+                    self._lose()
 
     def _sent(self, line: LogLine, wait: float) -> bool:
         # Where the server is gone this process ends (``Heartbeat``): there is nobody left to tell.
@@ -77,20 +79,16 @@ class LogForwarder:
             return send_now(self._end, line, wait_seconds=wait)
         return False
 
-    def _lose(self, lines: int) -> None:
+    def _lose(self) -> None:
         if not self._lost:
             self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        self._lost += lines
+        self._lost += 1
 
     def tell_lost(self) -> None:
         """Tell how much was lost, if there is anything that was not told yet."""
         with self._lock:
-            self._tell_lost()
-
-    def _tell_lost(self) -> None:
-        if self._lost:
-            line = LogLine("warning", "log.lost", {"lines": self._lost, "since": self._since})
-            if self._sent(line, 0.0):
+            lost = {"lines": self._lost, "since": self._since}
+            if self._lost and self._sent(LogLine("warning", "log.lost", lost), 0.0):
                 self._lost = 0
 
 
@@ -139,19 +137,14 @@ class Heartbeat:
         self,
         end: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        running_ms: Callable[[], int],
-        in_call: Callable[[], bool],
-        tells: Iterable[Callable[[], None]],
+        deadlines: Deadlines,
+        tell_lost: Callable[[], None],
     ) -> None:
-        """``running_ms``: how long the present synchronous call runs; ``in_call``: whether one keeps the loop.
-
-        ``tells`` log what there is to tell. All of them are called in the thread.
-        """
+        """``deadlines`` know how long calls run, and tell of slow ones; ``tell_lost``: of lost lines. All in the thread."""
         self._end = end
         self._loop = loop
-        self._running_ms = running_ms
-        self._in_call = in_call
-        self._tells = tuple(tells)
+        self._deadlines = deadlines
+        self._tells = tell_lost, deadlines.tell_here
         self._turned = time.monotonic()
         self._resident = 0
 
@@ -167,10 +160,11 @@ class Heartbeat:
     def _beat(self) -> None:
         while True:
             now = time.monotonic()
-            if self._in_call():
+            if self._deadlines.here is not None:  # a call keeps the loop
                 self._turned = now
             blocked = max(0.0, now - self._turned - BEAT_SECONDS)
-            beat = BeatMessage(self._running_ms(), round(blocked * 1000), self._resident_bytes())
+            running_ms = self._deadlines.running_ms()
+            beat = BeatMessage(running_ms, round(blocked * 1000), self._resident_bytes())
             try:
                 send_now(self._end, beat)
             except OSError:

@@ -152,7 +152,7 @@ class WorkerRuntime:
         self._spares.set_log_level(level)
         for worker in self._workers:
             if worker.present is not None:
-                worker.present.set_log_level(level)
+                worker.present.tell(wire.LogLevel(level))
 
     async def close(self) -> None:
         """End what is left of the processes."""
@@ -176,26 +176,23 @@ class WorkerRuntime:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
         if hook is Hook.LEASE_LOST:
             self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
-        guilt, what = 0.0, ""
-        while guilt < self._policy.attempts:
-            try:
-                answer = await self._ask(
-                    shard_id, lambda id_: wire.Notify(id_, shard_id, hook), alone=bool(what)
-                )
-            except WorkerGone as gone:
-                what = gone.died
-                guilt += gone.guilt
-            else:
-                return wire.unpacked(answer.position)
-        log.error(
-            "handler.hook_failed",
-            shard=shard_id,
-            handler=self._spares.handler,
-            hook=str(hook),
-            what=what,
-            attempts=self._policy.attempts,
-        )
-        return None
+
+        def ask(process: WorkerProcess) -> Awaitable[wire.Finished]:
+            return process.ask(wire.Notify(next(process.ids), shard_id, hook))
+
+        try:
+            answer = await self._tried(shard_id, ask, self._policy.attempts, patient=False)
+        except WorkerGone as gone:
+            log.error(
+                "handler.hook_failed",
+                shard=shard_id,
+                handler=self._spares.handler,
+                hook=str(hook),
+                what=gone.died,
+                attempts=self._policy.attempts,
+            )
+            return None
+        return wire.unpacked(answer.position)
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
@@ -220,7 +217,7 @@ class WorkerRuntime:
         worker.opened.pop(shard_id, None)
         if (process := worker.present) is not None:
             # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
-            process.forget(shard_id)
+            process.tell(wire.Forget(0, shard_id))
 
     def begin(self, delivery: Delivery) -> Begun:
         """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""
@@ -266,7 +263,8 @@ class WorkerRuntime:
         try:
             if after is not None:
                 self._evade(self._worker(shard_id))
-            outcome = await self._tried(delivery, held, self._policy.attempts, after=after)
+            work = partial(self._sent, delivery, held)
+            outcome = await self._tried(shard_id, work, self._policy.attempts, after=after)
         except WorkerGone as gone:
             with self._worker(shard_id).searching():
                 outcome = await self._search(delivery, held, gone.died)
@@ -276,18 +274,19 @@ class WorkerRuntime:
 
     async def _tried(
         self,
-        delivery: Delivery,
-        held: Held,
+        shard_id: str,
+        work: Callable[[WorkerProcess], Awaitable[_T]],
         times: int,
         *,
         after: WorkerGone | None = None,
         alone: bool = False,
-    ) -> BatchOutcome:
-        """Hand a batch to one process after another. Raises WorkerGone once it has ended so many."""
+        patient: bool = True,
+    ) -> _T:
+        """Do ``work`` with one process after another. Raises WorkerGone once it has ended so many."""
         guilt = 0.0 if after is None else after.guilt
         while guilt < times:
             try:
-                return await self._once(delivery, held, alone=alone or guilt > 0)
+                return await self._with_process(shard_id, work, alone=alone or guilt > 0, patient=patient)
             except WorkerGone as gone:
                 after = gone
                 guilt += gone.guilt
@@ -309,7 +308,8 @@ class WorkerRuntime:
             part = replace(delivery, part=range(step.indices[0], step.indices[-1] + 1))
             if not died:  # the whole has failed already
                 try:
-                    parts.append(await self._tried(part, held, 1, alone=True))
+                    work = partial(self._sent, part, held)
+                    parts.append(await self._tried(delivery.shard_id, work, 1, alone=True))
                 except WorkerGone as gone:
                     died = gone.died
             if died:
@@ -323,7 +323,8 @@ class WorkerRuntime:
         """Do what needs no handler, again while others kill the process. Raises HandlerLost when it is too much itself."""
         for _ in range(_SURELY):
             try:
-                return await self._once(delivery, held, alone=True)
+                work = partial(self._sent, delivery, held)
+                return await self._with_process(delivery.shard_id, work, alone=True)
             except WorkerGone as gone:
                 ending = gone.ending
         raise HandlerLost(
@@ -334,9 +335,8 @@ class WorkerRuntime:
             handler=self._spares.handler,
         )
 
-    async def _once(self, delivery: Delivery, held: Held, *, alone: bool) -> BatchOutcome:
-        """Hand a batch to one process. Raises WorkerGone when that ends."""
-        outcome = await self._with_process(delivery.shard_id, partial(sent, delivery, held), alone=alone)
+    async def _sent(self, delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
+        outcome = await sent(delivery, held, process)
         self._note(delivery.shard_id, outcome)
         return outcome
 
@@ -398,18 +398,15 @@ class WorkerRuntime:
             raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation
 
-    async def _ask(
-        self, shard_id: str, message: Callable[[int], wire.Request], *, alone: bool = False
-    ) -> Any:
-        """Ask the shard's worker something, once it is open there; it answers Finished. Raises WorkerGone."""
-        return await self._with_process(
-            shard_id, lambda process: process.ask(message(next(process.ids))), alone=alone, patient=False
-        )
-
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.Request]) -> None:
+        """Ask the shard's worker something, once it is open there, until it is answered."""
+
+        def ask(process: WorkerProcess) -> Awaitable[Any]:
+            return process.ask(message(next(process.ids)))
+
         while True:
             with contextlib.suppress(WorkerGone):
-                await self._ask(shard_id, message)
+                await self._with_process(shard_id, ask, alone=False, patient=False)
                 return
 
     def _worker(self, shard_id: str) -> Worker:

@@ -40,6 +40,8 @@ class Spares:
     def __init__(self, start: wire.Start, *, clock: Clock) -> None:
         """Processes begin with ``start``."""
         self._start = start
+        self.handler = start.handler
+        """Its dotted path."""
         self._clock = clock
         self._ready: deque[WorkerProcess] = deque()
         self._wanted = 0
@@ -50,11 +52,6 @@ class Spares:
         """Processes of earlier rounds have loaded what the handler was."""
         self._changed = asyncio.Event()
         self._backoff = Backoff(base=_PAUSE_SECONDS, cap=15.0, free=2)
-
-    @property
-    def handler(self) -> str:
-        """The handler's dotted path."""
-        return self._start.handler
 
     @property
     def trouble(self) -> str | None:
@@ -94,26 +91,26 @@ class Spares:
         What is in the list when the block ends is closed.
         """
         made: list[WorkerProcess] = []
+        loaded: list[wire.Loaded] = []
         try:
-            loaded = [await self._load_anew(made) for _ in range(count)]
+            for _ in range(count):
+                made.append(await WorkerProcess.start(self._start, self._clock))
+                made[-1].again = len(made) > 1
+                try:
+                    async with asyncio.timeout(_LOAD_SECONDS):
+                        loaded.append(await made[-1].loaded())
+                except TimeoutError:
+                    raise HandlerInvalid(
+                        f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
+                    ) from None
+                except WorkerGone as gone:
+                    raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
             if any(each != loaded[0] for each in loaded):
                 raise HandlerInvalid("The handler has changed while it was loaded.", advice="Ask again.")
             yield wire.spec_of(self.handler, loaded[0]), made
         finally:
             for process in made:
                 await process.close()
-
-    async def _load_anew(self, made: list[WorkerProcess]) -> wire.Loaded:
-        process = await WorkerProcess.start(self._start, self._clock)
-        process.again = bool(made)
-        made.append(process)
-        try:
-            async with asyncio.timeout(_LOAD_SECONDS):
-                return await process.loaded()
-        except TimeoutError:
-            raise HandlerInvalid(f"Loading the handler took longer than {_LOAD_SECONDS:g} s.") from None
-        except WorkerGone as gone:
-            raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
 
     def renew(self, processes: Iterable[WorkerProcess]) -> list[WorkerProcess]:
         """Keep these ready, and none that began to load before; return those that were kept."""
@@ -152,7 +149,7 @@ class Spares:
         """Let those that are ready, and all that follow, log from ``level`` on."""
         self._start = replace(self._start, log_level=level)
         for process in self._ready:
-            process.set_log_level(level)
+            process.tell(wire.LogLevel(level))
 
     async def close(self) -> None:
         """End what is ready."""
@@ -195,7 +192,7 @@ class Spares:
             await process.close()
             return loaded
         process.on_end = self._changed.set
-        process.set_log_level(self._start.log_level)  # it may have changed meanwhile
+        process.tell(wire.LogLevel(self._start.log_level))  # it may have changed meanwhile
         self._ready.append(process)
         self._changed.set()
         return loaded

@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
-from mldserver.workers.exclusive import Exclusive
+from mldserver.workers.wire import Number
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
@@ -39,6 +41,9 @@ _FAILED_AFTER: Final = 8
 _PAUSE_SECONDS: Final = 15.0
 _RESTLESS_ABOVE: Final = 5
 _HALF_LIFE_MS: Final = 30_000
+PATIENCE_SECONDS: Final = 2.5
+"""How often it is looked, while somebody waits, whether those inside are worked on; twice in a row that must not be so:
+a request that has just been made is not worked on yet."""
 
 
 @dataclass(slots=True)
@@ -138,6 +143,93 @@ def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
     for shard in sorted(plan.keys() - made.keys()):
         made[shard] = place(made, workers)
     return made
+
+
+class Exclusive:
+    """Lets requests through that go together, and suspects that must go alone: these first, so that they are soon done.
+
+    What is inside may wait for something that is far off: an ``initialize`` that is tried until it succeeds, a record that
+    is to be called again in an hour. Nobody else waits for that: as soon as nothing of what is inside is worked on, it
+    holds up others no more.
+    """
+
+    def __init__(
+        self, *, idle: Callable[[], bool] = lambda: False, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        """Begin open; ``idle``: whether nothing of what is inside is worked on now."""
+        self._idle = idle
+        self._patience_seconds = patience_seconds
+        self._inside = 0
+        self._alone = False
+        self._round = 0
+        """Those of earlier rounds hold up nobody any more."""
+        self._waiting: list[tuple[bool, asyncio.Future[int]]] = []
+        """Whether it goes with others, and its turn: suspects first, and else in the order in which they came."""
+        self._look: asyncio.TimerHandle | None = None
+        self._idled = False
+
+    def enter_now(self, *, alone: bool = False) -> int | None:
+        """Come in if nobody is to be waited for; return as ``enter`` does, None: it must be called."""
+        if self._waiting or self._alone or (alone and self._inside):
+            return None
+        self._inside += 1
+        self._alone = alone
+        return self._round
+
+    async def enter(self, *, alone: bool) -> int:
+        """Come in, once it is this request's turn; return what to ``leave`` with."""
+        pass_ = self.enter_now(alone=alone)
+        if pass_ is not None:
+            return pass_
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        insort(self._waiting, (not alone, turn), key=itemgetter(0))
+        if self._look is None:
+            self._look_later()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._let_in()  # it may have been the one that others wait for
+            else:
+                self.leave(turn.result())  # its turn came in the same moment
+            raise
+
+    def leave(self, pass_: int) -> None:
+        """Go out again, with what ``enter`` returned."""
+        if pass_ == self._round:
+            self._inside -= 1
+            self._alone = self._idled = False
+            if self._waiting:
+                self._let_in()
+
+    def _let_in(self) -> None:
+        """Let in whose turn it is now."""
+        self._waiting = [waits for waits in self._waiting if not waits[1].cancelled()]
+        while self._waiting and not self._alone and (self._waiting[0][0] or not self._inside):
+            together, turn = self._waiting.pop(0)
+            self._inside += 1
+            self._alone = not together
+            turn.set_result(self._round)
+        if self._look is not None:  # those that come in now get their time
+            self._look.cancel()
+            self._look = None
+        self._idled = False
+        if self._waiting:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self._look = asyncio.get_running_loop().call_later(self._patience_seconds, self._look_inside)
+
+    def _look_inside(self) -> None:
+        """Wait no longer for those inside if they wait themselves."""
+        self._look = None
+        idled, self._idled = self._idled, self._idle()
+        if idled and self._idled:
+            self._round += 1
+            self._inside, self._alone = 0, False
+            self._let_in()
+        else:
+            self._look_later()
 
 
 class Worker:
@@ -246,7 +338,7 @@ class Worker:
             process = self._heir() or await self._fresh()
             self._process, self._retiring = process, False
             self.generation += 1
-            process.number(self.number)
+            process.tell(Number(self.number))
             log.info("worker.started", worker=self.number, pid=process.pid, generation=self.generation)
             self._there.set()
             try:
@@ -266,7 +358,7 @@ class Worker:
     async def _live(self, process: WorkerProcess) -> tuple[Cause | None, str]:
         """Return once the process has ended, by itself or by us: why then, and where it was."""
         async with asyncio.TaskGroup() as group:
-            life = group.create_task(process.run())
+            life = group.create_task(process.ended())
             while not life.done():
                 cause = self._judged(process)
                 if cause is Cause.GROWN and not await self._retire(process):

@@ -61,7 +61,10 @@ class Processes(WorkerRuntime):
         self._count = count
         self._bad = bad
 
-    async def _once(self, delivery: Delivery, *_given: Any, **_named: Any) -> Any:
+    async def _with_process(self, _shard_id: str, work: Any, **_named: Any) -> Any:
+        return await work(None)
+
+    async def _sent(self, delivery: Delivery, *_given: Any) -> Any:
         part, condemned = delivery.part, delivery.condemned
         assert part is not None, "each is asked for a part"
         if condemned is None and not self._bad.isdisjoint(part):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.serving import until
 
-from mldserver.workers.exclusive import Exclusive
+from mldserver.workers.worker import Exclusive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -94,7 +94,8 @@ async def test_a_worker_that_cannot_take_what_the_server_says_ends_and_tells_why
     process = await WorkerProcess.start(START, VirtualClock())
     process._channel.flush()
     process._channel._socket.send(b"\xff")
-    await process.run()
+    await process.ended()
+    await process.close()
     assert await process.ending() == "exit code 1"
     assert "The server's messages cannot be taken: 1 bytes are no messages" in process.last_words
 
@@ -145,7 +146,8 @@ async def test_when_the_rows_of_an_answer_cannot_be_read_nobody_waits_for_ever(
     asked = [asyncio.create_task(process.ask(wire.Forget(number, "s"))) for number in (1, 2)]
     await until(lambda: process.in_hand == 2)
     child.says(done(1, rows=b"not arrow"))
-    await process.run()
+    await process.ended()
+    await process.close()
     for request in asked:
         with pytest.raises(WorkerGone):
             await request
@@ -156,7 +158,8 @@ async def test_an_answer_that_nobody_asked_for_is_the_end_of_a_process(
     process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
 ) -> None:
     child.says(wire.Finished(5))
-    await process.run()
+    await process.ended()
+    await process.close()
     assert named(logged, "worker.garbled")[0]["what"] == "a message cannot be taken: KeyError: 5"
 
 

@@ -103,7 +103,7 @@ class Loading:
     async def loaded(self) -> None:
         await asyncio.sleep(3600 if self.hangs else 0)
 
-    def set_log_level(self, level: int) -> None:
+    def tell(self, message: object) -> None:
         """Take note of nothing."""
 
     async def close(self) -> None:

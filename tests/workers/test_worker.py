@@ -46,10 +46,10 @@ class Process:
         if not value:
             self._ended.set()
 
-    async def run(self) -> None:
+    async def ended(self) -> None:
         await self._ended.wait()
 
-    def number(self, number: int) -> None:
+    def tell(self, message: object) -> None:
         """Take note of which worker it is."""
 
     def end(self, *lost: str) -> None:
