@@ -34,11 +34,7 @@ class ChangeHooks:
 
     def __call__(self) -> ChangeHandler:
         """Make the handler of one shard; raises whatever the class's ``__init__`` raises."""
-        return self.around(self.target())
-
-    def around(self, handler: Any) -> ChangeHandler:
-        """Return what takes records in the place of the module, or of an instance."""
-        return ChangeHandler(handler, self)
+        return ChangeHandler(self.target(), self)
 
     def __str__(self) -> str:
         numbers = "int and float" if self.plain_numbers else "Decimal"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.changes import HOOKS as CHANGE_HOOKS
-from mldserver.handler.changes import ChangeHooks
+from mldserver.handler.changes import ChangeHandler, ChangeHooks
 from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.loader import Loaded, load, relative
@@ -106,7 +106,11 @@ class _Inspection:
         return HandlerSpec(
             self.loaded.path,
             kind,
-            target if changes is None else changes if kind is HandlerKind.CLASS else changes.around(target),
+            target
+            if changes is None
+            else changes
+            if kind is HandlerKind.CLASS
+            else ChangeHandler(target, changes),
             record_hook,
             hooks,
             schema,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -20,7 +19,6 @@ from msgspec import structs
 
 from mldserver.base.threads import ShardThreads, WorkerThread
 from mldserver.errors import HandlerInvalid, InternalError
-from mldserver.handler.inspection import load_spec
 from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batch_decoder import BatchDecoder
@@ -64,7 +62,7 @@ class InlineRuntime:
 
     def __init__(
         self,
-        handler: str | HandlerSpec,
+        spec: HandlerSpec,
         *,
         policy: FailurePolicy,
         clock: Clock,
@@ -76,7 +74,7 @@ class InlineRuntime:
         watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Take a dotted path or a handler that is loaded already.
+        """Take a handler that is loaded. Raises HandlerInvalid when it cannot have the lanes that it is to have.
 
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
@@ -84,56 +82,48 @@ class InlineRuntime:
         call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts``, ``watched``
         and ``mark``: as ``Caller`` has them.
         """
-        self._interrupts = interrupts
-        self._watched = watched
-        self._mark = mark
-        self._handler = handler
-        self._policy = policy
-        self._clock = clock
-        self._random = random
-        self._deadline = deadline_seconds
-        self._concurrency = concurrency
-        self._at_once = at_once
-        self._thread = WorkerThread("mldserver-handler")
-        self._threads = [self._thread]
-        self._shard_threads = ShardThreads()
-        self.deadlines: Deadlines
-        """Of the calls that run; there once it has started."""
-        self._tools: Tools | None = None
-        self._shards: dict[str, _OpenShard] = {}
-
-    async def start(self) -> None:
-        """Load the handler. Raises HandlerError when it cannot be loaded, or cannot have the lanes that it is to have."""
-        self._thread.start()
-        spec = self._handler
-        if isinstance(spec, str):
-            spec = await self._thread.run(partial(load_spec, spec))
-        self.deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
-        lanes, is_async = self._lanes(spec), spec.hooks[spec.record_hook].is_async
+        lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
+        if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
+            raise HandlerInvalid(
+                f"concurrency is {lanes}, but the handler takes all records of a batch at once ({spec.record_hook}).",
+                advice="Leave the setting concurrency out, or give the handler process_record.",
+                handler=spec.path,
+            )
         processor = spec.kind is HandlerKind.PROCESSOR
-        here = self._at_once and not (spec.blocking or is_async or processor or lanes > 1)
+        here = at_once and not (spec.blocking or is_async or processor or lanes > 1)
+        self._policy, self._clock, self._random = policy, clock, random
         # What is parked is known only when a batch is over: such batches are awaited.
-        self._at_once = here and not self._policy.parks
-        caller = Caller(
-            thread=None if here else self._thread,
-            deadlines=self.deadlines,
-            clock=self._clock,
-            interrupts=self._interrupts,
-            watched=self._watched,
-            mark=self._mark,
-        )
-        rows = RowBuilder(spec.schema, time_column=spec.time_column, at_once=self._policy.parks)
+        self._at_once = here and not policy.parks
+        self._thread = WorkerThread("mldserver-handler")
+        own = range(1, 1 if is_async else lanes)
+        self._threads = [self._thread, *(WorkerThread(f"mldserver-lane-{place}") for place in own)]
+        self._shard_threads = ShardThreads()
+        self._shards: dict[str, _OpenShard] = {}
+        self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = Tools(
             spec=spec,
-            caller=caller,
+            caller=Caller(
+                thread=None if here else self._thread,
+                deadlines=self.deadlines,
+                clock=clock,
+                interrupts=interrupts,
+                watched=watched,
+                mark=mark,
+            ),
             threads=self._threads,
-            clock=self._clock,
-            policy=self._policy,
-            random=self._random,
-            rows=rows,
-            told=FailureNotices(self._clock.steady_ms),
+            clock=clock,
+            policy=policy,
+            random=random,
+            rows=RowBuilder(spec.schema, time_column=spec.time_column, at_once=policy.parks),
+            told=FailureNotices(clock.steady_ms),
             lanes=lanes,
         )
+
+    async def start(self) -> None:
+        """Start the threads of synchronous hooks."""
+        for thread in self._threads:
+            thread.start()
+        spec = self._tools.spec
         log.info(
             "handler.loaded",
             handler=spec.path,
@@ -151,7 +141,7 @@ class InlineRuntime:
         """
         await self.forget(shard.id)
         await self._lanes_free()
-        tools, failures = self._ready(), 0
+        tools, failures = self._tools, 0
         if tools.spec.kind is HandlerKind.PROCESSOR:
             # It may wait for much: on a thread of its own.
             thread = await self._shard_threads.take(shard.id)
@@ -207,7 +197,7 @@ class InlineRuntime:
             log.warning(
                 "handler.end_not_checkpointed",
                 shard=shard_id,
-                handler=self._ready().spec.path,
+                handler=self._tools.spec.path,
                 did="The server checkpoints the end, so that the shard's children can begin.",
                 advice="amazon_kclpy demands checkpoint() there; without it the shard is never done.",
             )
@@ -252,21 +242,6 @@ class InlineRuntime:
             group.create_task(self._shard_threads.close(_CLOSE_SECONDS))
             for thread in self._threads:
                 group.create_task(thread.close(_CLOSE_SECONDS))
-
-    def _lanes(self, spec: HandlerSpec) -> int:
-        """Return how many lanes a batch has; synchronous hooks get a thread for each."""
-        lanes = self._concurrency or spec.concurrency
-        if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
-            raise HandlerInvalid(
-                f"concurrency is {lanes}, but the handler takes all records of a batch at once ({spec.record_hook}).",
-                advice="Leave the setting concurrency out, or give the handler process_record.",
-                handler=spec.path,
-            )
-        if not spec.hooks[spec.record_hook].is_async:
-            for place in range(1, lanes):
-                self._threads.append(WorkerThread(f"mldserver-lane-{place}"))
-                self._threads[-1].start()
-        return lanes
 
     async def _lanes_free(self) -> None:
         """Return when no lane is at a call any more that was given up with its batch: hooks of a shard never overlap.
@@ -318,7 +293,7 @@ class InlineRuntime:
                 tell = opened.tools.teller(shard.id)
                 tell("error", "handler.hook_failed", returned.failure, hook=hook.name, attempts=1)
         processor.progress.settle()
-        late_ms = processor.overdue.look(processor.progress, self._clock.steady_ms())
+        late_ms = processor.progress.overdue_ms(self._clock.steady_ms())
         if late_ms is not None:
             # It takes records, and never says that it is done with them.
             log.warning(
@@ -338,7 +313,7 @@ class InlineRuntime:
         after = failure.after_seconds
         delay = self._policy.delay(failures, self._random()) if after is None else after
         did = "The shard waits; the hook is tried again until it succeeds."
-        self._ready().teller(shard.id)(
+        self._tools.teller(shard.id)(
             "error" if grave else "warning",
             "handler.failed",
             failure,
@@ -348,11 +323,6 @@ class InlineRuntime:
             **({"did": did} if grave else {}),
         )
         await self._clock.sleep(delay)
-
-    def _ready(self) -> Tools:
-        if self._tools is None:
-            raise InternalError("The runtime is used before it was started.")
-        return self._tools
 
     def _opened(self, shard_id: str) -> _OpenShard:
         opened = self._shards.get(shard_id)

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from mldserver.children.channel import Descriptors
     from mldserver.runtime.interface import Begun
-    from mldserver.workers.reports import LogForwarder
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""
@@ -90,8 +89,11 @@ class Child:
             self._group = group
             serving = group.create_task(self._serve())
             await first_of(asyncio.wait({serving}), self._over.wait())
+            if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
+                traceback.print_exception(error, file=sys.__stderr__)  # this program itself is at fault
+                os._exit(1)
             # A thread that is in the handler's hands cannot be ended; the process can.
-            leave(serving)
+            os._exit(0)
 
     def _hung_up(self, wrong: str | None) -> None:
         if wrong is not None:
@@ -99,37 +101,34 @@ class Child:
         self._over.set()
 
     async def _serve(self) -> None:
+        """Load the handler, and look after it; what the server asks is begun as it comes."""
         start = await self._start
+        sys.path[:0] = [path for path in start.python_path if path not in sys.path]
         with telling_through(self._end, start.log_level) as teller:
-            if await self._load(start, teller):
+            try:
+                spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
+                runtime = self._runtime = InlineRuntime(
+                    spec,
+                    policy=start.policy,
+                    clock=SystemClock(),
+                    random=random.random,
+                    deadline_seconds=start.deadline_seconds,
+                    concurrency=start.concurrency,
+                    at_once=True,
+                    interrupts=False,  # Ctrl-C is for the server: here it can only be the handler's own
+                    watched=True,
+                    mark=self._mark.add,
+                )
+                await runtime.start()
+            except MldserverError as error:
+                self._channel.send(wire.failed(0, error))
+            else:
+                Heartbeat(self._end, asyncio.get_running_loop(), runtime.deadlines, teller.tell_lost).start()
+                self._channel.send(wire.loaded_of(spec))
                 # What was imported stays: the collector need not look at it with every batch.
                 gc.freeze()
-                await self._ready().run()
+                await runtime.run()
             await self._over.wait()
-
-    async def _load(self, start: wire.Start, teller: LogForwarder) -> bool:
-        sys.path[:0] = [path for path in start.python_path if path not in sys.path]
-        try:
-            spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
-            runtime = self._runtime = InlineRuntime(
-                spec,
-                policy=start.policy,
-                clock=SystemClock(),
-                random=random.random,
-                deadline_seconds=start.deadline_seconds,
-                concurrency=start.concurrency,
-                at_once=True,
-                interrupts=False,  # Ctrl-C is for the server: here it can only be the handler's own
-                watched=True,
-                mark=self._mark.add,
-            )
-            await runtime.start()
-        except MldserverError as error:
-            self._channel.send(wire.failed(0, error))
-            return False
-        Heartbeat(self._end, asyncio.get_running_loop(), runtime.deadlines, teller.tell_lost).start()
-        self._channel.send(wire.loaded_of(spec))
-        return True
 
     def _receive(self, message: Any, files: Descriptors) -> None:  # noqa: C901  # one case for each kind of message
         match message:
@@ -318,14 +317,6 @@ def _answer_at_once(request: int, outcome: BatchOutcome) -> _Answer:
     except OSError as error:
         abandon(f"The rows of a batch cannot be handed over: {error}.")
     return wire.done_of(request, outcome, rows_bytes=size), (file,)
-
-
-def leave(serving: asyncio.Task[None]) -> None:
-    """End the process: in order with the socket, with a traceback when this program itself is at fault."""
-    if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
-        traceback.print_exception(error, file=sys.__stderr__)
-        os._exit(1)
-    os._exit(0)
 
 
 def abandon(why: str) -> NoReturn:

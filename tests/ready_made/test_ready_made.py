@@ -59,7 +59,7 @@ async def run() -> Any:
 
     async def run(path: Any, *payloads: Any, hook: Any = None) -> Any:
         runtime = InlineRuntime(
-            path,
+            load_spec(path),
             policy=FailurePolicy(attempts=1),
             clock=VirtualClock(),
             random=lambda: 0.0,

@@ -15,6 +15,7 @@ import pytest
 from workers.kit import without_spare
 
 from mldserver.base.clock import SystemClock
+from mldserver.handler.inspection import load_spec
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
@@ -68,7 +69,8 @@ class Cast:
         path = f"runtime.behaviour_handlers.{self.handler}"
         if self.kind != "workers":
             at_once = self.kind == "at once"
-            return InlineRuntime(path, clock=SystemClock(), random=random.random, at_once=at_once, **common)
+            spec = load_spec(path)
+            return InlineRuntime(spec, clock=SystemClock(), random=random.random, at_once=at_once, **common)
         return WorkerRuntime(path, workers=1, limits=Limits(None, None), log_level=10, **common)
 
 

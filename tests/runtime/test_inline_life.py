@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver import Retry
-from mldserver.errors import HandlerHalted, HandlerNotFound, InternalError
+from mldserver.errors import HandlerHalted, InternalError
+from mldserver.handler.inspection import load_spec
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
@@ -154,8 +155,8 @@ async def test_a_cancelled_batch_stops_and_the_next_one_works(kit: Any, shard: A
     assert (await runtime.process(kit.delivery(1))).outline.records == 1
 
 
-async def test_a_dotted_path_is_loaded_at_start(kit: Any, shard: Any, logged: Any, column: Any) -> None:
-    runtime = InlineRuntime("handlers.raw", policy=ONE, clock=kit.clock, random=lambda: 0.5)
+async def test_the_handler_is_told_at_start(kit: Any, shard: Any, logged: Any, column: Any) -> None:
+    runtime = InlineRuntime(load_spec("handlers.raw"), policy=ONE, clock=kit.clock, random=lambda: 0.5)
     kit.runtimes.append(runtime)
     await runtime.start()
     (loaded,) = logged
@@ -174,25 +175,11 @@ async def test_warnings_of_the_check_are_logged_with_the_handler(
     (tmp_path / "nearly_mine.py").write_text("def process_record(r): ...\ndef shard_end(shard): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    runtime = InlineRuntime("nearly_mine", policy=ONE, clock=kit.clock, random=lambda: 0.5)
+    runtime = InlineRuntime(load_spec("nearly_mine"), policy=ONE, clock=kit.clock, random=lambda: 0.5)
     kit.runtimes.append(runtime)
     await runtime.start()
     del sys.modules["nearly_mine"]
     assert logged[0]["advice"].endswith("shard_end is never called or read; did you mean shard_ended?")
-
-
-async def test_a_path_that_leads_nowhere_is_raised_at_start(kit: Any) -> None:
-    runtime = InlineRuntime("no.such.thing", policy=ONE, clock=kit.clock, random=lambda: 0.5)
-    kit.runtimes.append(runtime)
-    with pytest.raises(HandlerNotFound):
-        await runtime.start()
-
-
-async def test_using_a_runtime_that_was_not_started_is_a_bug(kit: Any, shard: Any) -> None:
-    runtime = InlineRuntime("handlers.raw", policy=ONE, clock=kit.clock, random=lambda: 0.5)
-    with pytest.raises(InternalError, match="before it was started"):
-        await runtime.open(shard)
-    await runtime.close()
 
 
 async def test_a_hook_may_say_when_it_is_to_be_called_again(kit: Any, shard: Any) -> None:

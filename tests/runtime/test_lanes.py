@@ -178,17 +178,15 @@ async def test_the_setting_wins_over_the_handler(kit: Any) -> None:
 
 
 @pytest.mark.parametrize("hook", ["process_records", "process_table"])
-async def test_the_setting_is_refused_for_hooks_that_take_whole_batches(kit: Any, hook: Any) -> None:
-    runtime = InlineRuntime(
-        kit.spec(**{hook: lambda batch: None}),
-        policy=FailurePolicy(),
-        clock=kit.clock,
-        random=lambda: 0.0,
-        concurrency=2,
-    )
-    kit.runtimes.append(runtime)
+def test_the_setting_is_refused_for_hooks_that_take_whole_batches(kit: Any, hook: Any) -> None:
     with pytest.raises(HandlerInvalid, match="concurrency is 2, but the handler takes all records"):
-        await runtime.start()
+        InlineRuntime(
+            kit.spec(**{hook: lambda batch: None}),
+            policy=FailurePolicy(),
+            clock=kit.clock,
+            random=lambda: 0.0,
+            concurrency=2,
+        )
 
 
 @st.composite

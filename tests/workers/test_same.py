@@ -18,6 +18,7 @@ from workers.kit import without_spare
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import MldserverError
+from mldserver.handler.inspection import load_spec
 from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
@@ -138,7 +139,7 @@ class Both:
         self._runner = runner
         self._numbers = itertools.count()
         common: dict[str, Any] = {"policy": policy, "deadline_seconds": None}
-        self.inline = InlineRuntime(path, clock=SystemClock(), random=random.random, **common)
+        self.inline = InlineRuntime(load_spec(path), clock=SystemClock(), random=random.random, **common)
         self.workers = WorkerRuntime(path, workers=1, limits=Limits(None, None), **common)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

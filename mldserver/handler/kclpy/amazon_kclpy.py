@@ -45,7 +45,10 @@ class CheckpointRefused(Exception):
 class Progress:
     """What one processor was given, and what of it is checkpointed."""
 
-    __slots__ = ("_floor", "_reach", "closed", "delivered", "end_checkpointed", "position")
+    __slots__ = (
+        *("_floor", "_reach", "_seen", "_since_ms", "_told_ms"),
+        *("closed", "delivered", "end_checkpointed", "position"),
+    )
 
     def __init__(self, start: str | None = None, start_sub: int = 0) -> None:
         """``start``, ``start_sub``: where the daemon starts; digits bound the first checkpoint, sentinels do not."""
@@ -59,6 +62,9 @@ class Progress:
         """The lease is gone, or the connection: nothing can be checkpointed any more."""
         self._floor = Sequence(int(start), start_sub) if start is not None and start.isdigit() else None
         self._reach: Sequence | None = None
+        self._seen: Sequence | None = None
+        self._since_ms: int | None = None
+        self._told_ms = 0
 
     def deliver(self, last: Sequence | None) -> None:
         """Begin a call with records up to ``last``, perhaps again; None: a call without records."""
@@ -91,6 +97,22 @@ class Progress:
             wanted = min(wanted, self._reach)
             self.position = wanted if self.position is None else max(wanted, self.position)
 
+    def overdue_ms(self, now_ms: int) -> int | None:
+        """Return for how long nothing was checkpointed though there was something to, if it is time to say so.
+
+        It is time every ten minutes.
+        """
+        if self.delivered == self.position or self.position != self._seen:
+            self._seen, self._since_ms = self.position, None
+        if self.delivered == self.position:
+            return None
+        if self._since_ms is None:
+            self._since_ms = self._told_ms = now_ms
+        if now_ms - self._told_ms < _REMIND_MS:
+            return None
+        self._told_ms = now_ms
+        return now_ms - self._since_ms
+
 
 def _sequence(number: object, sub: object) -> Sequence | None:
     """Return what a processor wrote as a sequence; None when it is none."""
@@ -102,33 +124,6 @@ def _sequence(number: object, sub: object) -> Sequence | None:
     if isinstance(sub, bool) or not isinstance(sub, int) or sub < 0:
         return None
     return Sequence(int(text), sub)
-
-
-class Overdue:
-    """Notices a processor that takes records and never checkpoints them."""
-
-    __slots__ = ("_position", "_since_ms", "_told_ms")
-
-    def __init__(self) -> None:
-        self._position: Sequence | None = None
-        self._since_ms: int | None = None
-        self._told_ms = 0
-
-    def look(self, progress: Progress, now_ms: int) -> int | None:
-        """Return for how long (ms) nothing was checkpointed though there was something to, if it is time to say so.
-
-        It is time every ten minutes.
-        """
-        if progress.delivered == progress.position or progress.position != self._position:
-            self._position, self._since_ms = progress.position, None
-        if progress.delivered == progress.position:
-            return None
-        if self._since_ms is None:
-            self._since_ms = self._told_ms = now_ms
-        if now_ms - self._told_ms < _REMIND_MS:
-            return None
-        self._told_ms = now_ms
-        return now_ms - self._since_ms
 
 
 class CheckpointError(Exception):

@@ -19,7 +19,6 @@ from mldserver.handler.kclpy.amazon_kclpy import (
     DictRecord,
     InitializeInput,
     LeaseLostInput,
-    Overdue,
     ProcessRecordsInput,
     Progress,
     Record,
@@ -62,7 +61,6 @@ class Processor:
 
     def __init__(self, delegate: Any, version: int, error: type[Exception]) -> None:
         self.progress = Progress()
-        self.overdue = Overdue()
         self._delegate = delegate
         self._version = version
         self._error = error

@@ -10,7 +10,6 @@ from mldserver.handler.kclpy.amazon_kclpy import (
     Checkpointer,
     CheckpointError,
     CheckpointRefused,
-    Overdue,
     Progress,
 )
 from mldserver.records import Sequence
@@ -195,23 +194,23 @@ def test_the_checkpointer_raises_the_error_that_the_processor_knows() -> None:
 
 
 def test_a_processor_that_takes_records_and_never_checkpoints_is_overdue_every_ten_minutes() -> None:
-    overdue, progress = Overdue(), Progress()
-    assert overdue.look(progress, 0) is None
+    progress = Progress()
+    assert progress.overdue_ms(0) is None
     progress.deliver(S(1))
-    looks = [overdue.look(progress, minute * MINUTE) for minute in (5, 14, 15, 20, 24, 25)]
+    looks = [progress.overdue_ms(minute * MINUTE) for minute in (5, 14, 15, 20, 24, 25)]
     assert looks == [None, None, 10 * MINUTE, None, None, 20 * MINUTE]
 
 
 def test_a_checkpoint_puts_off_the_next_reminder() -> None:
-    overdue, progress = Overdue(), Progress()
+    progress = Progress()
     progress.deliver(S(2))
-    assert overdue.look(progress, 0) is None
+    assert progress.overdue_ms(0) is None
     progress.checkpoint("1")
-    assert overdue.look(progress, 9 * MINUTE) is None
-    assert overdue.look(progress, 12 * MINUTE) is None
-    assert overdue.look(progress, 19 * MINUTE) == 10 * MINUTE
+    assert progress.overdue_ms(9 * MINUTE) is None
+    assert progress.overdue_ms(12 * MINUTE) is None
+    assert progress.overdue_ms(19 * MINUTE) == 10 * MINUTE
     progress.checkpoint()
-    assert overdue.look(progress, 40 * MINUTE) is None
+    assert progress.overdue_ms(40 * MINUTE) is None
     progress.deliver(S(3))
-    assert overdue.look(progress, 60 * MINUTE) is None
-    assert overdue.look(progress, 69 * MINUTE) is None
+    assert progress.overdue_ms(60 * MINUTE) is None
+    assert progress.overdue_ms(69 * MINUTE) is None
