@@ -259,15 +259,34 @@ class _Inspection:
         windows = self._attribute("windows")
         if windows is None:
             return batches() if schema is not None else None
-        if isinstance(windows, Tumbling):
-            self._check_tumbling(windows, schema, retention_ms)
-            return windows
         if isinstance(windows, Batches):
             return windows
-        self._find(
-            f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)", "windows"
-        )
-        return None
+        if not isinstance(windows, Tumbling):
+            self._find(
+                f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)", "windows"
+            )
+            return None
+        span = windows.size_ms + windows.lateness_ms
+        if retention_ms is not None and span > retention_ms:
+            self._find(
+                f"windows of {span_text(windows.size_ms)} with a lateness of {span_text(windows.lateness_ms)} are longer "
+                f"than the stream keeps its records ({span_text(retention_ms)})",
+                "windows",
+            )
+        if windows.on is None or schema is None:
+            return windows
+        column = schema.column(windows.on)
+        if column is None:
+            close = difflib.get_close_matches(windows.on, schema.names, n=1)
+            hint = f"did you mean {close[0]}?" if close else ", ".join(schema.names)
+            self._find(
+                f"windows are cut on {windows.on!r}, which is no column of the schema ({hint})", "windows"
+            )
+        elif column.sql != "TIMESTAMP":
+            self._find(
+                f"windows are cut on {windows.on!r}, which is {column.sql}; it must be a TIMESTAMP", "windows"
+            )
+        return windows
 
     def _concurrency(self, record_hook: RecordHook | None) -> int:
         concurrency = self._attribute("concurrency")
@@ -310,33 +329,11 @@ class _Inspection:
             )
         return writes is True
 
-    def _check_tumbling(self, windows: Tumbling, schema: Schema | None, retention_ms: int | None) -> None:
-        span = windows.size_ms + windows.lateness_ms
-        if retention_ms is not None and span > retention_ms:
-            self._find(
-                f"windows of {span_text(windows.size_ms)} with a lateness of {span_text(windows.lateness_ms)} are longer "
-                f"than the stream keeps its records ({span_text(retention_ms)})",
-                "windows",
-            )
-        if windows.on is None or schema is None:
-            return
-        column = schema.column(windows.on)
-        if column is None:
-            close = difflib.get_close_matches(windows.on, schema.names, n=1)
-            hint = f"did you mean {close[0]}?" if close else ", ".join(schema.names)
-            self._find(
-                f"windows are cut on {windows.on!r}, which is no column of the schema ({hint})", "windows"
-            )
-        elif column.sql != "TIMESTAMP":
-            self._find(
-                f"windows are cut on {windows.on!r}, which is {column.sql}; it must be a TIMESTAMP", "windows"
-            )
-
     def _check_spelling(self) -> None:
         """Tell of names that the handler itself defines and that are nearly, but not quite, the server's."""
         absent = [name for name in _NAMES if not hasattr(self.loaded.target, name)]
         has_record_hook = any(name in _ANY_RECORD_HOOK for name in _NAMES if name not in absent)
-        for name in self.source.names():
+        for name in self.source.lines:
             if name in _NAMES or name.startswith("_"):
                 continue
             for close in difflib.get_close_matches(name, absent, n=1, cutoff=0.85):
@@ -357,7 +354,8 @@ class _SourceMap:
         """Read the module's source; without one, every place is unknown."""
         self._file = getattr(loaded.module, "__file__", None) or ""
         self._whole = 0
-        self._lines: dict[str, int] = {}
+        self.lines: dict[str, int] = {}
+        """Of the names that the module or class itself defines, in order."""
         try:
             body: list[ast.stmt] = ast.parse(Path(self._file).read_bytes()).body
         except (OSError, SyntaxError, ValueError):
@@ -370,26 +368,22 @@ class _SourceMap:
             body, self._whole = inner.body, inner.lineno
         for statement in body:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                self._lines[statement.name] = statement.lineno
+                self.lines[statement.name] = statement.lineno
             targets: list[ast.expr] = []
             if isinstance(statement, ast.Assign):
                 targets = statement.targets
             elif isinstance(statement, ast.AnnAssign):
                 targets = [statement.target]
             names = (target.id for target in targets if isinstance(target, ast.Name))
-            self._lines |= dict.fromkeys(names, statement.lineno)
-
-    def names(self) -> list[str]:
-        """Return the names that the module or class itself defines, in order."""
-        return list(self._lines)
+            self.lines |= dict.fromkeys(names, statement.lineno)
 
     def place(self, name: str | None = None, value: Any = None) -> tuple[str, int]:
         """Return (file, line) of a name, or of the module or class itself; line 0 when it is not known.
 
         A function that came from elsewhere (an import, a base class) is found by its code.
         """
-        if name in self._lines:
-            return relative(self._file), self._lines[name]
+        if name in self.lines:
+            return relative(self._file), self.lines[name]
         code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
         if code is not None:
             return relative(code.co_filename), code.co_firstlineno

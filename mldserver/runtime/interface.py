@@ -195,15 +195,12 @@ class Runtime(Protocol):
     @property
     def trouble(self) -> str | None:
         """What a person should look at, as a clause for ``server.unready``; None while everything works."""
-        ...
 
     async def start(self) -> None:
         """Make ready to take shards. Raises HandlerError when the handler cannot be loaded."""
-        ...
 
     async def run(self) -> None:
         """Do what must be done in the background, after ``start`` and until cancelled."""
-        ...
 
     async def open(self, shard: Shard) -> None:
         """Make the shard's handler (a fresh instance for classes) and run its ``initialize`` hook.
@@ -211,7 +208,6 @@ class Runtime(Protocol):
         Opening a shard again replaces what was there. Failures are retried for as long as the caller waits, but
         under the policy ``halt``: then HandlerHalted.
         """
-        ...
 
     def begin(self, delivery: Delivery) -> Begun:
         """Do as ``process`` does, as far as that goes without waiting; return what is to be awaited where it does not.
@@ -219,7 +215,6 @@ class Runtime(Protocol):
         A future will hold the outcome by itself, or a coroutine that is to be awaited for it. Both raise as ``process``
         does, and so does this. Whoever does not want the rest any more cancels it, or closes it.
         """
-        ...
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a batch and run the handler over its records.
@@ -228,7 +223,6 @@ class Runtime(Protocol):
         failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its process: its
         records must be delivered again, so the connection has to be closed. No other error of the handler leaves it.
         """
-        ...
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised.
@@ -237,7 +231,6 @@ class Runtime(Protocol):
 
         Returns what a handler that keeps its position (``BatchOutcome``) has checkpointed by then; None for others.
         """
-        ...
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of partition keys wait, under ``on_key_failure = park``; else do nothing.
@@ -246,16 +239,12 @@ class Runtime(Protocol):
         is stored when the shard is opened. Their records become dead letters without a call; so do, from then on, those
         behind each dead letter of a batch, of which the runtime takes note itself.
         """
-        ...
 
     async def unpark(self, shard_id: str, key: str) -> None:
         """Process the later records of a key again, from the next batch on: its dead letters are gone."""
-        ...
 
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler state: its connection is gone, and no newer one has opened the shard."""
-        ...
 
     async def close(self) -> None:
         """Stop; no call may follow."""
-        ...

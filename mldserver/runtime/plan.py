@@ -38,15 +38,12 @@ class Facts(Protocol):
 
     def arrival_ms(self, index: int) -> int:
         """Return when the record arrived."""
-        ...
 
     def key(self, index: int) -> str | None:
         """Return its partition key."""
-        ...
 
     def sequence(self, index: int) -> records.Sequence:
         """Return its place in the shard."""
-        ...
 
 
 class Step(msgspec.Struct, frozen=True):

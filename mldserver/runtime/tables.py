@@ -189,13 +189,10 @@ def _row_fault(columns: list[Any], schema: Schema, time_column: str | None, row:
     for held, column in zip(columns, schema.columns, strict=True):
         if _whole(held.slice(row, 1), column, time_column) is None:
             value = held[row]
-            reason = f"{_told(value)} is not {column.sql}" if value.is_valid else "it is null"
+            try:
+                text = shown(str(value))
+            except (OverflowError, ValueError):  # Arrow's times can be beyond Python's
+                text = shown(value)
+            reason = f"{text} is not {column.sql}" if value.is_valid else "it is null"
             told.append(f"column {column.name}: {reason}")
     return "; ".join(told)
-
-
-def _told(value: Any) -> str:
-    try:
-        return shown(str(value))
-    except (OverflowError, ValueError):  # Arrow's times can be beyond Python's
-        return shown(value)

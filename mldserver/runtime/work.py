@@ -103,7 +103,7 @@ class BatchWork:
         while True:
             try:
                 if error is None:
-                    await (self._run_async() if self.hook.is_async else self._run_sync(step))
+                    await self._work(step)
                     return self._outcome()
             except (Exception, SystemExit) as failed:
                 if isinstance(failed, MldserverError) or self.delivery.condemned is not None:
@@ -239,7 +239,15 @@ class BatchWork:
             discarded=endings.count(Ending.DISCARD),
         )
 
-    async def _run_sync(self, step: Step | None) -> None:
+    async def _work(self, step: Step | None) -> None:
+        if self.hook.is_async:
+            await self._near(self._take, _QUICKLY_DECODED)
+            if len(self.lanes) == 1:
+                await self.lanes[0].run_async(self._near)
+            else:
+                await self._together(partial(Lane.run_async, near=self._near))
+            await self._near(lambda _: self._join())
+            return
         if step is None:
             step = await self._on_thread(self._begin)
         if len(self.lanes) > 1:
@@ -268,20 +276,18 @@ class BatchWork:
             self._join()
         return step
 
-    async def _run_async(self) -> None:
-        await self._near(self._take, _QUICKLY_DECODED)
-        if len(self.lanes) == 1:
-            await self.lanes[0].run_async(self._near)
-        else:
-            await self._together(partial(Lane.run_async, near=self._near))
-        await self._near(lambda _: self._join())
-
     async def _together(self, run: Callable[[Lane], Awaitable[None]]) -> None:
         """Work on all lanes at the same time; once one stops the shard, the others are cancelled."""
+
+        async def to_the_end(lane: Lane) -> None:
+            await run(lane)
+            if lane.plan.halted is not None:
+                raise _Halted
+
         try:
             async with asyncio.TaskGroup() as group:
                 for lane in self.lanes:
-                    group.create_task(_to_the_end(lane, run))
+                    group.create_task(to_the_end(lane))
         except* _Halted:
             pass  # the lane's plan says why
 
@@ -298,7 +304,13 @@ class BatchWork:
 
     def _plan(self) -> None:
         """Plan one call for all records, or one a lane."""
-        tools, delivery = self.tools, self.delivery
+        tools, delivery, fresh = self.tools, self.delivery, self.taken.fresh
+        of_lane: dict[int, Sequence[int]] = {0: range(len(fresh)) if delivery.part is None else delivery.part}
+        if delivery.part is None and tools.lanes > 1 and len(fresh) > 1:
+            keyed: dict[int, list[int]] = {}
+            for index, record in enumerate(fresh):
+                keyed.setdefault(lane_of(record.partition_key, tools.lanes), []).append(index)
+            of_lane = dict(sorted(keyed.items()))
         self.rows = None
         self.lanes = [
             Lane(
@@ -309,28 +321,16 @@ class BatchWork:
                 delivery.shard_id,
                 tools.threads[place % len(tools.threads)],
             )
-            for place, indices in self._split()
+            for place, indices in of_lane.items()
         ]
         now_ms = tools.clock.now_ms()
-        if tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
+        if tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(fresh)):
             self.lanes[0].plan.condemn(faults, now_ms)
         for lane in self.lanes:
             if self.parked:
                 lane.plan.park(self.parked)
             if delivery.condemned is not None:
                 lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
-
-    def _split(self) -> list[tuple[int, Sequence[int]]]:
-        """Return for each lane that has records its place and their indices, in order."""
-        fresh, count, part = self.taken.fresh, self.tools.lanes, self.delivery.part
-        if part is not None:
-            return [(0, part)]
-        if count == 1 or len(fresh) <= 1:
-            return [(0, range(len(fresh)))]
-        lanes: dict[int, list[int]] = {}
-        for index, record in enumerate(fresh):
-            lanes.setdefault(lane_of(record.partition_key, count), []).append(index)
-        return sorted(lanes.items())
 
     def _join(self) -> None:
         if all(lane.plan.halted is None for lane in self.lanes):
@@ -348,9 +348,3 @@ _EVENTS: Final = {
 def lane_of(key: str | None, lanes: int) -> int:
     """Return a partition key's lane: the same in every process. Records without a key share the first."""
     return 0 if key is None else zlib.crc32(key.encode("utf-8", "surrogatepass")) % lanes
-
-
-async def _to_the_end(lane: Lane, run: Callable[[Lane], Awaitable[None]]) -> None:
-    await run(lane)
-    if lane.plan.halted is not None:
-        raise _Halted

@@ -176,9 +176,9 @@ class Child:
         self, message: wire.Request, work: Coroutine[Any, Any, _Answer | None], *, behind: bool = True
     ) -> None:
         assert self._group is not None
-        if behind and (before := self._working.get(message.shard)):
-            work = _behind(frozenset(before), work)
-        task = self._tasks[message.id] = self._group.create_task(self._answer(message.id, work))
+        # Calls for one shard never overlap.
+        before = frozenset(self._working.get(message.shard, ())) if behind else frozenset()
+        task = self._tasks[message.id] = self._group.create_task(self._answer(message.id, work, before))
         if behind:
             self._working.setdefault(message.shard, set()).add(task)
             task.add_done_callback(partial(self._ended, message.shard))
@@ -188,8 +188,13 @@ class Child:
         if not self._working[shard]:
             del self._working[shard]
 
-    async def _answer(self, request: int, work: Coroutine[Any, Any, _Answer | None]) -> None:
+    async def _answer(
+        self, request: int, work: Coroutine[Any, Any, _Answer | None], before: frozenset[asyncio.Task[None]]
+    ) -> None:
+        """Do ``work`` when what is ``before`` it has ended, and send what came of it."""
         try:
+            if before:
+                await asyncio.wait(before)
             answer = await work or (wire.Finished(request), ())
         except asyncio.CancelledError as error:
             if request not in self._cancelled:
@@ -198,6 +203,8 @@ class Child:
             answer = wire.failed(request, error), ()
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
             answer = wire.failed(request, error), ()
+        finally:
+            work.close()  # it may not have begun
         self._tasks.pop(request, None)
         self._cancelled.discard(request)
         self._channel.send(*answer)
@@ -279,18 +286,6 @@ class Child:
             return memoryview(mapped(file, message.length))
         finally:
             os.close(file)
-
-
-async def _behind(
-    before: frozenset[asyncio.Task[None]], work: Coroutine[Any, Any, _Answer | None]
-) -> _Answer | None:
-    """Do ``work`` when what is before it has ended. Calls for one shard never overlap."""
-    try:
-        await asyncio.wait(before)
-    except BaseException:
-        work.close()
-        raise
-    return await work
 
 
 async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
