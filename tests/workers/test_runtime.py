@@ -62,10 +62,10 @@ async def test_a_batch_that_no_process_survives_before_the_handler_is_called_cos
 ) -> None:
     runtime = runtime_of("")
 
-    async def once(*_: Any, **options: Any) -> None:
-        raise WorkerGone("killed by signal 9 (SIGKILL)", alone="part" not in options)
+    async def killed(*_: Any, **_options: Any) -> None:
+        raise WorkerGone("killed by signal 9 (SIGKILL)", alone=True)
 
-    monkeypatch.setattr(runtime, "_once", once)
+    monkeypatch.setattr(runtime, "_with_process", killed)
     runtime._plan["s"] = 0
     with pytest.raises(HandlerLost, match="before the handler is called: killed by signal 9"):
         await runtime.process(EMPTY)
