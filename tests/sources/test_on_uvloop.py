@@ -10,6 +10,7 @@ import pytest
 import uvloop
 from support.certificates import Certificates
 
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ SCENARIOS = {
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_on_uvloop(tmp_path: Path, scenario: Callable[[House], Awaitable[None]], kind: str) -> None:
     async def play() -> None:
-        address = (tmp_path / "s",) if kind == "unix" else ("127.0.0.1", 0)
+        address = UnixAddress(tmp_path / "s") if kind == "unix" else TcpAddress("127.0.0.1", 0)
         tls = Certificates(tmp_path).both() if kind == "tls" else (None, None)
         async with asyncio.timeout(120), serving(address, tls=tls, **SCENARIOS[scenario]) as house:
             await scenario(house)

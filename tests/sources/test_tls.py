@@ -13,6 +13,7 @@ from support.certificates import Certificates
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.tls import ServerTLS, client_context
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from tests.sources.house import QUICK, serving
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def test_certificates_that_are_read_again_count_for_the_next_connection(on: Any,
 
 def test_on_a_unix_socket_nothing_is_encrypted(tmp_path: Path, on: Any, files: Certificates) -> None:
     async def story() -> None:
-        async with serving((tmp_path / "s",), tls=(files.both()[0], None)) as house:
+        async with serving(UnixAddress(tmp_path / "s"), tls=(files.both()[0], None)) as house:
             await (await house.connect()).initialize()
             assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
 
@@ -245,7 +246,7 @@ async def test_who_may_name_a_shard(tmp_path: Path, listener: str, credential: s
         "TLS for some names": ServerTLS(files.server, client_ca=files.ca, names=["client"]),
         "TLS for anyone": ServerTLS(files.server),
     }.get(listener)
-    address = (tmp_path / "s",) if listener == "a Unix socket" else ("127.0.0.1", 0)
+    address = UnixAddress(tmp_path / "s") if listener == "a Unix socket" else TcpAddress("127.0.0.1", 0)
     async with serving(address, tls=(server, client)) as house:
         with contextlib.suppress(OSError, AssertionError):
             await (await house.connect()).initialize()
