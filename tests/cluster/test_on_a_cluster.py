@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.cluster import CONF, can_blind, spark_parts
+from support.serving import until
 
 from mldserver.errors import WindowFailed
 from mldserver.jobs.engine import WindowJob
@@ -106,3 +107,35 @@ async def test_windows_are_computed_on_all_executors_exactly_until_one_comes_tha
                 assert "Spark wrote 300 rows, but 2 files in" in told
                 assert "hold 200. Those that failed are on 127.0.0.3 (executor " in told
     assert [worker.executors() for worker in workers] == [[]] * len(workers)
+
+
+async def test_executors_come_with_the_work_and_when_they_go_that_is_no_trouble(
+    tmp_path: Path, long: bool
+) -> None:
+    paths = segments(tmp_path / "segments", 4)
+    dynamic = {
+        "enabled": "true",
+        "shuffleTracking.enabled": "true",
+        "shuffleTracking.timeout": "1s",
+        "executorIdleTimeout": "1s",
+    }
+    conf = {**CONF, **{f"spark.dynamicAllocation.{name}": value for name, value in dynamic.items()}}
+    async with spark_parts(tmp_path) as parts:
+        _, workers = await parts.cluster(workers=2)
+        async with running(engine(parts.url, tmp_path / "work", conf=conf)) as spark:
+            for number in range(2):
+                staging = tmp_path / "staging" / str(number)
+                job = WindowJob(
+                    Window("grouped", None, None), number, paths, str(staging), 4 * ROWS, 64 * MIB
+                )
+                result = await spark.compute(job)
+                files = [pq.ParquetFile(staging / file).read() for file in result.files]
+                assert sum(pa.concat_tables(files)["flights"].to_pylist()) == 4 * ROWS
+                async with asyncio.timeout(60):
+                    await until(lambda: not any(worker.executors() for worker in workers))
+                assert spark.is_ready
+                if long:
+                    # Beyond the time after which a cluster without executors is told of.
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(30):
+                            await until(lambda: spark.trouble is not None)
