@@ -9,10 +9,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.virtual_loop import LoopClock, Stuck, VirtualLoop
+from support.virtual_loop import IdleLoop, LoopClock, Stuck, VirtualLoop
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from pathlib import Path
 
 
 def play(work: Coroutine[Any, Any, Any], latency: float = 0.5) -> tuple[Any, float]:
@@ -149,3 +150,27 @@ def test_the_clock_is_the_loops_and_its_time_of_day_may_be_set() -> None:
         return before, clock.now_ms(), clock.steady_ms()
 
     assert play(work())[0] == (1000, 13_500, 2500)
+
+
+def test_over_unix_sockets_time_passes_only_while_nobody_has_anything_to_do(tmp_path: Path) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(line)
+        writer.close()
+
+    async def work() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        async with await asyncio.start_unix_server(echo, tmp_path / "s"):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+            for number in range(100):
+                writer.write(b"%d\n" % number)
+                async with asyncio.timeout(0.001):
+                    assert int(await reader.readline()) == number
+            busy = loop.time()
+            await asyncio.sleep(86_400)
+            writer.close()
+            await writer.wait_closed()
+        return busy, loop.time()
+
+    with asyncio.Runner(loop_factory=IdleLoop) as runner:
+        assert runner.run(work()) == (0.0, pytest.approx(86_400))
