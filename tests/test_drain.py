@@ -74,12 +74,12 @@ class World:
             self.put_in.append(second)
 
     async def drain(self, engine: LocalEngine | None = None, **changes: Any) -> int:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             return await Server(self.settings(**changes), engine=engine or LocalEngine(), drain=True).run()
 
     async def start(self, **changes: Any) -> int:
         """Start a server that is expected to be refused."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             return await Server(self.settings(**changes), engine=LocalEngine()).run()
 
     @contextlib.asynccontextmanager
@@ -129,7 +129,7 @@ async def fill(world: World, *seconds: int) -> None:
 async def test_a_running_server_drains_and_the_changed_handler_goes_on_where_it_was(world: World) -> None:
     world.put(0, 1, 12, 14)
     server = Server(world.settings(), engine=LocalEngine())
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         async with world.reading(server) as daemon:
             await until(lambda: server.status().rows_durable == 4)
@@ -166,7 +166,7 @@ async def test_a_changed_handler_that_starts_without_a_drain_is_refused_and_told
 async def test_all_servers_on_a_ledger_drain(world: World) -> None:
     world.put(0, 12)
     one, other = (Server(world.settings(), engine=LocalEngine()) for _ in range(2))
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         lives = [group.create_task(server.run()) for server in (one, other)]
         await other.listening()
         async with world.reading(one):
@@ -182,7 +182,7 @@ async def test_rows_that_a_server_still_works_on_are_in_time_though_another_has_
     world.put(3)
     settings = world.settings(late="separate")
     leaving, busy = (Server(settings, engine=LocalEngine()) for _ in range(2))
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         lives = [group.create_task(server.run()) for server in (leaving, busy)]
         await leaving.listening()
         handler = sys.modules[world.handler]
@@ -204,7 +204,7 @@ async def test_two_drains_at_once_both_end_when_everything_is_published(
     """Under names of their own, though they have a server's settings."""
     await fill(world, 0, 1)
     server = Server(world.settings(server_id="one"), engine=LocalEngine())
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         await server.listening()
         world.put(3)
@@ -242,7 +242,7 @@ async def test_a_drain_waits_for_a_window_that_fails_and_names_those_that_were_s
     def fail(job: Any) -> Exception | None:
         return WindowFailed("it cannot") if job.window.id.endswith("08-00-10Z") else None
 
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         assert await Server(settings, engine=LocalEngine(fail=fail), drain=True).run() == EXIT_CLEAN
     (drained,) = (event for event in logged if event["event"] == "pipeline.drained")
     assert drained["set_aside"] == ["2020-01-15T08-00-10Z"]
@@ -256,7 +256,7 @@ async def test_without_a_change_late_rows_still_make_the_next_revision_after_a_d
     await fill(world, 0, 12)
     assert await world.drain() == EXIT_CLEAN
     world.put(13)
-    async with asyncio.timeout(120), serving(world.settings()) as server, world.reading(server):
+    async with asyncio.timeout(800), serving(world.settings()) as server, world.reading(server):
         await until(lambda: world.windows().get("08-00-10Z") == [1, 2])
     assert not (world.out / "_late").exists()
     # It serves again: the drain is over.
@@ -268,7 +268,7 @@ async def test_rows_that_come_for_windows_of_the_old_schema_go_to_the_late_datas
     assert await world.drain() == EXIT_CLEAN
     world.change(column="number")
     world.put(13, 31)
-    async with asyncio.timeout(120), serving(world.settings()) as server, world.reading(server):
+    async with asyncio.timeout(800), serving(world.settings()) as server, world.reading(server):
         await until(lambda: world.values("_late/window=*/*.parquet") == [2])
     assert world.windows() == {"08-00-00Z": [0], "08-00-10Z": [1]}
     assert world.open_windows() == ["2020-01-15T08-00-30Z"]
@@ -282,7 +282,7 @@ async def test_a_drained_pipeline_gets_another_name_and_goes_on_at_its_positions
     assert await world.drain() == EXIT_CLEAN
     world.put(13, 31)
     settings = world.settings(pipeline="q", rename_from="p")
-    async with asyncio.timeout(120), serving(settings) as server, world.reading(server):
+    async with asyncio.timeout(800), serving(settings) as server, world.reading(server):
         await until(lambda: server.status().rows_durable == 2)
         await until(lambda: world.values("_late/window=*/*.parquet") == [2])
     assert world.windows() == {"08-00-00Z": [0], "08-00-10Z": [1]}

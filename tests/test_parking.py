@@ -62,7 +62,7 @@ async def test_no_record_overtakes_a_dead_letter_of_its_key(
         return (tmp_path / "seen.txt").read_text().split()
 
     daemon = FakeMLD(stream, "", habits=Habits(max_records=2), supervised=True, backoff_seconds=0.02)
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         async with serving(settings) as first:
             daemon.address = await first.listening()
             playing = group.create_task(daemon.run())

@@ -85,7 +85,7 @@ def exactly_once(out: Path, records: int) -> None:
 
 async def play(server: Server, daemon_of: Callable[[str], FakeMLD]) -> FakeMLD:
     daemon = daemon_of(await server.listening())
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await daemon.run()
     assert daemon.violations == []
     return daemon
@@ -105,7 +105,7 @@ async def test_every_record_is_in_one_window_through_splits_and_merges_in_every_
         daemon = await play(
             server, lambda address: FakeMLD(stream, address, habits=Habits(form=form, max_records=50))
         )
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
         assert server.status().windows_published == 9
     assert daemon.finished
@@ -133,7 +133,7 @@ async def test_lost_leases_throttled_checkpoints_and_killed_daemons_neither_lose
 
     async with serving(quick(tmp_path / "out", handler), stream=stream) as server:
         daemon = await play(server, troubled)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
     assert daemon.life == 4
     exactly_once(tmp_path / "out", 1200)
@@ -149,11 +149,11 @@ async def test_a_server_that_was_stopped_in_the_middle_goes_on_where_it_was(
         async with serving(settings, stream=stream) as first:
             daemon.address = await first.listening()
             playing = group.create_task(daemon.run())
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 await until(lambda: daemon.records_sent >= 300)
         async with serving(settings, stream=stream) as second:
             daemon.address = await second.listening()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 await playing
                 await second.finished()
     assert beside_ends(daemon) == []
@@ -169,7 +169,7 @@ async def test_a_record_that_keeps_failing_becomes_a_dead_letter_and_the_rest_go
     stream.end()
     async with serving(quick(tmp_path / "out", handler)) as server:
         await play(server, lambda address: FakeMLD(stream, address))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
         assert server.status().dead_letters == 1
     assert sorted(ids(tmp_path / "out")) == [number for number in range(50) if number != 7]
@@ -188,7 +188,7 @@ async def test_a_window_that_keeps_failing_turns_readiness_red_and_rows_go_on_be
     async with serving(settings, engine=LocalEngine(fail=fail), stream=stream) as server:
         await server.ready()
         await play(server, lambda address: FakeMLD(stream, address))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await until(lambda: not server.is_ready)
             assert server.status().rows_durable == 200
             broken = False
@@ -209,7 +209,7 @@ async def test_silence_without_an_end_still_closes_the_last_windows(tmp_path: Pa
         daemon = FakeMLD(stream, await server.listening(), stop_at_end=False)
         async with asyncio.TaskGroup() as group:
             playing = group.create_task(daemon.run())
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 # On a slow machine also what is not over looks silent, and its rows come late.
                 await until(lambda: len(ids(tmp_path / "out")) == 100)
                 await until(lambda: server.status().windows_published >= 1)
@@ -219,7 +219,7 @@ async def test_silence_without_an_end_still_closes_the_last_windows(tmp_path: Pa
 
 
 async def stopped(settings: Any) -> int:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         return await Server(settings, engine=LocalEngine()).run()
 
 
@@ -336,7 +336,7 @@ async def test_a_second_stop_forces_and_the_exit_code_says_so(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     server = Server(quick(tmp_path / "out", "stuck", handler_timeout=3600.0), engine=LocalEngine())
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         life = group.create_task(server.run())
         reader, writer = await connect(await server.listening())
         writer.write(

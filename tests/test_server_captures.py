@@ -65,7 +65,7 @@ async def play(capture: Path, address: str) -> list[tuple[str, dict[str, Any], s
         errors = iter(exchange.errors)
         writer.write(exchange.request.encode("utf-8", "surrogateescape") + b"\n")
         while True:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 message = accepted_by_java(await reader.readline())
             if message["action"] == "status":
                 assert message["responseFor"] == action
@@ -75,7 +75,7 @@ async def play(capture: Path, address: str) -> list[tuple[str, dict[str, Any], s
             reply = {**message, "error": error}
             writer.write(json.dumps(reply, separators=(",", ":")).encode() + b"\n")
     writer.write_eof()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         assert await reader.read() == b"", "nothing may follow the last status"
     writer.close()
     return checkpoints
@@ -139,6 +139,6 @@ async def test_what_the_captured_daemons_delivered_becomes_rows_exactly_once(
         (tmp_path / "short.py").write_text(KEEP_EVERYTHING.replace("1 hour", "100 ms"))
         async with serving(quick(out, "short")) as server:
             await play(capture, await server.listening())
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 await until(lambda: server.status().windows_published > 0 and not pending(server))
         assert await stored(server, out) == delivered(capture)

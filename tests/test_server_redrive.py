@@ -85,7 +85,7 @@ async def test_letters_of_a_shard_that_is_read_run_between_its_batches(settings:
     fill(stream, 0, RECORDS)
     async with serving(settings, stream=stream) as server:
         daemon = FakeMLD(stream, await server.listening())
-        async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+        async with asyncio.TaskGroup() as group, asyncio.timeout(800):
             playing = group.create_task(daemon.run())
             await until(lambda: server.status().dead_letters == len(BAD))
             await asyncio.to_thread(command, "redrive", "--all")
@@ -109,14 +109,14 @@ async def test_letters_of_shards_that_have_ended_are_taken_by_the_next_server(
     stream = FakeStream(2, seed=2, start_ms=1_800_000_000_000)
     fill(stream, 0, RECORDS)
     stream.end()
-    async with serving(settings, stream=stream) as server, asyncio.timeout(120):
+    async with serving(settings, stream=stream) as server, asyncio.timeout(800):
         await FakeMLD(stream, await server.listening()).run()
         await server.finished()
     out = tmp_path / "out"
     assert ids(out) == Counter(set(range(RECORDS)) - set(BAD))
     await asyncio.to_thread(command, "redrive", "--all")
     (tmp_path / "antidote").touch()
-    async with serving(settings, stream=stream), asyncio.timeout(120):
+    async with serving(settings, stream=stream), asyncio.timeout(800):
         await until(lambda: not stored(out))
         await until(lambda: ids(out).total() == RECORDS)
     assert ids(out) == Counter(range(RECORDS))
@@ -127,7 +127,7 @@ async def test_letters_of_a_file_that_is_named_again_count_again(settings: Any, 
     stream = FakeStream(2, seed=4, start_ms=1_800_000_000_000)
     fill(stream, 0, RECORDS)
     stream.end()
-    async with serving(settings, stream=stream) as server, asyncio.timeout(120):
+    async with serving(settings, stream=stream) as server, asyncio.timeout(800):
         await FakeMLD(stream, await server.listening()).run()
         await server.finished()
     out = tmp_path / "out"
@@ -138,7 +138,7 @@ async def test_letters_of_a_file_that_is_named_again_count_again(settings: Any, 
         due = ids(out).total() + len(BAD)
         await asyncio.to_thread(command, "redrive", "--from", str(out / FOLDER / "*"))
         assert sorted(stored(out)) == BAD
-        async with serving(settings, stream=stream), asyncio.timeout(120):
+        async with serving(settings, stream=stream), asyncio.timeout(800):
             await until(lambda: not stored(out))
             await until(lambda: ids(out).total() == due)
         return ids(out)
@@ -164,7 +164,7 @@ async def test_parked_records_run_in_order_once_their_letters_are_redriven(
     put(0, 10)
     async with serving(parked, stream=stream) as server:
         daemon = FakeMLD(stream, await server.listening())
-        async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+        async with asyncio.TaskGroup() as group, asyncio.timeout(800):
             playing = group.create_task(daemon.run())
             # 3 is poisoned; 5, 7 and 9 have its key.
             await until(lambda: server.status().dead_letters == 4)
@@ -197,7 +197,7 @@ async def test_a_stop_does_not_wait_for_letters_which_are_taken_again_after_the_
     out = tmp_path / "out"
     stream = FakeStream(1, seed=5, start_ms=1_800_000_000_000)
     fill(stream, 0, 10)
-    async with serving(settings, stream=stream) as server, asyncio.timeout(120):
+    async with serving(settings, stream=stream) as server, asyncio.timeout(800):
         daemon = FakeMLD(stream, await server.listening())
         playing = asyncio.create_task(daemon.run())
         await until(lambda: server.status().dead_letters == 1)
@@ -208,5 +208,5 @@ async def test_a_stop_does_not_wait_for_letters_which_are_taken_again_after_the_
     playing.cancel()
     assert stored(out) == [3]
     (tmp_path / "antidote").touch()
-    async with serving(settings, stream=stream), asyncio.timeout(120):
+    async with serving(settings, stream=stream), asyncio.timeout(800):
         await until(lambda: not stored(out))

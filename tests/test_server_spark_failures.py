@@ -111,7 +111,7 @@ STREAM = filled()
 async def read_all(server: Server) -> None:
     """Play the stream to its end: every row is durable then, every shard's end checkpointed, whatever Spark does."""
     daemon = FakeMLD(STREAM, await server.listening(), habits=Habits(max_records=30))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await daemon.run()
     assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
 
@@ -143,10 +143,10 @@ async def test_a_window_whose_job_fails_is_tried_again_and_comes_out_once(
     settings = quick(tmp_path / "out", handler, window_attempts=5)
     async with serving(settings, engine=engine(tmp_path, plan), stream=STREAM) as server:
         await read_all(server)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
         assert server.status().windows_published == WINDOWS
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await until(lambda: server.is_ready)
     assert ids(tmp_path / "out") == Counter(range(RECORDS))
     assert [event["who"] for event in told(logged, "spark.lost")] == lost
@@ -162,10 +162,10 @@ async def test_readiness_is_red_while_spark_is_away_says_why_and_is_green_again_
 ) -> None:
     settings = quick(tmp_path / "out", handler, window_attempts=5)
     async with serving(settings, engine=engine(tmp_path, plan), stream=STREAM) as server:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.ready()
         await read_all(server)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
             await until(lambda: server.is_ready)
     changes = [event["event"] for event in told(logged, "server.ready", "server.unready")]
@@ -179,7 +179,7 @@ async def test_under_halt_the_server_says_so_goes_on_reading_and_goes_on_trying(
     settings = quick(tmp_path / "out", handler, window_attempts=2)
     async with serving(settings, engine=engine(tmp_path, "fail,fail,fail,fail"), stream=STREAM) as server:
         await read_all(server)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
             await until(lambda: server.is_ready)
     assert ids(tmp_path / "out") == Counter(range(RECORDS))
@@ -202,7 +202,7 @@ async def test_a_handler_that_sparks_driver_cannot_import_ends_the_server_with_2
         command=[sys.executable, "-c", WITHOUT_SPARK],
     )
     server = Server(quick(tmp_path / "out", "asks_at_its_import"), engine=spark, seed=1)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         assert await server.run() == code
     (failed,) = told(logged, "server.failed")
     assert failed["exit_code"] == code
@@ -222,7 +222,7 @@ async def test_windows_that_were_set_aside_are_listed_and_run_again(
     )
     async with serving(settings, engine=engine(tmp_path, "fail…"), stream=STREAM) as server:
         await read_all(server)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await server.finished()
     assert ids(out) == Counter()
 
@@ -236,6 +236,6 @@ async def test_windows_that_were_set_aside_are_listed_and_run_again(
     assert "ValueError: no good" in await asyncio.to_thread(windows, "show", "2027-01-15T08-00-00Z")
     await asyncio.to_thread(windows, "retry", *(each["window"] for each in listed))
     async with serving(settings, engine=LocalEngine(), stream=STREAM) as server:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await until(lambda: server.status().windows_published == WINDOWS)
     assert ids(out) == Counter(range(RECORDS))

@@ -57,7 +57,7 @@ async def computing(server: Server, spark: SparkEngine) -> int:
     stream = FakeStream(1, seed=1)
     stream.put(b"one", "key")
     stream.end()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await FakeMLD(stream, await server.listening()).run()
         await until(lambda: server.status().windows_waiting == 1 and server.is_ready)
         assert spark._life is not None
@@ -110,7 +110,7 @@ async def test_a_stop_that_is_forced_while_a_job_runs_waits_for_no_driver(
 ) -> None:
     spark = engine(tmp_path, "stay", stop_grace=600)
     settings = quick(tmp_path / "out", handler, grace=600.0)
-    async with asyncio.timeout(120), serving(settings, engine=spark, exit_code=EXIT_FORCED) as server:
+    async with asyncio.timeout(800), serving(settings, engine=spark, exit_code=EXIT_FORCED) as server:
         driver = await computing(server, spark)
         server.stop("SIGTERM")
         server.force()

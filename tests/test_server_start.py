@@ -77,7 +77,7 @@ async def serving(
             start_new_session=True,
         )
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             yield process, log_file
     finally:
         if process.returncode is None:
@@ -243,7 +243,7 @@ async def test_a_start_that_takes_long_says_what_it_waits_for(
 ) -> None:
     clock, go = VirtualClock(), tmp_path / "go"
     server = Server(quick(tmp_path / "out", slow), engine=LocalEngine(), clock=clock)
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         life = group.create_task(server.run())
         await clock.advance(11)
         waiting = [entry for entry in logged if entry["event"] == "server.waiting"]
@@ -263,7 +263,7 @@ async def test_a_second_stop_during_the_start_is_told_by_the_exit_code(
     slow: str, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     server = Server(quick(tmp_path / "out", slow), engine=LocalEngine())
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         life = group.create_task(server.run())
         await asyncio.sleep(0)
         server.stop("first")
@@ -302,7 +302,7 @@ async def test_a_part_that_does_not_end_is_told_and_a_second_stop_ends_the_other
     monkeypatch.setattr("mldserver.server._TELL_SECONDS", 0.05)
     engine = Unclosable()
     server = Server(quick(tmp_path / "out", rows, server_id="one"), engine=engine)
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         life = group.create_task(server.run())
         await server.listening()
         server.stop("first")
@@ -311,7 +311,7 @@ async def test_a_part_that_does_not_end_is_told_and_a_second_stop_ends_the_other
         assert not life.done()
         server.stop("second")
     assert life.result() == EXIT_FORCED
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         again = Server(quick(tmp_path / "out", rows, server_id="one"), engine=LocalEngine())
         life = group.create_task(again.run())
         await again.listening()  # it has left the ledger: its name is free
@@ -325,7 +325,7 @@ async def test_a_part_whose_end_fails_does_not_keep_the_others_from_theirs(
     failing = Unclosable(InternalError("the engine is stuck"))
     for engine, code in ((failing, EXIT_FAULT), (LocalEngine(), EXIT_CLEAN)):
         server = Server(quick(tmp_path / "out", rows, server_id="one"), engine=engine)
-        async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+        async with asyncio.TaskGroup() as group, asyncio.timeout(800):
             life = group.create_task(server.run())
             await server.listening()
             server.stop("the test is over")

@@ -41,7 +41,7 @@ async def test_shards_that_the_stream_lists_are_missing_until_a_daemon_connects(
     tmp_path: Path, handler: str
 ) -> None:
     kinesis = FakeKinesis(FakeStream(4))
-    async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(120):
+    async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(800):
         await until(lambda: missing(server) == kinesis.stream.open_shards)
         assert kinesis.clients == 1
     assert kinesis.clients == 0
@@ -52,7 +52,7 @@ async def test_a_child_that_connects_before_the_next_listing_is_asked_for_and_co
 ) -> None:
     stream = FakeStream(1)
     kinesis = FakeKinesis(stream)
-    async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(120):
+    async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(800):
         await until(lambda: len(missing(server)) == 1)
         [parent] = stream.open_shards
         child, _ = stream.split(parent)

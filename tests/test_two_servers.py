@@ -87,13 +87,13 @@ async def test_leases_that_move_between_servers_neither_lose_nor_double_a_row(
     async with serving(settings, stream=stream) as one, serving(settings, stream=stream) as two:
         for daemon, server in zip(application.daemons.values(), (one, two), strict=True):
             daemon.address = await server.listening()
-        async with asyncio.timeout(120), playing(application) as daemons:
+        async with asyncio.timeout(800), playing(application) as daemons:
             while not all(daemon.done() for daemon in daemons):
                 application.move_any()
                 if application.random.random() < 0.02:
                     application.daemons[application.random.choice(NAMES)].kill()
                 await asyncio.sleep(0.02)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await one.finished()
             await two.finished()
             await until(lambda: windows_waiting(out) == [])
@@ -120,7 +120,7 @@ async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemo
 ) -> None:
     out = tmp_path / "out"
     server = Server(quick(out, handler, server_id="one"), engine=LocalEngine())
-    async with asyncio.TaskGroup() as group, asyncio.timeout(120):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         life = group.create_task(server.run())
         await server.listening()
         store = SqliteStore(out / "_mldserver" / "ledger.sqlite", pipeline=handler, server_id="two")

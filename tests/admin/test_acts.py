@@ -63,7 +63,7 @@ async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], workers: int | None
 ) -> None:
     settings = quick(tmp_path / "out", handler, workers=workers)
-    async with serving(settings) as server, asyncio.timeout(120):
+    async with serving(settings) as server, asyncio.timeout(800):
         daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
         playing = asyncio.create_task(daemon.run())
         await until(lambda: daemon.records_sent > RECORDS / 4)
@@ -121,7 +121,7 @@ async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_
         )
     )
     settings = quick(tmp_path / "out", handler, workers=1)
-    async with serving(settings) as server, asyncio.timeout(120):
+    async with serving(settings) as server, asyncio.timeout(800):
         daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
         await server.carry_out("log-level", "warning")
         playing = asyncio.create_task(daemon.run())

@@ -111,7 +111,7 @@ async def shown(
     def document(wrong: str) -> Status | None:
         return status(ready=False, reasons=(wrong,), version="without parts") if wrong else tell()
 
-    async with asyncio.timeout(120), endpoint.serving(document, carry_out):
+    async with asyncio.timeout(800), endpoint.serving(document, carry_out):
         made = token_file(given)
         yield Shown(endpoint, read_token(made) if made.exists() else "none", clock)
 
@@ -423,7 +423,7 @@ async def test_a_server_is_shown_from_its_first_moment_to_its_last(tmp_path: Pat
         given = quick(tmp_path / "out", "shown_handler", admin=ANYWHERE)
         endpoint = AdminEndpoint(given, Clock())
         server = Server(given, engine=LocalEngine(), seed=1, endpoint=endpoint)
-        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(800), asyncio.TaskGroup() as group:
             life = group.create_task(server.run())
             await server.ready()
             one = Shown(endpoint, read_token(tmp_path / "out/_mldserver/admin.token"), Clock())
@@ -475,7 +475,7 @@ async def test_in_real_life_the_endpoint_outlives_its_process_and_tells_of_a_ser
         return int(child)
 
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await comes("/readyz", 200)
             first = endpoint()
             os.kill(first, signal.SIGKILL)

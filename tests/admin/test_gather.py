@@ -81,7 +81,7 @@ async def told(
     tally = EventTally()
     with logging_to(settings, observers=[tally]):
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(800),
             serving(settings, stream=stream, tally=tally, **(more or {})) as server,
         ):
             yield server

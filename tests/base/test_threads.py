@@ -151,7 +151,7 @@ async def test_an_exception_that_is_thrown_in_late_ends_neither_the_thread_nor_i
     for number in range(3):
         thrown = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identity), ctypes.py_object(error))
         assert thrown == 1
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             assert await thread.run(lambda number=number: number) == number
     assert await thread.run(threading.get_ident) == identity
 

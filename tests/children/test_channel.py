@@ -54,12 +54,12 @@ class Ends:
         self.sender.send(Text(data, len(contents)), tuple(map(memory, contents)))
 
     async def come(self, number: int) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             while len(self.received) < number:  # noqa: ASYNC110  # a socket has no event for a test to wait on
                 await asyncio.sleep(0)
 
     async def over(self) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             while not self.ended:  # noqa: ASYNC110  # see come
                 await asyncio.sleep(0)
 
@@ -270,7 +270,7 @@ async def test_what_the_receiver_refuses_or_cannot_take_ends_the_channel(error: 
 
     channel = Channel[Text](there, Text, receive=refuse, ended=ended.append)
     send_now(here, Text(b"x"))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         while not ended:  # noqa: ASYNC110  # see come
             await asyncio.sleep(0)
     assert ended == [told]

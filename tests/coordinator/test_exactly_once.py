@@ -78,7 +78,7 @@ async def live(pipeline: Pipeline, daemon: Daemon) -> bool:
         await pipeline.clock.sleep(6)  # what revisions replaced is deleted a while later
 
     try:
-        async with asyncio.timeout(120), pipeline.life():
+        async with asyncio.timeout(800), pipeline.life():
             await pipeline.clock.drive(work(), step=1)
             done = True
     except* Crash:

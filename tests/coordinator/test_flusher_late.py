@@ -174,7 +174,7 @@ async def test_rows_come_to_rest_in_one_flush_for_however_many_windows_that_are_
         await publish(again, window)
     monkeypatch.setattr("mldserver.coordinator.core.windows._REMEMBERED", 3)
     again.restore(await again.ledger.sync(ServerState("one", 1)))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await again.flush([again.batch(shard, *((4 + n, ms) for n, ms in rows))])
     assert [each.window_id for each in again.registered().late_segments] == W
     assert again.flusher.rows_late == 4

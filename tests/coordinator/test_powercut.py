@@ -49,7 +49,7 @@ async def run(pipeline: Pipeline, daemon: Daemon) -> None:
         await pipeline.runner.idle()
         await pipeline.clock.sleep(6)  # what revisions replaced is deleted a while later
 
-    async with asyncio.timeout(120), pipeline.life():
+    async with asyncio.timeout(800), pipeline.life():
         await pipeline.clock.drive(work(), step=1)
 
 

@@ -59,7 +59,7 @@ class Ward:
         life = LocalLife(self.plan, step)
         await life.start()
         try:
-            async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(800), asyncio.TaskGroup() as group:
                 ended = group.create_task(life.ended())
                 if step is None:
                     await until(lambda: not self.letters())
@@ -131,7 +131,7 @@ async def test_a_server_killed_at_every_step_of_a_redrive_counts_each_letter_onc
             ward.stream.end()
         first = LocalLife(ward.plan, None)
         await first.start()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             if not connected:
                 await playing
             await until(lambda: sorted(ward.letters()) == bad)
@@ -161,7 +161,7 @@ async def test_letters_in_files_are_there_whatever_dies_and_run_again_from_there
             await ward.live(death)
         life = LocalLife(ward.plan, None)
         await life.start()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await until(lambda: ids_in_files(folder) == list(range(3, RECORDS, 10)))
         life.kill()
         await life.ended()

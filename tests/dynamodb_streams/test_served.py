@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ async def test_a_table_without_a_stream_ends_the_start_with_what_to_do(
     fake.disable()
     async with fake.serving() as url:
         server = Server(reading(tmp_path / "out", handler, url), engine=LocalEngine())
-        assert await asyncio.wait_for(server.run(), 120) == EXIT_FAULT
+        assert await server.run() == EXIT_FAULT
     failed = next(entry for entry in logged if entry["event"] == "server.failed")
     assert "has no enabled stream" in failed["what"]
     assert fake.arn in failed["advice"]
@@ -167,7 +166,7 @@ async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
     async with fake.serving() as url:
         settings = reading(tmp_path / "out", handler, url, **{"from": begin})
         server = Server(settings, engine=LocalEngine())
-        assert await asyncio.wait_for(server.run(), 120) == EXIT_OPERATOR
+        assert await server.run() == EXIT_OPERATOR
     assert [entry["error"] for entry in logged if entry["event"] == "server.failed"] == ["ConfigError"]
 
 
@@ -178,6 +177,6 @@ async def test_a_token_s_file_that_cannot_be_read_is_the_operators_error(
     settings = reading(
         tmp_path / "out", handler, "http://127.0.0.1:1", **{"from": str(tmp_path / "token.json")}
     )
-    assert await asyncio.wait_for(Server(settings, engine=LocalEngine()).run(), 120) == EXIT_OPERATOR
+    assert await Server(settings, engine=LocalEngine()).run() == EXIT_OPERATOR
     (failed,) = [entry for entry in logged if entry["event"] == "server.failed"]
     assert "token.json cannot be read" in failed["what"]

@@ -146,7 +146,7 @@ def test_what_this_version_leaves_is_kept_for_those_to_come() -> None:
 async def test_what_a_version_has_left_goes_on_as_if_nothing_had_been(out: Path) -> None:
     assert len(set(ids(out))) == 27, "three windows were published"
     stream = stream_of(RECORDS)
-    async with serving(settings_of(out), stream=stream) as server, asyncio.timeout(60):
+    async with serving(settings_of(out), stream=stream) as server, asyncio.timeout(800):
         daemon = FakeMLD(stream, await server.listening())
         stream.end()
         await daemon.run()

@@ -108,7 +108,7 @@ async def test_other_calls_go_on_while_parked_keys_are_read(
 ) -> None:
     ledger = await with_letters(ledger_on(), 3)
     dynamo.answer.clear()
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         asking = group.create_task(ledger.parked_keys(SHARD))
         await dynamo.asked.wait()
         await beat(ledger, 3)
@@ -131,7 +131,7 @@ async def test_letters_that_are_deleted_while_keys_are_read_are_passed_over(
         if name.startswith("dead#"):
             del item["keys"]
     dynamo.answer.clear()
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         asking = group.create_task(ledger.parked_keys(SHARD))
         await dynamo.asked.wait()
         (first,) = await ledger.letters(limit=1)

@@ -153,7 +153,7 @@ async def test_the_servers_own_calls_go_on_while_a_snapshot_is_written(
             assert (await ledger.register(flush("a", done[-1]))).registered
 
     dynamo.before_part = register
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         state = await beat(ledger)
     assert state.shards["a"].position == Sequence(33)
     assert in_force(dynamo) is not None
@@ -266,7 +266,7 @@ async def test_of_two_snapshots_that_come_into_force_one_after_the_other_the_log
         await first_is_in_force.wait()
 
     dynamo.before_naming = begin_another
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await beat(ledger, 2)
         first = in_force(dynamo)
         first_is_in_force.set()

@@ -416,7 +416,7 @@ async def test_a_daemon_does_not_wait_for_dead_letters_that_run_between_its_batc
             async with claim.visit():
                 await asyncio.Event().wait()
 
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         group.create_task(redrive())
         if message is None:
             await daemon.close()
@@ -434,7 +434,7 @@ async def test_a_batch_that_waits_for_dead_letters_to_have_run_is_there_already(
     await daemon.initialize()
     claim, [shard] = house.listener.owners.current(SHARD), house.intake.shards
     assert claim is not None
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         async with claim.visit():
             await daemon.process(1)
             while not shard.calls:  # noqa: ASYNC110  # a fake that sets no event

@@ -93,7 +93,7 @@ async def test_a_claim_that_is_not_current_does_not_wait_for_the_work_of_the_one
     async with second.work():
         for scope in (first.work(), first.visit()):
             with pytest.raises(Superseded):
-                async with asyncio.timeout(120), scope:
+                async with asyncio.timeout(800), scope:
                     raise AssertionError("work of a claim that is not current")
 
 
@@ -114,7 +114,7 @@ async def test_who_visits_goes_when_the_owner_cannot_wait_and_the_owners_work_go
         with pytest.raises(Superseded):
             await stays(name)
 
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         group.create_task(visit("visitor"))
         group.create_task(visit("waits for the lock"))
         await asyncio.sleep(0)

@@ -64,7 +64,7 @@ async def test_a_connection_that_lost_its_shard_ends_while_the_new_one_is_still_
     )
     await house.opens(2)
     await first.close()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await house.holds_connections(1)
     house.runtime.doors.set()
     await second.answered("initialize")

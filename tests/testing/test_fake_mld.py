@@ -385,7 +385,7 @@ async def test_a_shard_whose_start_falls_into_the_death_of_the_jvm_starts_again_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mldserver.testing.fake_mld.asyncio.TaskGroup", Dying)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             assert await mld.run() == 0
     assert mld.exits[0].reason == "killed"
     assert tiny_server.received == expected(stream)

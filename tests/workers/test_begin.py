@@ -65,7 +65,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerRuntime:
 
 @pytest.mark.parametrize("size", [1, 50_000], ids=["inside the message", "in the arena"])
 async def test_an_answer_is_there_without_anybody_who_waits(runtime: WorkerRuntime, size: int) -> None:
-    async with running(runtime, spare=False), asyncio.timeout(120):
+    async with running(runtime, spare=False), asyncio.timeout(800):
         for shard in "abc":
             await runtime.open(Shard(shard))
         begun = [runtime.begin(delivery(shard, "x", key="k" * size)) for shard in "abc"]
@@ -81,7 +81,7 @@ async def test_an_answer_is_there_without_anybody_who_waits(runtime: WorkerRunti
 async def test_where_the_process_ends_what_is_left_is_to_be_awaited(
     runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         begun = runtime.begin(delivery("a", "long"))
         assert isinstance(begun, asyncio.Future)
@@ -95,7 +95,7 @@ async def test_where_the_process_ends_what_is_left_is_to_be_awaited(
 async def test_whoever_cancels_a_batch_tells_the_worker_and_holds_up_nobody(
     runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
-    async with running(runtime, spare=False), asyncio.timeout(120):
+    async with running(runtime, spare=False), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         begun = runtime.begin(delivery("a", "long"))
         assert isinstance(begun, asyncio.Future)
@@ -114,7 +114,7 @@ async def test_whoever_cancels_a_batch_tells_the_worker_and_holds_up_nobody(
 async def test_what_cannot_go_at_once_is_to_be_awaited(runtime: WorkerRuntime) -> None:
     with pytest.raises(InternalError, match="not open"):
         await runtime.begin(delivery("a", "x"))  # type: ignore[misc]  # it is a coroutine
-    async with running(runtime, spare=False), asyncio.timeout(120):
+    async with running(runtime, spare=False), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         gate = runtime._workers[0].gate
         pass_ = await gate.enter(alone=True)
@@ -128,7 +128,7 @@ async def test_a_process_whose_descriptors_are_used_up_leaves_its_batch_to_the_n
     runtime: WorkerRuntime, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     (tmp_path / "mine.py").write_text(DESCRIPTORS_GONE)
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         for text in ("with what is imported late", "all"):
             outcome = await runtime.process(delivery("a", text))
@@ -166,7 +166,7 @@ async def test_batches_of_a_shard_that_are_sent_together_never_overlap(
     runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(IN_ORDER)
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         texts = ["long", "second", "third"]
         begun = begun_together(runtime, *texts)
@@ -188,7 +188,7 @@ async def test_behind_one_that_fails_none_reaches_the_handler(
     (tmp_path / "mine.py").write_text(f"import time\n{handler}")
     policy = FailurePolicy(attempts=1, on_failure=OnFailure.HALT)
     runtime = WorkerRuntime("mine", workers=1, policy=policy, limits=Limits(None, None))
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         halted, behind = begun_together(runtime, "fails", "second")
         with pytest.raises(HandlerHalted):
@@ -204,7 +204,7 @@ async def test_where_the_process_ends_all_that_it_had_is_done_again_in_order(
     runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(IN_ORDER)
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         begun = begun_together(runtime, "long", "second")
         await until((tmp_path / "book").exists)

@@ -311,7 +311,7 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
         daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
         assert server._parts is not None
         server._parts.runtime._workers[0]._deaths.useless = Backoff(base=0.05, cap=0.05)  # type: ignore[attr-defined]  # so that it takes no minutes
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(800):
             await until(lambda: bool(named(logged, "worker.failed")))
             await until(lambda: bool(named(logged, "server.unready")))
         assert not server.is_ready

@@ -88,7 +88,7 @@ async def test_a_worker_that_is_busy_for_longer_than_any_call_may_take_is_not_ta
     busy = BUSY.format(define=define)
     async with (
         running(runtime_of(busy, Limits(KILL_AFTER_MS, None)), spare=False) as runtime,
-        asyncio.timeout(120),
+        asyncio.timeout(800),
     ):
         await runtime.open(Shard("s"))
         outcome = await runtime.process(delivery("s", *map(str, range(RECORDS))))
@@ -108,7 +108,7 @@ async def test_a_worker_that_leaks_is_replaced_between_batches_none_of_which_is_
             delivered.extend(texts)
             assert (await runtime.process(delivery(shard, *texts))).outline.records == 3
 
-    async with running(runtime_of(LEAKS, Limits(None, MEMORY_BYTES))) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(LEAKS, Limits(None, MEMORY_BYTES))) as runtime, asyncio.timeout(800):
         await asyncio.gather(deliver("a"), deliver("b"))
     assert named(logged, "worker.lost", "handler.dead_letter") == []
     assert all(event["bytes"] > MEMORY_BYTES for event in named(logged, "worker.replaced"))

@@ -180,7 +180,7 @@ async def test_who_lets_a_shard_go_does_not_wait_until_its_worker_is_replaced(
     runtime_of: Callable[..., WorkerRuntime],
 ) -> None:
     """At the end of the server no process may come any more."""
-    async with running(runtime_of("def process_record(record): ...\n")) as runtime, asyncio.timeout(120):
+    async with running(runtime_of("def process_record(record): ...\n")) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("s"))
         runtime._workers[0]._retiring = True
         await runtime.forget("s")
@@ -209,7 +209,7 @@ class Processor(processor.RecordProcessorBase):
         return [each.read_text().strip() for each in Path(f"/proc/{pid}/task").glob("*/comm")]
 
     runtime = runtime_of(text, handler="mine:Processor")
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         opening = asyncio.create_task(runtime.open(Shard("s")))
         await until((tmp_path / "reached").exists)
         pid = (await runtime._workers[0].process()).pid
@@ -233,7 +233,7 @@ async def test_a_call_that_hangs_when_its_batch_was_given_up_does_not_hold_up_ot
         "        time.monotonic_ns = lambda: now() + 10**13\n"  # for the worker it has hung for hours
         "        time.sleep(3600)\n"
     )
-    async with running(runtime_of(text, 600_000)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text, 600_000)) as runtime, asyncio.timeout(800):
         for shard in "ab":
             await runtime.open(Shard(shard))
         hanging = asyncio.create_task(runtime.process(delivery("a", "hang")))
@@ -258,7 +258,7 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
         "    pathlib.Path('runs').touch()\n"
         "    while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     )
-    async with running(runtime_of(text), spare=False) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text), spare=False) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("a"))
         process = await runtime._workers[0].process()
         given_up = asyncio.create_task(runtime.process(delivery("a", "x", key="k" * 5000)))
@@ -278,7 +278,7 @@ async def test_what_is_given_up_before_the_worker_has_heard_of_it_is_answered_al
 ) -> None:
     async with (
         running(runtime_of("async def process_record(record): ...\n"), spare=False) as runtime,
-        asyncio.timeout(120),
+        asyncio.timeout(800),
     ):
         shards = [str(number) for number in range(20)]
         for shard in shards:
@@ -300,7 +300,7 @@ async def test_shards_are_spread_over_the_workers_and_stay_where_they_are(
     runtime_of: Callable[..., WorkerRuntime],
 ) -> None:
     text = "import os\nschema = 'pid BIGINT'\ndef process_record(record): return (os.getpid(),)\n"
-    async with running(runtime_of(text, workers=2)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text, workers=2)) as runtime, asyncio.timeout(800):
         for shard in "abcd":
             await runtime.open(Shard(shard))
         homes: dict[str, set[int]] = {}

@@ -89,7 +89,7 @@ async def serving(folder: Path, text: str, *, workers: str) -> AsyncIterator[Ser
             stderr=printed,
         )
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             yield Serving(process, folder)
     finally:
         if process.returncode is None:
@@ -136,7 +136,7 @@ async def test_workers_end_when_their_server_is_killed_whatever_they_are_doing(
         workers = children(server.process.pid)
         assert server.called() < workers
         server.process.kill()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(800):
             await until(lambda: all(map(has_ended, workers)))
         playing.cancel()
         await asyncio.wait({playing})

@@ -49,7 +49,7 @@ async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handle
         await until(lambda: len(named(logged, "worker.started")) == generation)
         return int(named(logged, "worker.started")[-1]["pid"])
 
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("s"))
         for generation in range(1, 4):
             present = await started(generation)
@@ -67,7 +67,7 @@ async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handle
 async def test_a_spare_that_dies_is_replaced_at_once(
     runtime: WorkerRuntime, logged: list[dict[str, Any]]
 ) -> None:
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("s"))
         ready = runtime._spares._ready
         await until(lambda: bool(ready))

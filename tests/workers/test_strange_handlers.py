@@ -67,7 +67,7 @@ async def process_record(record):
     if record.text() == "bad":
         {deed}
 """
-    async with running(runtime_of(text)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(800):
         for shard in "ab":
             await runtime.open(Shard(shard))
         beside = asyncio.create_task(runtime.process(delivery("b", "slow")))
@@ -93,7 +93,7 @@ def process_record(record):
     policy = FailurePolicy(
         attempts=1, retry_base_seconds=0, retry_cap_seconds=0, on_key_failure=OnKeyFailure.PARK
     )
-    async with running(runtime_of(text, policy)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text, policy)) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("s"))
         outcome = await runtime.process(batch)
     assert outcome.rows is not None
@@ -126,7 +126,7 @@ def process_record(record):
     print("printed")
     raise ValueError("no")
 """
-    async with running(runtime_of(text)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("s"))
         await runtime.process(delivery("s", "x"))
         await until(lambda: bool(named(logged, "handler.output")))
@@ -149,7 +149,7 @@ async def process_record(record):
     await let_go()
 """
     once = FailurePolicy(attempts=1, retry_base_seconds=0, retry_cap_seconds=0)
-    async with running(runtime_of(text, once)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text, once)) as runtime, asyncio.timeout(800):
         for shard in "ab":
             await runtime.open(Shard(shard))
         process = await runtime._workers[0].process()
@@ -177,7 +177,7 @@ def process_record(record):
             {leaves}
         os.waitpid(child, 0)
 """
-    async with running(runtime_of(text)) as runtime, asyncio.timeout(120):
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("a"))
         for texts in ("fork", "x"), ("y",), ("fork",), ("z",):
             outcome = await runtime.process(delivery("a", *texts))

@@ -50,7 +50,7 @@ async def test_only_the_batches_that_a_dead_worker_had_not_answered_are_called_a
     def noted() -> Counter[str]:
         return Counter((tmp_path / "book").read_text().split("\n")[:-1])
 
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         for shard in "abc":
             await runtime.open(Shard(shard))
         await runtime.process(delivery("a", "a1", "a2", "a3"))
@@ -106,7 +106,7 @@ async def test_what_follows_a_call_that_was_given_up_begins_when_that_has_ended(
     def noted() -> list[str]:
         return (tmp_path / "book").read_text().split("\n")[:-1]
 
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         await runtime.open(Shard("b"))
         given_up = asyncio.create_task(runtime.process(delivery("a", "long")))

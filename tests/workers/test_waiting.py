@@ -44,7 +44,7 @@ async def test_a_batch_that_was_in_hand_when_its_worker_died_does_not_wait_for_a
     runtime = WorkerRuntime("mine", workers=1, policy=hours, limits=Limits(None, None))
     (worker,) = runtime._workers
     worker.gate._patience_seconds = 0.05
-    async with running(runtime), asyncio.timeout(120):
+    async with running(runtime), asyncio.timeout(800):
         waiting = asyncio.create_task(runtime.open(Shard("waiting")))
         for shard in "ab":
             await runtime.open(Shard(shard))

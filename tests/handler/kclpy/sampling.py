@@ -64,5 +64,5 @@ def filled(shards: int, records: int, *, reshard: bool = False) -> FakeStream:
 
 async def play(server: Server, daemon: FakeMLD) -> None:
     daemon.address = await server.listening()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(800):
         await daemon.run()

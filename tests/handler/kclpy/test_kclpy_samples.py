@@ -109,13 +109,13 @@ async def test_a_stopped_server_has_kept_every_checkpoint(tmp_path: Path, sample
         async with serving(settings) as first:
             daemon.address = await first.listening()
             playing = group.create_task(daemon.run())
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 await until(lambda: daemon.records_sent >= 300)
         left = sample.uncheckpointed()
         stream.end()
         async with serving(settings) as second:
             daemon.address = await second.listening()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 await playing
     assert sample.records == Counter(range(600)) + Counter(map(int, left))
 
@@ -167,7 +167,7 @@ async def test_a_processor_that_never_checkpoints_gets_everything_again(
         async with serving(settings) as server, asyncio.TaskGroup() as group:
             daemon = FakeMLD(stream, await server.listening(), habits=Habits(), stop_at_end=False)
             playing = group.create_task(daemon.run())
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(800):
                 await until(lambda life=life: sample.records.total() == 100 * life)
             daemon.terminate()
             await playing
