@@ -125,7 +125,7 @@ NOT_IN_CORES = frozenset(
 ONLY_IN = {
     # Where a handler is imported that imports it, its session is guarded.
     "pyspark": ("spark", "handler.sessions"),
-    "sqlite3": ("ledger", "testing"),
+    "sqlite3": ("ledger",),
     "cyclopts": ("cli",),
     "aws_kinesis_agg": ("protocol", "testing"),
     "aiohttp": ("admin", "testing"),

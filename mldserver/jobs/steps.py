@@ -211,6 +211,7 @@ class WindowSteps:
             window, staging = self._window(entry), self.store.uri(output.staging)
             job = PublishJob(window, staging, output.files, output.rows_out, self.store.place)
             await self.engine.publish(job)
+            kill_point("sink.written")
 
     async def clean_up(self) -> None:
         """Delete what revisions have replaced, each a while after that, until cancelled."""

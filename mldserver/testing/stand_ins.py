@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -21,7 +19,6 @@ from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from pathlib import Path
 
     import pyarrow as pa
 
@@ -58,8 +55,6 @@ class LocalEngine:
     """How many windows each job had."""
     window_columns: tuple[str, str] | None = WINDOW_COLUMNS
     """As in a handler."""
-    table: Path | None = None
-    """A SQLite file that windows are published into where the setting ``sink`` names a table."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -113,14 +108,8 @@ class LocalEngine:
         )
 
     async def publish(self, job: PublishJob) -> None:
-        """Write an output into ``table``. Raises WindowFailed where there is none, or it cannot be written."""
-        await self._ready.wait()
-        if self.table is None:
-            raise WindowFailed("The engine was given no table to publish into")
-        try:
-            await asyncio.to_thread(publish_into, self.table, job)
-        except (OSError, sqlite3.Error) as error:
-            raise WindowFailed(f"Window {job.window.id} could not be published: {error}") from error
+        """Raise WindowFailed: it has no tables."""
+        raise WindowFailed(f"This engine has no table to publish window {job.window.id} into")
 
     def renew(self) -> None:
         """Do nothing: it has no handler."""
@@ -175,26 +164,6 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
     filesystem.create_dir(staging, recursive=True)
     pq.write_table(output, f"{staging}/{_file(job)}", filesystem=filesystem)
     return int(output.num_rows)
-
-
-def publish_into(table: Path, job: PublishJob) -> None:
-    """Replace a window's rows by its revision's; a table that has it, or a later one, stays as it is. Raises OSError."""
-    data = [_bytes(f"{job.staging}/{file}", job.out) for file in job.files]
-    with closing(sqlite3.connect(table, timeout=60)) as database, database:
-        database.execute("CREATE TABLE IF NOT EXISTS windows (window_id TEXT PRIMARY KEY, revision INTEGER)")
-        database.execute("CREATE TABLE IF NOT EXISTS files (window_id TEXT, data BLOB)")
-        changed = database.execute(
-            "INSERT INTO windows VALUES (?, ?) ON CONFLICT (window_id) DO UPDATE"
-            " SET revision = excluded.revision WHERE excluded.revision > revision",
-            (job.window.id, job.window.revision),
-        ).rowcount
-        if changed:
-            database.execute("DELETE FROM files WHERE window_id = ?", (job.window.id,))
-            database.executemany(
-                "INSERT INTO files VALUES (?, ?)", [(job.window.id, content) for content in data]
-            )
-        kill_point("sink.writing")
-    kill_point("sink.written")
 
 
 def _bytes(path: str, out: str) -> bytes:

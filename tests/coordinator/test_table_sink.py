@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from coordinator.pipeline import Pipeline, named
-from support.sqlite_table import read_table
+from support.sqlite_table import TableEngine, read_table
 
 from mldserver.config.settings import WindowSettings
 from mldserver.errors import DriverLost, WindowFailed
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 
 
-class Failing(LocalEngine):
+class Failing(TableEngine):
     """Its table fails as often as there are errors left."""
 
     def __init__(self, table: Path, errors: list[Exception]) -> None:
-        super().__init__(table=table)
+        super().__init__(table)
         self.errors = errors
 
     async def publish(self, job: PublishJob) -> None:

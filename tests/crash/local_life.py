@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 from crash.stories import TABLE
 from support.serving import quick
+from support.sqlite_table import TableEngine
 
 from mldserver.base.kill_points import arm
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
-from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -114,7 +114,7 @@ def _live(plan: Plan, step: str | None, told: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, plan.python_path)
     settings = quick(plan.out, plan.handler, **plan.settings)
-    engine = LocalEngine(table=plan.out / TABLE)
+    engine = TableEngine(plan.out / TABLE)
     with logging_to(settings):
         code = asyncio.run(_serve(Server(settings, engine=engine), told))
     sys.exit(code)

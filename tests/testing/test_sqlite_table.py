@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.sqlite_table import read_table
+from support.sqlite_table import publish_into, read_table
 
 from mldserver.jobs.engine import PublishJob
-from mldserver.testing.stand_ins import publish_into
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
