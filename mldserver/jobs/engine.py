@@ -31,7 +31,7 @@ class WindowJob:
     window: Window
     attempt: int
     segments: tuple[str, ...]
-    """Absolute paths (or URIs) of the window's Parquet files, the largest first: so they are dealt evenly."""
+    """Absolute paths (or URIs) of the window's Parquet files."""
     staging: str
     """Absolute path (or URI) of a directory that does not exist yet; the output goes there, nowhere else."""
     rows: int
@@ -43,6 +43,8 @@ class WindowJob:
     older: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
     handler's present schema too."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each of them, in any order; empty where they need not be shared evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,24 +120,24 @@ class WindowSteps:
             number = attempts[entry.window_id]
             staging = self.publisher.attempt(entry.window_id, number, tag)
             sizes = joined.to_read(self.store, entry.window_id, entry.segments)
-            files = sorted(sizes, key=sizes.__getitem__, reverse=True)
             # What an earlier life left under the same number is not this attempt's.
             self.store.delete(staging)
             if self.store.local:
                 self.store.prepare(staging.rpartition("/")[0])
             older: dict[str, tuple[str, ...]] = {}
-            for path in files:
+            for path in sizes:
                 if (ddl := self.older.get(written(path).shape)) is not None:
                     older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
             job = WindowJob(
                 self._window(entry),
                 number,
-                tuple(map(self.store.uri, files)),
+                tuple(map(self.store.uri, sizes)),
                 self.store.uri(staging),
                 sum(segment.rows for segment in entry.segments),
                 sum(sizes.values()),
                 self.store.place,
                 older,
+                tuple(sizes.values()),
             )
             return entry, staging, job
 

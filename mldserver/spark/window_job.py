@@ -14,6 +14,7 @@ runs each alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import itertools
@@ -35,7 +36,7 @@ from mldserver.spark.sinks.sink import escaped
 from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from pyspark.sql import SparkSession
 
@@ -67,8 +68,15 @@ _LOCAL_FILES: Final = {
 }
 """Hadoop's settings for the writing of local files."""
 
-_DEALT = 32
-"""Tasks up to which each is given its files: it costs the driver some milliseconds for each."""
+_PACKING: Final = {
+    "spark.sql.files.maxPartitionBytes": "134217728b",
+    "spark.sql.files.openCostInBytes": "4194304b",
+    "spark.sql.files.minPartitionNum": None,
+}
+"""How Spark puts files into tasks: what nobody has changed."""
+
+_OPENING_BYTES = (256 * 1024, 4 * 1024 * 1024)
+"""What is read in the time that opening a file takes: on a disk, and on an object store."""
 
 _FILE_BYTES = 128 * 1024 * 1024
 """What a task and a file have at most, as Spark itself reads (spark.sql.files.maxPartitionBytes)."""
@@ -139,12 +147,48 @@ def partitions(size: int, cores: int) -> int:
     return shared * max(1, math.ceil(size / (shared * _FILE_BYTES)))
 
 
-def dealt(paths: Sequence[str], shares: int) -> list[list[str]]:
-    """Deal files, the largest first, into shares that differ by one file's bytes at most: there and back again."""
-    hands: list[list[str]] = [[] for _ in range(shares)]
-    for path, hand in zip(paths, itertools.cycle([*hands, *reversed(hands)]), strict=False):
-        hand.append(path)
-    return hands
+def capacity(sizes: Sequence[int], tasks: int, opening: int) -> int:
+    """Return the least bytes that Spark may give to a task at most, if it is to put files into so many tasks.
+
+    It fills one task after the other, the largest files first, and begins the next one where a file has no room. Opening
+    a file counts as so many bytes, and what is larger than a task is cut.
+    """
+
+    def needed(most: int) -> int:
+        pieces = (min(most, size - at) for size in sizes for at in range(0, size, most))
+        count, left = 1, most
+        for piece in sorted(pieces, reverse=True):
+            if piece > left:
+                count, left = count + 1, most
+            left -= piece + opening
+        return count
+
+    fair = max(1, (sum(sizes) + opening * len(sizes)) // tasks)
+    return next(most for most in itertools.count(fair, fair // 64 + 1) if needed(most) <= tasks)
+
+
+@contextlib.contextmanager
+def packed(spark: SparkSession, jobs: Sequence[WindowJob], cores: int) -> Iterator[None]:
+    """Let Spark give each task about as many bytes of one large window as any other, unless the user says how it packs.
+
+    By itself it may give two thirds of a few files to one of two cores. The settings are the session's: a window that
+    runs at the same time may be shared out by them too, which costs time and nothing else.
+    """
+    job, tasks = jobs[0], partitions(jobs[0].bytes, cores)
+    if len(jobs) > 1 or tasks == 1 or not job.sizes:
+        yield
+        return
+    if any(spark.conf.get(name) != value for name, value in _PACKING.items()):
+        yield
+        return
+    opening = _OPENING_BYTES[bool(job.out)]
+    for name, value in zip(_PACKING, (capacity(job.sizes, tasks, opening), opening, 1), strict=True):
+        spark.conf.set(name, str(value))
+    try:
+        yield
+    finally:
+        for name in _PACKING:
+            spark.conf.unset(name)
 
 
 def columns_ddl(schema: str) -> str:
@@ -169,13 +213,7 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
 
     tasks = partitions(job.bytes, cores)
     if not job.older:
-        if not 1 < tasks <= min(_DEALT, len(job.segments)):
-            return scan(schema, job.segments).coalesce(tasks)
-        # Spark counts 4 MiB more for each file, and fills one task after the other: of a few files one of two cores
-        # would get two thirds. The last share may be two tasks: of a union in which all are one each Spark would make
-        # a single task. To put the two together again would cost time for each row.
-        *others, last = [scan(schema, share) for share in dealt(job.segments, tasks)]
-        return union([*(part.coalesce(1) for part in others), last.coalesce(2)])
+        return scan(schema, job.segments).coalesce(tasks)
     of_old = {path for paths in job.older.values() for path in paths}
     written: list[tuple[str, Sequence[str]]] = list(job.older.items())
     if present := [path for path in job.segments if path not in of_old]:
@@ -292,31 +330,32 @@ def run_windows(
 
     Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
     """
-    attempts = []
-    for number, job in enumerate(jobs):
-        attempts.append(Attempt(spark, schema, pipeline, job, cores))
-        if len(jobs) > 1:
-            # This thread's next group replaces the view.
-            attempts[-1].fix(f"_mldserver_{threading.get_ident()}_{number}")
-    alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
-    for attempt in attempts:
-        if attempt.result is not None:
-            columns = attempt.result.schema.json() if len(jobs) > 1 else ""
-            alike.setdefault(columns, []).append((attempt.result, attempt))
-    outputs: dict[str, Output] = {}
-    for members in alike.values():
-        members_jobs = [attempt.job for _, attempt in members]
-        staging = members_jobs[0].staging
-        if len(members) == 1:
-            written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
-        else:
-            results = [result for result, _ in members]
-            written = _write_together(results, members_jobs, pipeline.window_columns, cores)
-            staging = staging.rsplit("/", 2)[0]
-        output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
-        check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
-        check_read(attempt for _, attempt in members)
-        outputs |= output_of
+    with packed(spark, jobs, cores):
+        attempts = []
+        for number, job in enumerate(jobs):
+            attempts.append(Attempt(spark, schema, pipeline, job, cores))
+            if len(jobs) > 1:
+                # This thread's next group replaces the view.
+                attempts[-1].fix(f"_mldserver_{threading.get_ident()}_{number}")
+        alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
+        for attempt in attempts:
+            if attempt.result is not None:
+                columns = attempt.result.schema.json() if len(jobs) > 1 else ""
+                alike.setdefault(columns, []).append((attempt.result, attempt))
+        outputs: dict[str, Output] = {}
+        for members in alike.values():
+            members_jobs = [attempt.job for _, attempt in members]
+            staging = members_jobs[0].staging
+            if len(members) == 1:
+                written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
+            else:
+                results = [result for result, _ in members]
+                written = _write_together(results, members_jobs, pipeline.window_columns, cores)
+                staging = staging.rsplit("/", 2)[0]
+            output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
+            check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
+            check_read(attempt for _, attempt in members)
+            outputs |= output_of
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 

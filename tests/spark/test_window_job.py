@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,9 @@ from mldserver.spark.window_job import (
     META_DDL,
     Output,
     Pipeline,
+    capacity,
     columns_ddl,
-    dealt,
+    packed,
     partitions,
     read,
     run_windows,
@@ -130,14 +130,37 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
     assert reader.paths == (r"/a\[1\]/\{b\}\*\?.parquet", "/plain")
 
 
-@given(st.lists(st.integers(0, 1000)), st.integers(1, 9))
-def test_files_are_dealt_into_shares_that_differ_by_one_file_at_most(sizes: list[int], shares: int) -> None:
-    by_path = {f"{number}": size for number, size in enumerate(sorted(sizes, reverse=True))}
-    hands = dealt(list(by_path), shares)
-    assert sorted(itertools.chain(*hands)) == sorted(by_path)
-    sums = [sum(by_path[path] for path in hand) for hand in hands]
-    assert len(sums) == shares
-    assert max(sums) - min(sums) <= max(sizes, default=0)
+def tasks_of(sizes: list[int], most: int, opening: int) -> list[int]:
+    """Put files into tasks as Spark does, and return the bytes of each."""
+    pieces = sorted((min(most, size - at) for size in sizes for at in range(0, size, most)), reverse=True)
+    tasks, weight = [0], 0
+    for piece in pieces:
+        if weight + piece > most:
+            tasks.append(0)
+            weight = 0
+        tasks[-1] += piece
+        weight += piece + opening
+    return tasks
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1), st.integers(2, 9), st.sampled_from([0, 7]))
+def test_files_are_put_into_as_many_tasks_as_are_wanted_at_most_and_none_has_far_more_than_its_share(
+    sizes: list[int], tasks: int, opening: int
+) -> None:
+    most = capacity(sizes, tasks, opening)
+    found = tasks_of(sizes, most, opening)
+    assert len(found) <= tasks
+    fair = (sum(sizes) + opening * len(sizes)) / tasks
+    assert most <= 1.05 * (fair + max(sizes)) + 2 * opening + 2
+
+
+def test_twelve_files_of_two_sizes_are_shared_evenly() -> None:
+    sizes = [7_800_000] * 6 + [1_700_000] * 8 + [770_000]
+    one, other = tasks_of(sizes, capacity(sizes, 2, 1 << 18), 1 << 18)
+    assert abs(one - other) < 0.05 * sum(sizes)
+    assert tasks_of(sizes, (sum(sizes) + 15 * (4 << 20)) // 2, 4 << 20)[0] > 0.6 * sum(
+        sizes
+    )  # Spark's own way
 
 
 @pytest.mark.slow
@@ -146,18 +169,27 @@ def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
 ) -> None:
     # As flushes left ten million rows: halves of those under way, and what came meanwhile.
     monkeypatch.setattr(window_job, "TASK_BYTES", 64 * 1024)
+    monkeypatch.setattr(window_job, "_OPENING_BYTES", (0, 0))
     rows, segments = [12_000] * 6 + [2_800] * 8 + [1_200], []
     for number, count in enumerate(rows):
         segments.append(tmp_path / f"{number}.parquet")
         table = pa.table({"n": np.random.default_rng(number).integers(0, 1 << 40, count)})
         pq.write_table(table, segments[-1], use_dictionary=False, compression="none")
-    size = sum(segment.stat().st_size for segment in segments)
-    job = WindowJob(Window("w", None, None), 1, tuple(map(str, segments)), "/staging", sum(rows), size)
-    by_task = read(session.spark, "n BIGINT", job, 2).groupBy(F.spark_partition_id()).count()
-    first, *rest = (count for _, count in sorted(by_task.collect()))
-    assert first + sum(rest) == sum(rows)
-    assert 1 <= len(rest) <= 2
-    assert abs(first - sum(rest)) <= max(rows)
+    sizes = tuple(segment.stat().st_size for segment in segments)
+    paths, staging = tuple(map(str, segments)), str(tmp_path / "staging")
+    job = WindowJob(Window("w", None, None), 1, paths, staging, sum(rows), sum(sizes), sizes=sizes)
+    pipeline = Pipeline(lambda frame, _window: frame.groupBy(F.spark_partition_id().alias("task")).count())
+    run_windows(session.spark, "n BIGINT", pipeline, [job], 2)
+    one, other = pq.read_table(staging)["count"].to_pylist()
+    assert one + other == sum(rows)
+    assert abs(one - other) <= max(rows)
+    assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
+    session.spark.conf.set("spark.sql.files.minPartitionNum", "1")
+    try:
+        with packed(session.spark, [job], 2):  # who has set how files are packed has it so
+            assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
+    finally:
+        session.spark.conf.unset("spark.sql.files.minPartitionNum")
 
 
 @pytest.mark.slow
