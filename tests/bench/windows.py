@@ -115,9 +115,9 @@ class Bench:
         """Return the seconds that the engine takes for segments that are ready."""
         self._attempts += 1
         staging = self._folder / f"job-{self._attempts}"
-        size = sum(segment.stat().st_size for segment in segments)
+        sizes = tuple(segment.stat().st_size for segment in segments)
         paths = tuple(map(str, segments))
-        job = WindowJob(Window(ID, None, None), 1, paths, str(staging), self.rows, size)
+        job = WindowJob(Window(ID, None, None), 1, paths, str(staging), self.rows, sum(sizes), sizes=sizes)
         began = time.perf_counter()
         await self._engine.compute(job)
         seconds = time.perf_counter() - began
