@@ -130,7 +130,7 @@ class Jobs:
                     return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault, where = wire.describe(error), ""
             closed = self.session.connect and CLOSED in fault.message
-            if self.session.cores is None:
+            if not (self.session.is_local or job.cancelled):
                 from mldserver.spark.counts import where_failed  # noqa: PLC0415  # as in `_compute`
 
                 where = where_failed(self.session.spark)
@@ -147,7 +147,7 @@ class Jobs:
             self.stopped()
 
     def _compute(self, job: _Job) -> wire.Done:
-        from mldserver.spark.nearby import through_disk  # noqa: PLC0415  # pyarrow, as below
+        from mldserver.spark.nearby import suits, through_disk  # noqa: PLC0415  # pyarrow, as below
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
         spark, window = self.session.spark, job.run.job.window
@@ -167,8 +167,8 @@ class Jobs:
 
                 # A local master's tasks are on this machine, and can take what this process fetches for them.
                 jobs = job.run.jobs
-                done = through_disk(jobs, compute) if self.session.is_local else compute(jobs)
-                return wire.Done(job.run.id, done)
+                near = self.session.is_local and suits(jobs[0].out, self.session.hadoop)
+                return wire.Done(job.run.id, through_disk(jobs, compute) if near else compute(jobs))
             if self.sink is None:
                 raise ValueError("no table was named to publish into")
             find(self.sink.format).publish(spark, self.sink, job.run.job)

@@ -1,4 +1,4 @@
-"""Small windows of an object store on a local master, through a folder of this machine.
+"""Small windows on S3 and a local master, through a folder of this machine.
 
 Spark's way to S3 costs a small window some fifty requests, one after another, and most of them are about folders that are
 none. Where its tasks run in this very machine they need not go that way: this process fetches the window's segments, Spark
@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
-from mldserver.base.uris import NOTHING_RENAMED, reach
+from mldserver.base.uris import reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,18 +32,38 @@ MOST_BYTES: Final = 64 * 1024 * 1024
 _SIDE_BY_SIDE: Final = 16
 """Requests under way; each is a wait."""
 
+_OF_OBJECTS: Final = (
+    "acl.default",
+    "create.storage.class",
+    "encryption.algorithm",
+    "server-side-encryption-algorithm",
+)
+"""What Hadoop may be told of the objects that it writes to S3, and this process does not know."""
+
+
+def suits(out: str, hadoop: Callable[[str], str | None]) -> bool:
+    """Whether windows of this output may go through a folder of this machine. ``hadoop``: Spark's settings of Hadoop.
+
+    Not where paths without a scheme lead Spark to another file system, or where its files are to be of their own kind.
+    """
+    if not out.startswith("s3:") or not (hadoop("fs.defaultFS") or "file:").startswith("file:"):
+        return False
+    scopes = "fs.s3a.", f"fs.s3a.bucket.{urlsplit(out).netloc.rpartition('@')[2]}."
+    return not any(hadoop(f"{scope}{name}") for scope in scopes for name in _OF_OBJECTS)
+
 
 def through_disk(
     jobs: Sequence[WindowJob], compute: Callable[[Sequence[WindowJob]], tuple[Output, ...]]
 ) -> tuple[Output, ...]:
     """Return what ``compute`` returns for ``jobs``, having moved small ones of an object store to this machine and back.
 
-    Only for a session whose tasks run here. Raises OSError where a segment cannot be fetched or a file not be sent, and
-    what ``compute`` raises. A process that dies leaves its folder in its temporary directory.
+    Only for a session whose tasks run here, and an output that ``suits``. Raises OSError where a segment cannot be
+    fetched or a file not be sent, and what ``compute`` raises. A process that dies leaves its folder in its temporary
+    directory.
     """
-    filesystem, _ = reach(jobs[0].staging, jobs[0].out)
-    if filesystem.type_name not in NOTHING_RENAMED or sum(job.bytes for job in jobs) > MOST_BYTES:
+    if sum(job.bytes for job in jobs) > MOST_BYTES:
         return compute(jobs)
+    filesystem, _ = reach(jobs[0].staging, jobs[0].out)
     # What a task that nobody waits for any more still writes goes with the process's own folder.
     with (
         tempfile.TemporaryDirectory(prefix="windows-", ignore_cleanup_errors=True) as folder,

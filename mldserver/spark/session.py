@@ -211,6 +211,11 @@ class Session:
         """The UI's address, if there is one."""
         return None if self.connect else self.spark.sparkContext.uiWebUrl
 
+    def hadoop(self, name: str) -> str | None:
+        """Return one of Hadoop's settings as a classic session has it."""
+        value: str | None = self.spark.sparkContext._jsc.hadoopConfiguration().get(name)  # noqa: SLF001  # no Python face yet
+        return value
+
     def slots(self) -> int:
         """Return how many tasks run at the same time, as the cluster is now: bounds how finely small windows are cut.
 

@@ -13,7 +13,7 @@ from support.s3 import bucket
 from mldserver.jobs.engine import WindowJob
 from mldserver.output.store import OutputStore
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.nearby import MOST_BYTES, through_disk
+from mldserver.spark.nearby import MOST_BYTES, suits, through_disk
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -91,10 +91,31 @@ def test_what_cannot_be_fetched_fails_the_job_and_what_fails_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_large_windows_and_local_ones_are_left_to_spark(out: str, tmp_path: Path) -> None:
-    for place, size in ((out, MOST_BYTES + 1), (str(tmp_path), None)):
-        jobs, given = jobs_on(place, 1, size), []
-        assert through_disk(jobs, lambda jobs, given=given: given.append(jobs) or (Output((), 0),)) == (
-            Output((), 0),
-        )
-        assert given == [jobs]
+def test_large_windows_are_left_to_spark(out: str) -> None:
+    jobs, given = jobs_on(out, 1, MOST_BYTES + 1), []
+
+    def compute(jobs: Sequence[WindowJob]) -> tuple[Output, ...]:
+        given.append(jobs)
+        return (Output((), 0),)
+
+    assert through_disk(jobs, compute) == (Output((), 0),)
+    assert given == [jobs]
+
+
+@pytest.mark.parametrize(
+    ("out", "hadoop", "does"),
+    [
+        ("s3://key:secret@lake/x?region=eu-west-1", {}, True),
+        ("s3://lake/x", {"fs.defaultFS": "file:///", "fs.s3a.acl.default": ""}, True),
+        ("s3://lake/x", {"fs.s3a.bucket.other.acl.default": "BucketOwnerFullControl"}, True),
+        ("s3://lake/x", {"fs.defaultFS": "hdfs://here:8020"}, False),
+        ("s3://lake/x", {"fs.s3a.acl.default": "BucketOwnerFullControl"}, False),
+        ("s3://k:s@lake/x", {"fs.s3a.bucket.lake.encryption.algorithm": "SSE-KMS"}, False),
+        ("gs://lake/x", {}, False),
+        ("", {}, False),
+    ],
+)
+def test_only_s3_without_wishes_for_its_files_and_a_spark_to_which_paths_are_local_suits(
+    out: str, hadoop: dict[str, str], does: bool
+) -> None:
+    assert suits(out, hadoop.get) is does
