@@ -140,13 +140,18 @@ def test_jdbc_a_try_that_ends_after_any_step_is_made_again_from_the_start(place:
     assert place.windows() == [("flights", "w1", 2, "none")]
 
 
-def test_jdbc_a_table_whose_first_tries_died_before_its_index_was_made_gets_it(place: Place) -> None:
+@pytest.mark.parametrize("index_made", [False, True], ids=["before", "after"])
+def test_jdbc_a_table_whose_first_tries_died_about_when_its_index_was_made_has_it(
+    place: Place, *, index_made: bool
+) -> None:
     job = place.output(["a"])
     first, second = (jdbc.Try(job, "events", f"events__{name}") for name in ("first_died", "stage_died"))
     with connected(place.spark, place.sink) as database:
         assert jdbc.claim(database, first) is first
         jdbc.fill(staged(place.spark, job), place.sink, first, create=True)
         claimed = jdbc.claim(database, second)
+        if index_made:
+            jdbc._make_index(database, "events")
     assert claimed is not None
     assert claimed.makes_table
     publish(place.spark, place.sink, job)

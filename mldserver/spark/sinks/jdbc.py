@@ -179,7 +179,9 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     with connected(spark, sink) as database:
         try:
             if attempt.makes_table:
-                _make_index(database, sink.table)
+                # Of a table that was there when this try began, the try that died may have made it.
+                with contextlib.suppress(*(DatabaseError,) * (kind == _STAGE)):
+                    _make_index(database, sink.table)
             move(database, attempt)
         except BaseException:
             # The first error is the one to tell; the next try drops the stage.
