@@ -42,6 +42,7 @@ from mldserver.sources.listing import ShardPolling, StreamShards
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.windows import Tumbling
+from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
@@ -160,8 +161,6 @@ async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, H
     if settings.workers is None:
         spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
         return InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common), spec
-    from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
-
     common |= {"pipeline": settings.pipeline, "workers": settings.workers, "limits": settings.part(Limits)}
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     runtime = WorkerRuntime(settings.handler, log_level=level, **common)

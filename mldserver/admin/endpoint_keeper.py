@@ -278,7 +278,9 @@ class AdminEndpoint:
                     data = _encoded(status(""))
                 except Exception as error:
                     reason = f"the status cannot be made: {type(error).__name__}: {error}"
-                    data = _encoded(status(reason))
+                    data = b""
+                    with contextlib.suppress(Exception):  # what went wrong concerns more than the parts
+                        data = _encoded(status(reason))
                     if reason != told:
                         log.exception(
                             "admin.failed",

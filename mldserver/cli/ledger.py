@@ -147,9 +147,11 @@ def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = Fals
     """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
 
     async def accept(ledger: Ledger, held: LedgerState) -> Sequence | None:
+        position = _shard(held, shard).position
         if not await ledger.accept_gap(shard):
-            held.shards.pop(shard, None)  # pruned since we looked
-        return _shard(held, shard).position
+            del held.shards[shard]  # pruned since we looked
+            _shard(held, shard)
+        return position
 
     position = at_ledger(where, accept)
     text = f"may start beyond {position or 'nothing'}, the next time it is opened."

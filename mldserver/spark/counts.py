@@ -29,6 +29,10 @@ _PART: Final = re.compile(r"/part-(\d+)-[^/]*$")
 """What Spark calls a file: the number is that of the partition whose task wrote it."""
 
 
+_TASKS: Final = 2000
+"""Of a stage, how many are looked at for their executors; two thousand are a second."""
+
+
 class CountsDiffer(Exception):
     """Rows were lost between the ledger and Spark, or between Spark and the output's files."""
 
@@ -110,7 +114,7 @@ def _stages(spark: SparkSession, unless: str = "") -> list[list[Any]]:
     if job.status == unless:
         return []
     store = context._jsc.sc().statusStore()  # noqa: SLF001  # see where_lost
-    found = [store.taskList(stage, 0, 10_000) for stage in sorted(map(int, job.stageIds))]
+    found = [store.taskList(stage, 0, _TASKS) for stage in sorted(map(int, job.stageIds))]
     return [[tasks.apply(number) for number in range(tasks.size())] for tasks in found]
 
 

@@ -220,7 +220,8 @@ class Life:
 
     async def _kill_unless(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
         calm = self._calm()
-        while not await in_time(event.wait(), clock, seconds):
+        # Set in the very turn in which the time is over, it counts.
+        while not (await in_time(event.wait(), clock, seconds) or event.is_set()):
             if calm == self._calm():
                 self.kill(reason)
                 return

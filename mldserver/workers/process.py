@@ -110,7 +110,7 @@ class _Printed:
 
 
 class WorkerProcess:
-    """A process that has begun; ``run`` is the rest of its life."""
+    """A process that has begun; whoever has it waits for ``ended`` and then closes it."""
 
     def __init__(self, child: ChildProcess, printed: _Printed, arena: Arena, clock: Clock) -> None:
         """Own a process, and the memory that it shares."""
