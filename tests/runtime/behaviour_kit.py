@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 KINDS: Final = ("inline", "at once", "workers")
 BY_RECORD: Final = ("ByRecord", "ByRecordAsync")
 BY_BATCH: Final = ("ByBatch", "ByBatchAsync", "ByTable", "ByTableAsync")
-IN_LONG: Final = {"ByRecord", "ByBatchAsync", "ByTable"}
-"""Of a synchronous and an asynchronous hook, worker processes run one by day: inline there are both, by the same code."""
+IN_LONG: Final = {"ByRecordAsync", "ByBatchAsync", "ByTable"}
+"""Of a synchronous and an asynchronous hook, worker processes run one by day.
+
+By record it is the synchronous one, which they run on their loop: of ``over_waiting`` nothing else does.
+"""
 DELAY: Final = 0.001
 PLAIN: Final = FailurePolicy(
     attempts=3,

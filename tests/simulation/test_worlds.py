@@ -91,8 +91,9 @@ def test_every_world_keeps_every_promise(long: bool) -> None:
         "revised",
     }
     if count >= 30:
-        # Of the rarest a few worlds have one each: by chance some are missing among a day's.
-        assert len(expected - faults.keys()) <= 3 * (not long)
+        # The seeds of every day make every kind. Of the rarest a few worlds have one each: thirty others may lack some.
+        missing = expected - faults.keys()
+        assert len(missing) <= (3 if FIRST and not long else 0), f"nothing of {sorted(missing)}"
         assert not long or min(faults.values()) >= count // 10
 
 

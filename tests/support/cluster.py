@@ -237,9 +237,9 @@ class Parts:
 
     async def close(self) -> None:
         """End all parts, the last first."""
-        for part in reversed(self._parts):
-            await part.close()
-        self._held.close()
+        with self._held:
+            for part in reversed(self._parts):
+                await part.close()
 
 
 @contextlib.asynccontextmanager

@@ -84,10 +84,9 @@ class Stack:
         self.environment: dict[str, str] = {}
         """Beside this process's own, of server and daemon."""
         self.samples = Samples()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.url = self.address = ""
+        """Of the emulator and the server, while it is running."""
         self._held = contextlib.ExitStack()
-        self.address = f"127.0.0.1:{self._held.enter_context(held_port())}"
         self._emulator: subprocess.Popen[bytes] | None = None
         self.server: subprocess.Popen[bytes] | None = None
         self.daemon: subprocess.Popen[bytes] | None = None
@@ -109,26 +108,28 @@ class Stack:
     async def running(self, shards: int) -> AsyncIterator[Stack]:
         """Start the emulator with a stream, sample while open, and leave no process behind."""
         script = Path(__file__).with_name("emulator.py")
-        descriptor = self._listener.fileno()
-        self._emulator = self._start("emulator", [str(script), str(descriptor)], pass_fds=(descriptor,))
-        try:
-            async with (
-                self._session.client("kinesis", endpoint_url=self.url) as self.kinesis,
-                self._session.client("dynamodb", endpoint_url=self.url) as self.dynamodb,
-            ):
-                await self.kinesis.create_stream(StreamName=STREAM, ShardCount=shards)
-                async with asyncio.TaskGroup() as tasks:
-                    sampler = tasks.create_task(self._sample())
-                    yield self
-                    sampler.cancel()
-        finally:
-            ours = [process for host in self._hosts for process in (host.daemon, host.server)]
-            for process in (*ours, self._emulator):
-                if process is not None:
-                    process.kill()
-                    process.wait()
-            self._listener.close()
-            self._held.close()
+        with self._held:
+            listener = self._held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self.address = f"127.0.0.1:{self._held.enter_context(held_port())}"
+            descriptor = listener.fileno()
+            self._emulator = self._start("emulator", [str(script), str(descriptor)], pass_fds=(descriptor,))
+            try:
+                async with (
+                    self._session.client("kinesis", endpoint_url=self.url) as self.kinesis,
+                    self._session.client("dynamodb", endpoint_url=self.url) as self.dynamodb,
+                ):
+                    await self.kinesis.create_stream(StreamName=STREAM, ShardCount=shards)
+                    async with asyncio.TaskGroup() as tasks:
+                        sampler = tasks.create_task(self._sample())
+                        yield self
+                        sampler.cancel()
+            finally:
+                ours = [process for host in self._hosts for process in (host.daemon, host.server)]
+                for process in (*ours, self._emulator):
+                    if process is not None:
+                        process.kill()
+                        process.wait()
 
     def start_server(self, **settings: str) -> None:
         """Start ``mldserver serve``; ``settings`` are its options."""

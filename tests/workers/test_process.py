@@ -198,6 +198,14 @@ async def test_how_long_a_handler_took_to_load_is_no_silence(process: WorkerProc
     assert process.silent_ms == 0
 
 
+async def test_a_worker_that_beats_is_not_silent(process: WorkerProcess, child: Child) -> None:
+    await cast("VirtualClock", process._clock).advance(600)
+    assert process.silent_ms == 600_000
+    child.says(wire.BeatMessage(running_ms=0, blocked_ms=0, resident_bytes=0))
+    process.drain()
+    assert process.silent_ms == 0
+
+
 async def test_a_line_that_cannot_be_logged_costs_nothing_else(process: WorkerProcess, child: Child) -> None:
     answer = process.post(wire.Forget(1, "s"))
     child.says(wire.LogLine("info", "handler.output", {"event": "twice"}), wire.Finished(1))

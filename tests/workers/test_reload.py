@@ -5,22 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from support.serving import until
-from workers.kit import children, delivery, named, running
+from support.virtual_loop import VirtualLoop
+from workers.kit import START, children, delivery, named, running
 
+from mldserver import tumbling
 from mldserver.errors import HandlerError, OperatorError
+from mldserver.handler.inspection import load_spec
+from mldserver.handler.spec import HandlerKind, parse_schema
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.testing import VirtualClock
 from mldserver.workers import reload
+from mldserver.workers.process import WorkerGone, WorkerProcess
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome
+    from mldserver.workers.worker import Worker
 
 HANDLER = '''
 """{note}"""
@@ -136,7 +146,7 @@ REFUSED = {
 async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_on_as_it_was(
     one: WorkerRuntime, monkeypatch: pytest.MonkeyPatch, long: bool
 ) -> None:
-    # By day one that it cannot load, one that differs, and one that opens no shard.
+    # By day one that it cannot load, one that differs, and one that opens no shard; what says no to the others is below.
     refused = list(REFUSED.values())[:: 1 if long else 2]
     async with running(one, spare=False):
         await one.open(Shard("a"))
@@ -153,6 +163,71 @@ async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_o
         write(10)
         await one.reload()
         assert row(await one.process(delivery("a", "x")))["version"] == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"schema": parse_schema("n INT")}, "the schema was `n` BIGINT, and is `n` INT"),
+        ({"schema": None}, "the schema was `n` BIGINT, and is no schema"),
+        (
+            {"windows": tumbling("2 hours")},
+            "windows was tumbling, 1 h of arrival time, and is tumbling, 2 h of arrival time",
+        ),
+        ({"kind": HandlerKind.CLASS}, "the kind of handler was module, and is class"),
+    ],
+)
+def test_each_part_of_a_handlers_shape_that_differs_is_told(change: dict[str, Any], told: str) -> None:
+    before = replace(load_spec("handlers.raw"), schema=parse_schema("n BIGINT"), windows=tumbling("1 hour"))
+    assert reload.differences(before, replace(before, version="2", concurrency=2)) == []
+    assert reload.differences(before, replace(before, **change)) == [told]
+
+
+class New:
+    """A process of the new version, which hangs over whatever it is asked, or ends while it loads."""
+
+    is_open = True
+
+    async def open(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
+
+    async def loaded(self) -> None:
+        raise WorkerGone("exit code 3", alone=True)
+
+    async def close(self) -> None:
+        self.is_open = False
+
+
+def new_reload(spares: Any = None) -> reload.Reload:
+    worker = cast("Worker", SimpleNamespace(number=0, has_open="a".__eq__))
+    return reload.Reload(spares, [worker], {"a": Shard("a"), "b": Shard("b")}, {}, set())
+
+
+def test_an_initialize_that_never_comes_to_an_end_is_not_waited_for() -> None:
+    reloading = new_reload()
+    opening = reloading._open(reloading.workers[0], cast("WorkerProcess", New()))
+    with (
+        asyncio.Runner(loop_factory=lambda: VirtualLoop(lambda: 0.0)) as runner,
+        pytest.raises(HandlerError, match="`initialize` of the new version has taken longer than 30 s"),
+    ):
+        runner.run(opening)
+
+
+async def test_a_version_that_ends_its_process_while_it_loads_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    new = New()
+
+    async def start(*_: Any) -> New:
+        return new
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    with pytest.raises(HandlerError, match="Loading the handler ended its process: exit code 3"):
+        await new_reload(Spares(START, clock=VirtualClock())).run(load_spec("handlers.raw"))
+    assert not new.is_open
 
 
 @pytest.mark.usefixtures("logged")
