@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HANDLER = '''
-"""Keeps every record; a row makes the executor that computes its window wait for as long as the record says."""
+"""Keeps every record; the executor that computes a row opens the record's gate, if it has one."""
 from mldserver import batches
 
-schema = "id BIGINT NOT NULL, pause BIGINT"
+schema = "id BIGINT NOT NULL, gate STRING"
 windows = batches(max_rows=100, max_age="1 second")
 
 
 def process_record(record):
     event = record.json()
-    return event["id"], event["pause"]
+    return event["id"], event["gate"]
 
 
 def on_window(rows, window):
-    return rows.selectExpr("id", "java_method('java.lang.Thread', 'sleep', pause) AS waited")
+    return rows.selectExpr("id", "IF(gate IS NULL, NULL, java_method('scala.io.Source', 'fromFile', gate, 'UTF-8')) AS opened")
 '''
 _PATIENCE_SECONDS = 240
 
@@ -73,6 +73,8 @@ class Served:
             self._stream, "127.0.0.1:1", habits=habits, supervised=True, backoff_seconds=0.5
         )
         self._sent = 0
+        self._killed = False
+        self._gate: Path
 
     async def start(self) -> None:
         """Start the server."""
@@ -97,6 +99,7 @@ class Served:
 
     async def kill(self) -> None:
         """Kill the server, whose Spark must notice by itself, and start another."""
+        self._killed = True
         self._process.kill()
         await self._process.wait()
         await self._listen()
@@ -121,16 +124,31 @@ class Served:
             self._process.send_signal(signal.SIGTERM)
             assert await self.ended() == 0
             # A server that is killed is an end in the middle.
-            assert not [told for told in self._daemon.violations if "EOF while" not in told]
+            violations = self._daemon.violations
+            assert not [told for told in violations if not (self._killed and "EOF while" in told)]
         finally:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    def send(self, *, pause_ms: int = 0) -> None:
-        """Put the rows of one window into the stream, each of which takes so long to compute."""
+    def send(self, *, held: bool = False) -> None:
+        """Put the rows of one window into the stream; ``held``: it is computed no further than until ``let_go``."""
+        if held:
+            self._gate = self.folder / f"gate-{self._sent}"
+            # Who opens it to read waits until somebody opens it to write.
+            os.mkfifo(self._gate)
         for number in range(self._sent, self._sent + 100):
-            self._stream.put(json.dumps({"id": number, "pause": pause_ms}).encode(), f"key-{number}")
+            # Those before it have a file begun, by which `until_computing` knows.
+            gate = str(self._gate) if held and number % 10 == 9 else None
+            self._stream.put(json.dumps({"id": number, "gate": gate}).encode(), f"key-{number}")
         self._sent += 100
+
+    def let_go(self) -> None:
+        """Open the gate of the window that is held, for those that wait at it and for all that come later."""
+        opened = os.open(self._gate, os.O_RDWR)
+        free = self.folder / "free"
+        free.touch()
+        free.replace(self._gate)
+        os.close(opened)
 
     def rows(self) -> Counter[int]:
         """Return the ids that readers of the output see."""
@@ -148,7 +166,7 @@ class Served:
         await self.until(all_there)
 
     async def until_computing(self) -> None:
-        """Wait until Spark works on a window."""
+        """Wait until Spark works on a window, which must be held."""
         staging = self.out / "_mldserver" / "staging"
 
         def works() -> bool:

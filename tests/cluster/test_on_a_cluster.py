@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.cluster import CONF, can_blind, spark_parts
+from support.cluster import CONF, NOT_BLINDED, can_blind, spark_parts
 from support.serving import until
 
 from mldserver.errors import WindowFailed
@@ -101,17 +101,22 @@ async def test_windows_are_computed_on_all_executors_exactly_until_one_comes_tha
                     counts = dict(zip(*(table[c].to_pylist() for c in ("carrier", "flights")), strict=True))
                     assert counts == {"UA": 4 * 167, "AA": 4 * 333}
             assert [len(worker.executors()) for worker in workers] == [1, 1]
-            if can_blind(tmp_path / "staging"):
+            if blinds := can_blind(tmp_path / "staging"):
                 workers.append(await parts.worker(blind=tmp_path / "staging"))
                 told = await numbers_until_failed(spark, tmp_path / "staging", paths)
                 assert "Spark wrote 300 rows, but 2 files in" in told
                 assert "hold 200. Those that failed are on 127.0.0.3 (executor " in told
     assert [worker.executors() for worker in workers] == [[]] * len(workers)
+    if not blinds:
+        pytest.skip(f"All but what a blind worker does: {NOT_BLINDED}")
 
 
 async def test_executors_come_with_the_work_and_when_they_go_that_is_no_trouble(
     tmp_path: Path, long: bool
 ) -> None:
+    """By day: no executor is left of the first window's, and the second has others. That a cluster without any is no trouble
+    shows after 20 s only: in the long lane, and by the signs that the judge gets in tests/spark/test_health.py.
+    """
     paths = segments(tmp_path / "segments", 4)
     dynamic = {
         "enabled": "true",
@@ -131,11 +136,11 @@ async def test_executors_come_with_the_work_and_when_they_go_that_is_no_trouble(
                 result = await spark.compute(job)
                 files = [pq.ParquetFile(staging / file).read() for file in result.files]
                 assert sum(pa.concat_tables(files)["flights"].to_pylist()) == 4 * ROWS
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(800):
                     await until(lambda: not any(worker.executors() for worker in workers))
-                assert spark.is_ready
                 if long:
                     # Beyond the time after which a cluster without executors is told of.
                     with pytest.raises(TimeoutError):
                         async with asyncio.timeout(30):
                             await until(lambda: spark.trouble is not None)
+                    assert spark.is_ready

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,17 +18,23 @@ from tests.ledger.samples import play
 from tests.support.store import SqliteStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mldserver.ledger.contract import LedgerState
 
 CHILD = Path(__file__).with_name("crash_child.py")
 ROOT = CHILD.parents[2]
 
 
-def child(path: Path, kill_at: int) -> subprocess.Popen[bytes]:
+@contextmanager
+def child(path: Path, kill_at: int) -> Iterator[subprocess.Popen[bytes]]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, str(CHILD), str(path), str(kill_at)], stdout=subprocess.PIPE, env=environment
-    )
+    command = [sys.executable, str(CHILD), str(path), str(kill_at)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def state_of(path: Path) -> LedgerState:

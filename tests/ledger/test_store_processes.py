@@ -8,24 +8,30 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.store import SqliteStore
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 CHILD = Path(__file__).with_name("hammer_child.py")
 ROUNDS = 60
 
 
-def child(path: Path, server: str, rounds: int) -> subprocess.Popen[str]:
+@contextmanager
+def child(path: Path, server: str, rounds: int) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {"PYTHONPATH": str(CHILD.parents[2])}
-    return subprocess.Popen(
-        [sys.executable, str(CHILD), str(path), server, str(rounds)],
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
+    command = [sys.executable, str(CHILD), str(path), server, str(rounds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def lines(told: str) -> list[list[str]]:
@@ -35,8 +41,9 @@ def lines(told: str) -> list[list[str]]:
 @pytest.mark.parametrize("servers", [2, 3])
 def test_servers_of_one_host_share_a_file(tmp_path: Path, servers: int) -> None:
     path = tmp_path / "ledger.sqlite"
-    children = [child(path, f"s{n}", ROUNDS) for n in range(servers)]
-    told = [line for process in children for line in lines(process.communicate()[0])]
+    with ExitStack() as stack:
+        children = [stack.enter_context(child(path, f"s{n}", ROUNDS)) for n in range(servers)]
+        told = [line for process in children for line in lines(process.communicate()[0])]
     assert [process.returncode for process in children] == [0] * servers
     store = SqliteStore(path, pipeline="p", server_id="tool")
     state = store.peek()

@@ -333,7 +333,11 @@ def test_readers_see_one_whole_revision_or_are_told_to_list_again(local: Shop, t
             # Not cleaned up meanwhile: the server gives readers that have the old folder open time to list it.
             local.publisher.publish([output := make(revision)])
             count = len(seen)
-            while revision % 10 == 0 and len(seen) <= count + len(readers):  # one of them began after it
+            while (
+                revision % 10 == 0
+                and len(seen) <= count + len(readers)  # one of them began after it
+                and any(reader.is_alive() for reader in readers)
+            ):
                 time.sleep(0.001)
     finally:
         stop.set()

@@ -19,7 +19,7 @@ class FakeDriver:
     def __init__(self, script: str, state: Path, sock: socket.socket) -> None:
         self.script = script
         self.sock = sock
-        self.starving = 0
+        self.starving: list[int] = []
         with state.open("a") as lives:
             lives.write(f"{os.getpid()}\n")
         self.life = len(state.read_text().split())
@@ -116,13 +116,13 @@ class FakeDriver:
             self.send(driver_messages.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)
         elif name == "starves":
-            self.starving = run.id
+            self.starving.append(run.id)
             self.send(driver_messages.Health("No executors."))
         elif name == "feeds":
             done = (driver_messages.Output((), 0),)
-            # Its answer first: from Health on its deadline counts, which a slow machine may not keep.
-            self.send(driver_messages.Done(self.starving, done), driver_messages.Health(""))
-            self.send(driver_messages.Done(run.id, done))
+            # Their answers first: from Health on a deadline counts, which a slow machine may not keep.
+            self.send(*(driver_messages.Done(starved, done) for starved in self.starving))
+            self.send(driver_messages.Health(""), driver_messages.Done(run.id, done))
         elif name == "is forgotten":
             self.send(driver_messages.Health("The master has forgotten us.", over=True))
             os._exit(1)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.cluster import can_blind, spark_parts
+from support.cluster import NOT_BLINDED, can_blind, spark_parts
 
 from mldserver.errors import NotThereYet, OperatorError, WindowFailed
 from mldserver.jobs.engine import WindowJob
@@ -87,7 +87,7 @@ async def test_a_connect_server_that_does_not_see_the_output_is_refused(tmp_path
     out = tmp_path / "out"
     out.mkdir()
     if not can_blind(out):
-        pytest.skip("no process can be given mounts of its own here")
+        pytest.skip(NOT_BLINDED)
     async with spark_parts(tmp_path) as parts:
         _, address = await parts.connect_server(blind=out)
         engine = SparkEngine("", "carrier STRING", master=address, work_dir=out / "work")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyspark
+import pytest
 from support.processes import group_members, held_port
 
 from mldserver.children import parent_death
@@ -23,7 +24,7 @@ from mldserver.children import parent_death
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-__all__ = ["CONF", "Part", "Parts", "can_blind", "spark_parts"]
+__all__ = ["CONF", "NOT_BLINDED", "Part", "Parts", "can_blind", "spark_parts"]
 
 SMALL_JVM: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
@@ -42,6 +43,7 @@ _SPARK_CLASS: Final = Path(pyspark.__file__).parent / "bin" / "spark-class"
 _STAND_ALONE: Final = "org.apache.spark.deploy"
 _ALONE: Final = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 """What gives a process a tree of mounts of its own: as root, and as anyone."""
+NOT_BLINDED: Final = "no process can be given mounts of its own here"
 
 
 def _blinded(folder: Path | str) -> list[str] | None:
@@ -55,8 +57,11 @@ def _blinded(folder: Path | str) -> list[str] | None:
 
 
 def can_blind(folder: Path) -> bool:
-    """Whether a process can be started here that does not see what is in a folder."""
-    return _blinded(folder) is not None
+    """Whether a process can be started here that does not see what is in a folder. In CI it must."""
+    can = _blinded(folder) is not None
+    if os.environ.get("CI") == "true" and not can:
+        pytest.fail(f"{NOT_BLINDED}. CI=true, so nothing is left out: allow user namespaces to this user.")
+    return can
 
 
 class Part:
@@ -221,7 +226,7 @@ class Parts:
         self, arguments: Sequence[str], up: str, *, blind: Path | None = None, **environment: str
     ) -> Part:
         before = [] if blind is None else _blinded(blind)
-        assert before is not None, "no process can be given mounts of its own here"
+        assert before is not None, NOT_BLINDED
         tied = [sys.executable, "-ISE", parent_death.__file__, str(os.getpid())]
         of_daemons = {
             "SPARK_LOCAL_IP": "127.0.0.1",

@@ -11,11 +11,14 @@ import pytest
 from mldserver.config.kinds import OnFailure, TcpAddress
 from mldserver.config.settings import Settings
 from mldserver.testing import FakeStream, Form, LocalEngine
+from mldserver.testing.fake_stream import Place
 from mldserver.testing.playground import read_lines
 from mldserver.testing.simulation import Faults, Simulation, build_stream
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from mldserver.testing import VirtualClock
 
 LINES = read_lines(None, limit=2000)
 
@@ -79,6 +82,28 @@ async def test_a_stormy_stream_comes_out_exactly_once(tmp_path: Path, form: Form
     assert written(tmp_path) == put(source)
     assert report.violations == ()
     assert report.ok
+
+
+async def test_at_a_speed_so_many_seconds_of_arrival_times_are_played_in_one(
+    tmp_path: Path, virtual_clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = build_stream(LINES[:50], shards=1, seed=1, records_per_second=1, start_ms=1_400_000_000_000)
+    simulation = Simulation(settings(tmp_path), source, clock=virtual_clock, speed=20)
+    seen = []
+
+    async def listening() -> str:
+        return ""
+
+    async def read_each_second() -> int:
+        for _ in range(4):
+            seen.append(len(source.read(*source.shards, Place("TRIM_HORIZON"), 100)[0]))
+            await virtual_clock.sleep(1)
+        return 0
+
+    monkeypatch.setattr(simulation.server, "listening", listening)
+    monkeypatch.setattr(simulation.mld, "run", read_each_second)
+    await virtual_clock.drive(simulation._play(), step=1)
+    assert seen == [1, 21, 41, 50]
 
 
 async def test_a_handler_that_halts_ends_the_simulation_without_success(tmp_path: Path) -> None:
