@@ -203,6 +203,13 @@ async def test_two_drains_at_once_both_end_when_everything_is_published(
 ) -> None:
     """Under names of their own, though they have a server's settings."""
     await fill(world, 0, 1)
+
+    async def drain() -> int:
+        code = await world.drain(server_id="one")
+        # Of the two only one publishes it, and may still tell so when the other has seen it and ended.
+        assert world.windows() == {"08-00-00Z": [0, 1, 2]}
+        return code
+
     server = Server(world.settings(server_id="one"), engine=LocalEngine())
     async with asyncio.timeout(800), asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
@@ -213,14 +220,13 @@ async def test_two_drains_at_once_both_end_when_everything_is_published(
         handler.let_go.clear()
         async with world.reading(server):
             await until(handler.at_work.is_set)
-            drains = [group.create_task(world.drain(server_id="one")) for _ in range(2)]
+            drains = [group.create_task(drain()) for _ in range(2)]
             await until(lambda: len(world.state().servers) == 3)
             handler.let_go.set()
             assert [await each for each in (life, *drains)] == [EXIT_CLEAN] * 3
-    assert world.windows() == {"08-00-00Z": [0, 1, 2]}
     assert (world.open_windows(), world.state().servers) == ([], {})
-    told = [each["event"] for each in logged if each["event"] in {"window.done", "pipeline.drained"}]
-    assert told == ["window.done", "pipeline.drained", "pipeline.drained"]
+    told = sorted(each["event"] for each in logged if each["event"] in {"window.done", "pipeline.drained"})
+    assert told == ["pipeline.drained", "pipeline.drained", "window.done"]
 
 
 async def test_where_no_server_runs_the_drain_ends_what_they_left(world: World) -> None:
