@@ -45,6 +45,8 @@ _COLUMN_TYPES: Final = f"`{WINDOW}` VARCHAR(64)"
 _STAGE: Final = "__stage_"
 _FIRST: Final = "__first_"
 """The same, of a try that makes the table."""
+_THERE_ALREADY: Final = re.compile("already|exists|duplicate", re.IGNORECASE)
+"""In the words of databases that have an index of a name: they share no SQLSTATE for it."""
 _LONGEST_SUFFIX: Final = len(_STAGE) + 12
 
 _NOT_THERE_YET: Final = ("08", "40", "53", "57")
@@ -179,9 +181,12 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     with connected(spark, sink) as database:
         try:
             if attempt.makes_table:
-                # Of a table that was there when this try began, the try that died may have made it.
-                with contextlib.suppress(*(DatabaseError,) * (kind == _STAGE)):
+                try:
                     _make_index(database, sink.table)
+                except DatabaseError as error:
+                    # The try that made the table, and died, may have made it. What is not understood fails this one.
+                    if kind == _FIRST or not _THERE_ALREADY.search(str(error)):
+                        raise
             move(database, attempt)
         except BaseException:
             # The first error is the one to tell; the next try drops the stage.
