@@ -70,27 +70,23 @@ def through_disk(
         ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="store") as pool,
     ):
         here: list[WindowJob] = []
-        fetched: dict[str, Path] = {}
+        fetched: list[tuple[str, Path]] = []
         for number, job in enumerate(jobs):
             place = Path(folder, str(number))
             (place / "segments").mkdir(parents=True)
             paths = {uri: place / "segments" / f"{index}.parquet" for index, uri in enumerate(job.segments)}
-            fetched |= paths
+            fetched += ((reach(uri, job.out)[1], path) for uri, path in paths.items())
             older = {ddl: tuple(str(paths[uri]) for uri in uris) for ddl, uris in job.older.items()}
             segments = tuple(map(str, paths.values()))
             here.append(replace(job, segments=segments, staging=f"{place}/output", out="", older=older))
-        list(
-            pool.map(
-                lambda item: _fetch(filesystem, reach(item[0], jobs[0].out)[1], item[1]), fetched.items()
-            )
-        )
+        list(pool.map(lambda pair: _fetch(filesystem, *pair), fetched))
         outputs = compute(here)
         sent = [
             (f"{near.staging}/{file}", f"{reach(job.staging, job.out)[1]}/{file}")
             for job, near, output in zip(jobs, here, outputs, strict=True)
             for file in output.files
         ]
-        list(pool.map(lambda item: _send(filesystem, *item), sent))
+        list(pool.map(lambda pair: _send(filesystem, *pair), sent))
     return outputs
 
 

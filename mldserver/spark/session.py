@@ -243,7 +243,7 @@ class Session:
         if self.server is not None:
             spark.registerProgressHandler(self.server.hear)
             return self.server.look
-        return Cluster(spark, lambda: self.is_stopped).look if self.cores is None else None
+        return None if self.is_local else Cluster(spark, lambda: self.is_stopped).look
 
     def stop(self) -> None:
         """Stop the session and, in classic mode, let the JVM exit by itself (its standard input ends)."""
