@@ -49,48 +49,6 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def initialize_line(form: Form, shard_id: str, place: Place) -> bytes:
-    """Return the ``initialize`` line."""
-    message: dict[str, Any] = {"action": "initialize", "shardId": shard_id}
-    if form is not Form.V1:
-        message |= {"sequenceNumber": place.number, "subSequenceNumber": place.sub}
-    return _line(message)
-
-
-def _record(form: Form, record: StreamRecord) -> dict[str, Any]:
-    data = None if record.data is None else base64.b64encode(record.data).decode()
-    known: dict[str, Any] = {
-        "data": data,
-        "partitionKey": record.partition_key,
-        "sequenceNumber": record.sequence_number,
-    }
-    if form is Form.V1:
-        return known
-    # KCL 1.x knows sub-sequences of KPL records only; KCL 2 and 3 number plain records 0.
-    sub = record.sub_sequence_number if record.aggregated or form is Form.KCL3 else None
-    return known | {
-        "approximateArrivalTimestamp": record.arrival_ms,
-        "subSequenceNumber": sub,
-        "action": "record",
-    }
-
-
-def process_records_line(form: Form, records: Sequence[StreamRecord], millis_behind: int | None) -> bytes:
-    """Return a ``processRecords`` line; ``millis_behind`` in milliseconds, unknown to V1."""
-    message: dict[str, Any] = {
-        "action": "processRecords",
-        "records": [_record(form, record) for record in records],
-    }
-    if form is not Form.V1:
-        message["millisBehindLatest"] = millis_behind
-    return _line(message)
-
-
-def ending_line(action: str, reason: str | None = None) -> bytes:
-    """Return ``leaseLost``, ``shardEnded``, ``shutdownRequested``, or KCL 1.x's ``shutdown`` with its reason."""
-    return _line({"action": action} if reason is None else {"action": action, "reason": reason})
-
-
 def checkpoint_reply(form: Form, number: str | None, sub: int | None, error: str | None) -> bytes:
     """Return the answer to a checkpoint: the echo of what was asked, and the error's simple class name."""
     if form is Form.V1:
@@ -261,19 +219,34 @@ class DaemonShard:
 
     def initialize(self) -> None:
         """Send ``initialize``."""
-        self._request("initialize", initialize_line(self.form, self.shard_id, self._start))
+        place = {"sequenceNumber": self._start.number, "subSequenceNumber": self._start.sub}
+        self._request("initialize", shardId=self.shard_id, **({} if self.form is Form.V1 else place))
 
     def process_records(self, records: Sequence[StreamRecord], millis_behind: int | None = None) -> None:
-        """Send a batch, perhaps an empty one; ``millis_behind`` in milliseconds."""
+        """Send a batch, perhaps an empty one; ``millis_behind`` in milliseconds, unknown to V1."""
+        entries = []
         for record in records:
             self.checkpointer.delivered(Place(record.sequence_number, record.sub_sequence_number))
-        self._request("processRecords", process_records_line(self.form, records, millis_behind))
+            entry: dict[str, Any] = {
+                "data": None if record.data is None else base64.b64encode(record.data).decode(),
+                "partitionKey": record.partition_key,
+                "sequenceNumber": record.sequence_number,
+            }
+            if self.form is not Form.V1:
+                # KCL 1.x knows sub-sequences of KPL records only; KCL 2 and 3 number plain records 0.
+                numbered = record.aggregated or self.form is Form.KCL3
+                entry["approximateArrivalTimestamp"] = record.arrival_ms
+                entry["subSequenceNumber"] = record.sub_sequence_number if numbered else None
+                entry["action"] = "record"
+            entries.append(entry)
+        lag = {} if self.form is Form.V1 else {"millisBehindLatest": millis_behind}
+        self._request("processRecords", records=entries, **lag)
 
     def shutdown_requested(self) -> None:
         """Send ``shutdownRequested``: one last chance to checkpoint (KCL 1.7.6 and later)."""
         if self.form is Form.V1:
             raise Misuse("KCL < 1.7.6 knows no shutdownRequested")
-        self._request("shutdownRequested", ending_line("shutdownRequested"))
+        self._request("shutdownRequested")
 
     def lease_lost(self) -> None:
         """Tell that the lease is gone: ``leaseLost``, or ``shutdown`` with ``ZOMBIE`` in KCL 1.x."""
@@ -316,17 +289,17 @@ class DaemonShard:
     def _end(self, action: str, reason: str) -> None:
         self._reason = reason
         if self.form is Form.KCL3:
-            self._request(action, ending_line(action))
+            self._request(action)
         else:
-            self._request("shutdown", ending_line("shutdown", reason))
+            self._request("shutdown", reason=reason)
 
-    def _request(self, action: str, line: bytes) -> None:
+    def _request(self, action: str, **fields: object) -> None:
         if self.outstanding is not None:
             raise Misuse(f"{action} while {self._doing()}: the daemon never pipelines")
         if action not in _AFTER.get(self.last_answered, frozenset()):
             raise Misuse(f"{action} cannot follow {self.last_answered}")
         self.outstanding = action
-        self._send(line)
+        self._send(_line({"action": action, **fields}))
         self._read()
 
     def _note_early(self, what: str, line: str) -> None:
@@ -344,18 +317,15 @@ class DaemonShard:
                     self._violation(f"the daemon skips the line and waits for ever: {why}", line)
                 case NullMessage():
                     raise self._exit("a literal null instead of a message", line)
-                case AskCheckpoint(number, sub, trailing):
-                    self._note_trailing(line, trailing)
-                    self._checkpoint(line, number, sub)
                 case said:
-                    self._note_trailing(line, said.trailing)
-                    self._status(line, said.response_for)
-
-    def _note_trailing(self, line: str, trailing: str) -> None:
-        self.hang = None
-        if trailing:
-            self.hang = Hang("the second message on a line is lost", line, str(self.outstanding))
-            self._violation("two messages on a line: the daemon never sees the second", line)
+                    self.hang = None
+                    if said.trailing:
+                        self.hang = Hang("the second message on a line is lost", line, self.outstanding)
+                        self._violation("two messages on a line: the daemon never sees the second", line)
+                    if isinstance(said, AskCheckpoint):
+                        self._checkpoint(line, said.number, said.sub)
+                    else:
+                        self._status(line, said.response_for)
 
     def _status(self, line: str, response_for: str | None) -> None:
         if response_for != self.outstanding:

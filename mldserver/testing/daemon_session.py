@@ -7,16 +7,17 @@ import contextlib
 import random
 import socket
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.clock import in_time
-from mldserver.testing.daemon import DaemonShard, Form, NoServer
+from mldserver.testing.daemon import Form, NoServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.base.clock import Clock
+    from mldserver.testing.daemon import DaemonShard
     from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
 _READ_BYTES: Final = 1 << 16
@@ -65,37 +66,25 @@ class Habits:
 class ShardSession:
     """Delivers one shard from its checkpoint until the lease is lost, the shard ends, or something breaks."""
 
-    shard_id: str
-    token: int
+    core: DaemonShard
     life: int
     address: str
     stream: FakeStream
     leases: LeaseTable
     clock: Clock
     habits: Habits
-    on_line: Callable[[str, str], None] | None
     on_batch: Callable[[int], None]
     """Called with the number of records once a batch is sent, before it is answered."""
     stopping: bool = False
     """SIGTERM: ask for the last checkpoint and leave."""
-    core: DaemonShard = field(init=False)
     _writer: asyncio.StreamWriter | None = None
-
-    def __post_init__(self) -> None:
-        self.core = DaemonShard(
-            self.shard_id,
-            form=self.habits.form,
-            start=self.leases.place(self.shard_id),
-            store=lambda place: self.leases.store(self.shard_id, self.token, place),
-            on_line=self.on_line,
-        )
 
     async def run(self) -> None:
         """Play the connection to its end. Raises JvmExit (NoServer when there is none) and DaemonHangs."""
         try:
             reader, writer = await connect(self.address)
         except OSError as error:
-            text = f"{self.shard_id}: the bridge found no server at {self.address}: {error}"
+            text = f"{self.core.shard_id}: the bridge found no server at {self.address}: {error}"
             raise NoServer(text) from error
         self._writer = writer
         try:
@@ -114,26 +103,26 @@ class ShardSession:
             abort(self._writer, reset=reset)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        core, form = self.core, self.habits.form
-        place = self.leases.place(self.shard_id)
-        dice = random.Random(f"{self.habits.seed}/{self.life}/{self.shard_id}")  # noqa: S311  # repeatable borders
+        core, form, shard_id = self.core, self.habits.form, self.core.shard_id
+        place = self.leases.place(shard_id)
+        dice = random.Random(f"{self.habits.seed}/{self.life}/{shard_id}")  # noqa: S311  # repeatable borders
         core.initialize()
         await self._exchange(reader, writer)
         while not core.finished:
-            if self.leases.elsewhere(self.shard_id):
+            if self.leases.elsewhere(shard_id):
                 core.lease_lost()
-            elif self.stopping or self.leases.leaving(self.shard_id):
+            elif self.stopping or self.leases.leaving(shard_id):
                 if form is not Form.V1:
                     core.shutdown_requested()
                     await self._exchange(reader, writer)
-                if self.leases.leaving(self.shard_id):
-                    self.leases.lose(self.shard_id)
+                if self.leases.leaving(shard_id):
+                    self.leases.lose(shard_id)
                 core.lease_lost()
             else:
                 # Asked before the read: what comes in between is read.
-                closed = self.stream.shards[self.shard_id].closed and not self.stream.waiting(self.shard_id)
+                closed = self.stream.shards[shard_id].closed and not self.stream.waiting(shard_id)
                 limit = dice.randint(1, self.habits.max_records)
-                records, behind = self.stream.read(self.shard_id, place, limit, raw=form is Form.V1)
+                records, behind = self.stream.read(shard_id, place, limit, raw=form is Form.V1)
                 if records:
                     place = type(place)(records[-1].sequence_number, records[-1].sub_sequence_number)
                     core.process_records(records, behind)
@@ -163,7 +152,7 @@ class ShardSession:
                 self.core.receive_data(heard)
                 if (hang := self.core.hang) is not None and self.habits.raise_on_hang:
                     raise DaemonHangs(
-                        f"{self.shard_id}: the daemon waits for the answer to {hang.waiting_for} for ever. "
+                        f"{self.core.shard_id}: the daemon waits for the answer to {hang.waiting_for} for ever. "
                         f"{hang.reason}: {hang.line!r}"
                     )
         except ConnectionError:
@@ -182,6 +171,6 @@ class ShardSession:
 
         if not await in_time(drain(), self.clock, self.habits.close_patience_seconds):
             self.core.violations.append(
-                f"{self.shard_id}: the server did not close within {self.habits.close_patience_seconds} s after "
+                f"{self.core.shard_id}: the server did not close within {self.habits.close_patience_seconds} s after "
                 "the last status: the daemon drains its output for ever"
             )

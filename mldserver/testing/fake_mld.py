@@ -20,7 +20,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mldserver.base.clock import SystemClock
-from mldserver.testing.daemon import JvmExit, NoServer
+from mldserver.testing.daemon import DaemonShard, JvmExit, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits, ShardSession
 from mldserver.testing.fake_stream import LeaseTable, Place
 
@@ -251,21 +251,25 @@ class FakeMLD:
             await self._clock.sleep(self.habits.idle_seconds)
 
     def _seat(self, shard_id: str) -> ShardSession:
-        life = self.life
+        life, token = self.life, self.leases.take(shard_id)
 
         def note(direction: str, text: str) -> None:
             self.history.append(Line(shard_id, life, direction, text))
 
         return ShardSession(
-            shard_id=shard_id,
-            token=self.leases.take(shard_id),
+            DaemonShard(
+                shard_id,
+                form=self.habits.form,
+                start=self.leases.place(shard_id),
+                store=lambda place: self.leases.store(shard_id, token, place),
+                on_line=note if self._keep_history else None,
+            ),
             life=life,
             address=self.address,
             stream=self.stream,
             leases=self.leases,
             clock=self._clock,
             habits=self.habits,
-            on_line=note if self._keep_history else None,
             on_batch=self._count,
         )
 
@@ -273,11 +277,11 @@ class FakeMLD:
         try:
             await session.run()
         finally:
-            del self._sessions[session.shard_id]
+            del self._sessions[session.core.shard_id]
             self._violations += session.core.violations
             self._was_answered |= session.core.last_answered is not None
             if session.core.end_blocked:
-                self._blocked.add(session.shard_id)
+                self._blocked.add(session.core.shard_id)
 
     def _count(self, records: int) -> None:
         self.records_sent += records

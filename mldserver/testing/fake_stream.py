@@ -11,7 +11,7 @@ import bisect
 import hashlib
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -102,8 +102,7 @@ class FakeStream:
 
         A key of None (a DynamoDB stream has none) needs a ``shard_id``. Raises ValueError for a closed shard.
         """
-        shard = self._target(partition_key, shard_id)
-        number, at = self._next(arrival_ms)
+        shard, number, at = self._place(partition_key, shard_id, arrival_ms)
         record = StreamRecord(number, data, partition_key, at)
         shard.records.append(record)
         shard.raw.append(record)
@@ -124,8 +123,7 @@ class FakeStream:
         for key, data in pairs:
             aggregator.add_user_record(key, data)
         key, _, blob = aggregator.clear_and_get().get_contents()
-        shard = self._target(pairs[0][0], shard_id)
-        number, at = self._next(arrival_ms)
+        shard, number, at = self._place(pairs[0][0], shard_id, arrival_ms)
         shard.raw.append(StreamRecord(number, blob, key, at))
         users = tuple(
             StreamRecord(number, data, user_key, at, sub, aggregated=True)
@@ -195,17 +193,21 @@ class FakeStream:
             return records[low:], 0
         return records[low:high], max(0, records[-1].arrival_ms - records[high - 1].arrival_ms)
 
-    def _target(self, partition_key: str | None, shard_id: str | None) -> StreamShard:
+    def _place(
+        self, partition_key: str | None, shard_id: str | None, arrival_ms: int | None
+    ) -> tuple[StreamShard, str, int]:
+        """Return the shard that takes a record, the record's sequence number, and when it arrives."""
         if shard_id is not None:
-            return self._open(shard_id)
-        if partition_key is None:
+            shard = self._open(shard_id)
+        elif partition_key is None:
             raise ValueError("a record without a partition key needs a shard_id")
-        key = int.from_bytes(hashlib.md5(partition_key.encode(), usedforsecurity=False).digest(), "big")
-        return next(
-            shard
-            for shard in self.shards.values()
-            if not shard.closed and shard.first_hash <= key <= shard.last_hash
-        )
+        else:
+            key = int.from_bytes(hashlib.md5(partition_key.encode(), usedforsecurity=False).digest(), "big")
+            shards = self.shards.values()
+            shard = next(one for one in shards if not one.closed and one.first_hash <= key <= one.last_hash)
+        self._next_number += self._random.randint(1, _STEP)
+        self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
+        return shard, str(self._next_number), self._now_ms if arrival_ms is None else arrival_ms
 
     def _open(self, shard_id: str) -> StreamShard:
         shard = self.shards[shard_id]
@@ -217,12 +219,6 @@ class FakeStream:
         shard_id = f"shardId-{len(self.shards):012d}"
         self.shards[shard_id] = StreamShard(shard_id, parents, first_hash, last_hash)
         return shard_id
-
-    def _next(self, arrival_ms: int | None) -> tuple[str, int]:
-        """Return the next sequence number, and when its record arrives."""
-        self._next_number += self._random.randint(1, _STEP)
-        self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
-        return str(self._next_number), self._now_ms if arrival_ms is None else arrival_ms
 
 
 _BELOW_ALL: Final = {"AT_TIMESTAMP": -3, "TRIM_HORIZON": -2, "LATEST": -1}
@@ -328,7 +324,7 @@ class LeaseTable:
         """``throttle`` is the probability (0 to 1) that a checkpoint is refused with ThrottlingException."""
         self.throttle = throttle
         self._random = random.Random(seed)  # noqa: S311  # faults that repeat, not secrets
-        self._leases: dict[str, _Lease] = {}
+        self._leases: defaultdict[str, _Lease] = defaultdict(_Lease)
         self._refusals: dict[str, list[str]] = {}
         self.refused: Counter[str] = Counter()
         """Checkpoints refused so far, by Java exception."""
@@ -336,26 +332,26 @@ class LeaseTable:
     @property
     def checkpoints(self) -> dict[str, Place]:
         """Return the stored checkpoint of every shard that was ever leased."""
-        return {shard_id: lease.place for shard_id, lease in self._leases.items()}
+        return {shard_id: lease.place for shard_id, lease in self._leases.items() if lease.token}
 
     def place(self, shard_id: str) -> Place:
         """Return the shard's checkpoint; TRIM_HORIZON before the first one."""
-        return self._peek(shard_id).place
+        return self._leases[shard_id].place
 
     def ended(self, shard_id: str) -> bool:
         """Return whether the shard's end was checkpointed."""
-        return self._peek(shard_id).place == SHARD_END
+        return self._leases[shard_id].place == SHARD_END
 
     def take(self, shard_id: str) -> int:
         """Take (or renew after a restart) the lease; return the token that checkpoints must carry."""
-        lease = self._lease(shard_id)
+        lease = self._leases[shard_id]
         lease.token += 1
         lease.elsewhere = lease.leaving = False
         return lease.token
 
     def lose(self, shard_id: str, *, graceful: bool = False) -> None:
         """Give the lease to a stranger: at once, or after a ``shutdownRequested``."""
-        lease = self._lease(shard_id)
+        lease = self._leases[shard_id]
         if graceful:
             lease.leaving = True
             return
@@ -365,16 +361,16 @@ class LeaseTable:
 
     def grant(self, shard_id: str) -> None:
         """Let this application's worker have the lease again."""
-        lease = self._lease(shard_id)
+        lease = self._leases[shard_id]
         lease.elsewhere = lease.leaving = False
 
     def elsewhere(self, shard_id: str) -> bool:
         """Return whether a stranger owns the lease."""
-        return self._peek(shard_id).elsewhere
+        return self._leases[shard_id].elsewhere
 
     def leaving(self, shard_id: str) -> bool:
         """Return whether the lease is about to be handed over."""
-        return self._peek(shard_id).leaving
+        return self._leases[shard_id].leaving
 
     def refuse(self, shard_id: str, *, times: int = 1, error: str = "ThrottlingException") -> None:
         """Refuse the shard's next ``times`` checkpoints with ``error``, a Java exception's simple name."""
@@ -382,21 +378,15 @@ class LeaseTable:
 
     def store(self, shard_id: str, token: int, place: Place) -> None:
         """Store a checkpoint. Raises JavaThrow: ShutdownException without the lease, or an injected refusal."""
-        lease = self._lease(shard_id)
+        lease = self._leases[shard_id]
         if lease.elsewhere or lease.token != token:
-            self._refuse("ShutdownException", "another worker holds the lease")
-        if refusals := self._refusals.get(shard_id):
-            self._refuse(refusals.pop(0), "injected")
-        if self._random.random() < self.throttle:
-            self._refuse("ThrottlingException", "injected by probability")
-        lease.place = place
-
-    def _refuse(self, error: str, why: str) -> None:
-        self.refused[error] += 1
-        raise JavaThrow(error, why)
-
-    def _peek(self, shard_id: str) -> _Lease:
-        return self._leases.get(shard_id) or _Lease()
-
-    def _lease(self, shard_id: str) -> _Lease:
-        return self._leases.setdefault(shard_id, _Lease())
+            refusal = JavaThrow("ShutdownException", "another worker holds the lease")
+        elif refusals := self._refusals.get(shard_id):
+            refusal = JavaThrow(refusals.pop(0), "injected")
+        elif self._random.random() < self.throttle:
+            refusal = JavaThrow("ThrottlingException", "injected by probability")
+        else:
+            lease.place = place
+            return
+        self.refused[refusal.simple_name] += 1
+        raise refusal

@@ -11,19 +11,21 @@ import asyncio
 import base64
 import bisect
 import contextlib
+import functools
 import hashlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import orjson
 from aiohttp import web
-from botocore import parsers, session
+from botocore import parsers, session, xform_name
 from botocore.exceptions import ClientError, ConnectionClosedError
 
 from mldserver.testing.fake_table import FakeTable, as_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from mldserver.testing.fake_table import FakeShard, TableStream
 
@@ -174,7 +176,13 @@ class FakeStreams(FakeTable):
         if fault:
             shards = [] if fault == "empty" else shards[: len(shards) // 2]
         limit = min(self.page_shards, _limit("DescribeStream", request))
-        entries = [shard.described() for shard in shards]
+        entries: list[dict[str, Any]] = []
+        for shard in shards:
+            numbers = {"StartingSequenceNumber": str(shard.first)}
+            if shard.closed:
+                numbers["EndingSequenceNumber"] = str(shard.number)
+            parent = {} if shard.parent is None else {"ParentShardId": shard.parent}
+            entries.append({"ShardId": shard.id, "SequenceNumberRange": numbers, **parent})
         page, last = _page(entries, "ShardId", request.get("ExclusiveStartShardId"), limit)
         description = {
             "StreamArn": stream.arn,
@@ -252,8 +260,30 @@ class FakeStreams(FakeTable):
     # How it is reached.
 
     def client(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Return what stands for an aioboto3 client ``dynamodbstreams``, for an ``async with``: no socket, no thread."""
-        return contextlib.nullcontext(_MemoryClient(self))
+        """Return what stands for an aioboto3 client ``dynamodbstreams``, for an ``async with``: no socket, no thread.
+
+        Botocore's own parser reads the answers, so that types are its.
+        """
+        parser = parsers.create_parser("json")
+        model = session.get_session().get_service_model("dynamodbstreams")
+
+        async def call(action: str, **request: Any) -> dict[str, Any]:
+            answer = self.answer(action, request)
+            if answer.seconds:
+                await self.clock.sleep(answer.seconds)
+            else:
+                await asyncio.sleep(0)
+            if not answer.status:
+                raise ConnectionClosedError(endpoint_url="memory")
+            body = orjson.dumps(answer.body, default=as_json)
+            response = {"body": body, "headers": {}, "status_code": answer.status}
+            parsed: dict[str, Any] = parser.parse(response, model.operation_model(action).output_shape)
+            if answer.status >= 300:  # noqa: PLR2004  # as in HTTP
+                raise ClientError(parsed, action)
+            return parsed
+
+        calls = {xform_name(action): functools.partial(call, action) for action in model.operation_names}
+        return contextlib.nullcontext(SimpleNamespace(**calls))
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[str]:
@@ -281,38 +311,6 @@ class FakeStreams(FakeTable):
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
-
-
-class _MemoryClient:
-    """The four actions as aioboto3 has them; botocore's own parser reads the answers, so that types are its."""
-
-    def __init__(self, streams: FakeStreams) -> None:
-        self._streams = streams
-        self._parser = parsers.create_parser("json")
-        self._model = session.get_session().get_service_model("dynamodbstreams")
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
-        action = name.title().replace("_", "")
-        if action not in self._model.operation_names:
-            raise AttributeError(name)
-
-        async def call(**request: Any) -> dict[str, Any]:
-            answer = self._streams.answer(action, request)
-            if answer.seconds:
-                await self._streams.clock.sleep(answer.seconds)
-            else:
-                await asyncio.sleep(0)
-            if not answer.status:
-                raise ConnectionClosedError(endpoint_url="memory")
-            body = orjson.dumps(answer.body, default=as_json)
-            response = {"body": body, "headers": {}, "status_code": answer.status}
-            shape = self._model.operation_model(action).output_shape
-            parsed: dict[str, Any] = self._parser.parse(response, shape)
-            if answer.status >= 300:  # noqa: PLR2004  # as in HTTP
-                raise ClientError(parsed, action)
-            return parsed
-
-        return call
 
 
 def _number(record: Mapping[str, Any]) -> int:

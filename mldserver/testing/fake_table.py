@@ -46,14 +46,6 @@ class FakeShard:
     records: list[dict[str, Any]] = field(default_factory=list)
     """As GetRecords has them on the wire, trimmed ones among them."""
 
-    def described(self) -> dict[str, Any]:
-        """Return it as DescribeStream lists it."""
-        numbers = {"StartingSequenceNumber": str(self.first)}
-        if self.closed:
-            numbers["EndingSequenceNumber"] = str(self.number)
-        entry: dict[str, Any] = {"ShardId": self.id, "SequenceNumberRange": numbers}
-        return entry if self.parent is None else entry | {"ParentShardId": self.parent}
-
 
 @dataclass(slots=True)
 class TableStream:
@@ -138,7 +130,7 @@ class FakeTable:
         for a closed shard.
         """
         new = _serialized(item)
-        key = self._key(new)
+        key = {name: new[name] for name in self.keys}
         old = self.items.get(_plain(key))
         if old == new:
             return None
@@ -155,7 +147,8 @@ class FakeTable:
         at_ms: int | None = None,
     ) -> dict[str, Any] | None:
         """Delete an item by its key, or let it expire (TTL); return the record, None when there was none."""
-        wire = self._key(_serialized(key))
+        given = _serialized(key)
+        wire = {name: given[name] for name in self.keys}
         old = self.items.pop(_plain(wire), None)
         if old is None:
             return None
@@ -205,9 +198,6 @@ class FakeTable:
         if shard.closed:
             raise ValueError(f"{shard_id} is closed")
         return shard
-
-    def _key(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: item[name] for name in self.keys}
 
     def _record(
         self, event: str, key: dict[str, Any], images: dict[str, Any], shard_id: str | None, at_ms: int | None

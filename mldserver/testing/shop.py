@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from mldserver.testing.fake_streams import FakeStreams
 from mldserver.testing.simulation import Report, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
@@ -66,21 +65,16 @@ def script(orders: int, *, start_ms: int, seed: int = 1) -> list[Step]:
         product, price = dice.choice(_PRODUCTS)
         at_ms = dice.randrange(start_ms, closes_ms)
         pieces = dice.randint(1, 4)
-        steps.append(Step(at_ms, number, "placed", _order(number, product, price, pieces)))
+        total = pieces * Decimal(price)
+        order = {"id": f"order-{number}", "product": product, "pieces": pieces, "total": total}
+        steps.append(Step(at_ms, number, "placed", order))
         chance, later_ms = dice.random(), min(at_ms + dice.randint(1000, _LATER_MS), closes_ms - 1)
         if chance < _CANCELLED:
             steps.append(Step(later_ms, number, "cancelled"))
         elif chance < _CANCELLED + _CHANGED:
-            steps.append(Step(later_ms, number, "changed", _order(number, product, price, pieces + 1)))
+            more = {"pieces": pieces + 1, "total": total + Decimal(price)}
+            steps.append(Step(later_ms, number, "changed", order | more))
     return sorted(steps, key=lambda step: (step.at_ms, step.order))
-
-
-def _order(number: int, product: str, price: str, pieces: int) -> dict[str, Any]:
-    return {"id": _id(number), "product": product, "pieces": pieces, "total": pieces * Decimal(price)}
-
-
-def _id(number: int) -> str:
-    return f"order-{number}"
 
 
 class Shop(Run):
@@ -117,8 +111,17 @@ class Shop(Run):
             self.server = Server(
                 replace(self._settings, source=source), engine=self._engine, clock=self.clock
             )
-            with _credentials():
+            # The fake wants no credentials, but AWS's client signs what it sends.
+            names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+            before = {name: os.environ.get(name) for name in names}
+            os.environ.update(dict.fromkeys(names, "none"))
+            try:
                 server_exit = await self._served(watch)
+            finally:
+                for name, value in before.items():
+                    os.environ.pop(name)
+                    if value is not None:
+                        os.environ[name] = value
         return Report(server_exit, self.status, self.delivered, (), (), len(self.steps))
 
     async def _play(self) -> None:
@@ -127,7 +130,7 @@ class Shop(Run):
         each = max(1, round(len(self.steps) / DAY_SECONDS / _STEPS_PER_SECOND))
         for step in self.steps:
             if step.deed == "cancelled":
-                self.table.delete({"id": _id(step.order)}, at_ms=step.at_ms)
+                self.table.delete({"id": f"order-{step.order}"}, at_ms=step.at_ms)
             else:
                 self.table.put(step.item, at_ms=step.at_ms)
             self.done += 1
@@ -142,18 +145,3 @@ class Shop(Run):
         """Return how many orders are in the table, and what they come to: counted there, by nothing of the server's."""
         totals = [Decimal(item["total"]["N"]) for item in self.table.items.values()]
         return len(totals), sum(totals, Decimal())
-
-
-@contextlib.contextmanager
-def _credentials() -> Iterator[None]:
-    """Let AWS's client find credentials: the fake wants none, but the client signs what it sends."""
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "none"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value

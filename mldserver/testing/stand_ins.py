@@ -137,7 +137,11 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
     from pyarrow.fs import FileType  # noqa: PLC0415  # see above
 
     # Not `read_table`, which would take the names of the folders on the way for columns.
-    segments = [pq.ParquetFile(BytesIO(_bytes(path, job.out))).read() for path in job.segments]
+    segments = []
+    for path in job.segments:
+        filesystem, file = reach(path, job.out)
+        with filesystem.open_input_stream(file) as stream:
+            segments.append(pq.ParquetFile(BytesIO(bytes(stream.read()))).read())
     rows = pa.concat_tables(segments, promote_options="permissive")
     if len(rows) != job.rows:
         raise WindowFailed(
@@ -164,12 +168,6 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
     filesystem.create_dir(staging, recursive=True)
     pq.write_table(output, f"{staging}/{_file(job)}", filesystem=filesystem)
     return int(output.num_rows)
-
-
-def _bytes(path: str, out: str) -> bytes:
-    filesystem, file = reach(path, out)
-    with filesystem.open_input_stream(file) as stream:
-        return bytes(stream.read())
 
 
 _NS_PER_MS = 1_000_000

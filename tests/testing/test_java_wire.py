@@ -1,42 +1,71 @@
 import json
+from collections.abc import Sequence
 
 import pytest
 
-from mldserver.testing import Form, Place, StreamRecord
-from mldserver.testing import daemon as java_wire
-from mldserver.testing.daemon import AskCheckpoint, Ignored, NullMessage, Said, Unreadable, read_reply
+from mldserver.testing import DaemonShard, Form, Place, StreamRecord
+from mldserver.testing.daemon import (
+    AskCheckpoint,
+    Ignored,
+    NullMessage,
+    Said,
+    Unreadable,
+    checkpoint_reply,
+    read_reply,
+)
 
 PLAIN = StreamRecord("12", "é".encode(), "schlüssel", 99)
 NULLS = StreamRecord("13", None, None, 100)
 AGGREGATED = StreamRecord("14", b"x", "k", 101, 3, aggregated=True)
 
 
+def begun(form: Form) -> tuple[DaemonShard, bytes]:
+    """Return a shard whose ``initialize`` was answered, and what that was."""
+    shard = DaemonShard("s", form=form, start=Place("TRIM_HORIZON"))
+    shard.initialize()
+    line = shard.data_to_send()
+    shard.receive_data(b'{"action":"status","responseFor":"initialize"}\n')
+    return shard, line
+
+
+def batch(form: Form, records: Sequence[StreamRecord], millis_behind: int | None) -> bytes:
+    shard, _ = begun(form)
+    shard.process_records(records, millis_behind)
+    return shard.data_to_send()
+
+
+def lease_lost(form: Form) -> bytes:
+    shard, _ = begun(form)
+    shard.lease_lost()
+    return shard.data_to_send()
+
+
 def test_v1_sends_bare_records_and_no_lag() -> None:
-    assert (
-        java_wire.initialize_line(Form.V1, "s", Place("TRIM_HORIZON"))
-        == b'{"action":"initialize","shardId":"s"}\n'
-    )
-    assert java_wire.process_records_line(Form.V1, [PLAIN], 0).decode() == (
+    assert begun(Form.V1)[1] == b'{"action":"initialize","shardId":"s"}\n'
+    assert batch(Form.V1, [PLAIN], 0).decode() == (
         '{"action":"processRecords","records":[{"data":"w6k=","partitionKey":"schlüssel","sequenceNumber":"12"}]}\n'
     )
-    assert java_wire.checkpoint_reply(Form.V1, "12", None, None) == (
+    assert checkpoint_reply(Form.V1, "12", None, None) == (
         b'{"action":"checkpoint","checkpoint":"12","error":null}\n'
     )
 
 
 def test_kcl_1_numbers_only_aggregated_records() -> None:
-    records = json.loads(java_wire.process_records_line(Form.V2, [PLAIN, NULLS, AGGREGATED], None))["records"]
+    records = json.loads(batch(Form.V2, [PLAIN, NULLS, AGGREGATED], None))["records"]
     assert [record["subSequenceNumber"] for record in records] == [None, None, 3]
     assert [record["data"] for record in records] == ["w6k=", None, "eA=="]
 
 
 def test_kcl_3_writes_action_first_in_messages_and_last_in_records() -> None:
-    assert java_wire.process_records_line(Form.KCL3, [NULLS], 5) == (
+    assert begun(Form.KCL3)[1] == (
+        b'{"action":"initialize","shardId":"s","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}\n'
+    )
+    assert batch(Form.KCL3, [NULLS], 5) == (
         b'{"action":"processRecords","records":[{"data":null,"partitionKey":null,"sequenceNumber":"13",'
         b'"approximateArrivalTimestamp":100,"subSequenceNumber":0,"action":"record"}],"millisBehindLatest":5}\n'
     )
-    assert java_wire.ending_line("leaseLost") == b'{"action":"leaseLost"}\n'
-    assert java_wire.ending_line("shutdown", "ZOMBIE") == b'{"action":"shutdown","reason":"ZOMBIE"}\n'
+    assert lease_lost(Form.KCL3) == b'{"action":"leaseLost"}\n'
+    assert lease_lost(Form.V2) == b'{"action":"shutdown","reason":"ZOMBIE"}\n'
 
 
 @pytest.mark.parametrize("form", list(Form))
