@@ -57,16 +57,8 @@ class Judge:
         self._gone = False
         self._throttled_at: float | None = None
         self._error: str | None = None
-        self._begin(TRIM_HORIZON)
-
-    @property
-    def stored(self) -> Place:
-        """The last checkpoint that was stored."""
-        return self._checkpointer.last
-
-    def _begin(self, start: Place) -> None:
-        self._start = start
-        self._checkpointer = ShardCheckpointer(start, self._store)
+        self._start = TRIM_HORIZON
+        self.checkpointer = ShardCheckpointer(TRIM_HORIZON, self._store)
 
     def ask(self, request: Ask) -> None:
         """Note that a request goes out."""
@@ -74,12 +66,13 @@ class Judge:
         self._replies = deque(request.replies)
         self._throttled_at = None
         if request.start is not None:
-            self._begin(request.start)
+            self._start = request.start
+            self.checkpointer = ShardCheckpointer(request.start, self._store)
         for place in request.places:
-            self._checkpointer.delivered(place)
+            self.checkpointer.delivered(place)
             self._delivered.add((place.number.lstrip("0"), place.sub))
         if request.ends:
-            self._checkpointer.reach_end()
+            self.checkpointer.reach_end()
 
     def hear(self, text: str, now: float) -> bytes | None:
         """Take a line; return the reply to it, if one is due. ``now``: seconds of steady time."""
@@ -120,10 +113,10 @@ class Judge:
             self._fault(f"answered {request.action} though its checkpoint was never stored")
         elif response_for != request.action:
             self._fault(f"answered {response_for}, not {request.action}: the JVM exits")
-        elif request.ends and self._checkpointer.last != SHARD_END and not self._gone:
+        elif request.ends and self.checkpointer.last != SHARD_END and not self._gone:
             self._fault("answered the shard's end without its checkpoint stored: its children are blocked")
-        elif request.covers and self._checkpointer.last != self._checkpointer.largest:
-            behind = f"{self._checkpointer.last} of {self._checkpointer.largest}"
+        elif request.covers and self.checkpointer.last != self.checkpointer.largest:
+            behind = f"{self.checkpointer.last} of {self.checkpointer.largest}"
             self._fault(f"answered {request.action} with {behind} checkpointed: the rest is delivered again")
 
     def _checkpoint(self, request: Ask, asked: AskCheckpoint, now: float) -> bytes:
@@ -150,27 +143,21 @@ class Judge:
                 f"asked for a checkpoint while answering {request.action}, where none is allowed"
             )
             return "InvalidStateException"
-        if asked.number is not None and not self._known(asked.number, asked.sub or 0):
-            told = asked.number if not asked.sub else f"{asked.number}/{asked.sub}"
+        number, sub = asked.number, asked.sub or 0
+        places = {self._start.number, "TRIM_HORIZON", "SHARD_END"}
+        if not (number is None or number in places or (number.lstrip("0"), sub) in self._delivered):
+            told = number if not sub else f"{number}/{sub}"
             self._fault(f"asked for a checkpoint at {told}, which was never delivered")
-        before = self._checkpointer.last
+        before = self.checkpointer.last
         try:
-            self._checkpointer.checkpoint(asked.number, asked.sub)
+            self.checkpointer.checkpoint(asked.number, asked.sub)
         except WorkerMistake as mistake:
             self.remarks.append(f"asked for a checkpoint that cannot be: {mistake}")
             return mistake.simple_name
         except JavaThrow as thrown:
             return thrown.simple_name
         # The Java does not store the same place again, so it would not fail either; an error of the case's does all the same.
-        return self._error if before == self._checkpointer.last else None
-
-    def _known(self, number: str, sub: int) -> bool:
-        at_start = number == self._start.number
-        return (
-            at_start
-            or (number.lstrip("0"), sub) in self._delivered
-            or number in {"TRIM_HORIZON", "SHARD_END"}
-        )
+        return self._error if before == self.checkpointer.last else None
 
     def _store(self, _place: Place) -> None:
         if self._error is not None:

@@ -177,24 +177,19 @@ class _Play:
         self._deaf = False
         """Whether a request is left unanswered on purpose: what still comes to it is nothing new."""
         self.said = ""
-        self._channel: Channel | None = None
-
-    @property
-    def _child(self) -> Channel:
-        assert self._channel is not None, "a child is there while steps are played"
-        return self._channel
+        self._child: Channel
+        """There while steps are played."""
 
     async def run(self) -> None:
         """Play every step, and let go of the child. Raises OSError when there is none."""
+        self._child = await self._target.open()
         try:
-            self._channel = await self._target.open()
             for step in self._case.steps:
                 await self._step(step)
         except _Over:
             pass
         finally:
-            if self._channel is not None:
-                self.said = await self._channel.close()
+            self.said = await self._child.close()
 
     async def _step(self, step: Step) -> None:  # noqa: C901  # one case for each kind of step
         match step:
@@ -217,7 +212,7 @@ class _Play:
             case Reopen(cut):
                 await self._reopen(cut=cut)
             case Resume(form):
-                place = self.judge.stored
+                place = self.judge.checkpointer.last
                 await self._reopen()
                 await self._ask(initialize(form, place.number, place.sub))
         if self.judge.faults:
@@ -227,7 +222,7 @@ class _Play:
         await self._child.close(cut=cut)
         judge = Judge(self._case.form)
         judge.faults, judge.remarks = self.judge.faults, self.judge.remarks
-        self.judge, self._channel, self._deaf = judge, await self._target.open(), False
+        self.judge, self._child, self._deaf = judge, await self._target.open(), False
 
     async def _ask(self, ask: Ask) -> None:
         data = ask.make() if ask.make else ask.line.replace(SHARD.encode(), self._shard)
@@ -294,7 +289,7 @@ class _Play:
         judge, now = self.judge, asyncio.get_running_loop().time
         until, left = now() + self._patience, list(step.replies)
         # Records go on behind the checkpoint: a daemon delivers none twice that lies before it.
-        stored = judge.stored.number
+        stored = judge.checkpointer.last.number
         place = int(stored) - FIRST + 1 if stored.isdigit() else _PROVOKING
         while left:
             ask = batch(
