@@ -28,7 +28,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["MLDSERVER_ADMIN"] = "none"
 
 # A log is written to its end, however slow the machine is.
-LogWriter.flush.__defaults__ = LogWriter.close.__defaults__ = (600.0,)
+LogWriter.close.__defaults__ = (600.0,)
 
 # How fast a machine is, and what else runs on it, says nothing about what is tested.
 for lane, examples in EXAMPLES.items():

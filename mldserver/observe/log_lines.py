@@ -79,26 +79,17 @@ class Selection:
         """Tell whether a line is wanted, by what ``parse_event`` made of it."""
         if event is None:
             return self == Selection()
-        return (
-            (self.shard is None or fnmatchcase(str(event.get("shard", "")), self.shard))
-            and (self.level is None or _rank(event.get("level")) >= _rank(self.level))
-            and (not self.events or any(fnmatchcase(str(event["event"]), pattern) for pattern in self.events))
-            and (self.since is None or _at_or_after(event.get("timestamp"), self.since))
-        )
-
-
-def _rank(level: object) -> int:
-    """Return a level's rank; an unknown one is above all, so that it is never hidden."""
-    return LEVELS.index(level) if level in LEVELS else len(LEVELS)
-
-
-def _at_or_after(timestamp: object, since: datetime) -> bool:
-    """Compare; a timestamp that cannot be read is never hidden."""
-    try:
-        when = datetime.fromisoformat(str(timestamp))
-    except ValueError:
-        return True
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)) >= since
+        if self.shard is not None and not fnmatchcase(str(event.get("shard", "")), self.shard):
+            return False
+        # A level that is unknown, and a timestamp that cannot be read, are never hidden.
+        if self.level is not None and event.get("level") in LEVELS[: LEVELS.index(self.level)]:
+            return False
+        if self.since is not None:
+            with contextlib.suppress(ValueError):
+                when = datetime.fromisoformat(str(event.get("timestamp")))
+                if (when if when.tzinfo else when.replace(tzinfo=UTC)) < self.since:
+                    return False
+        return not self.events or any(fnmatchcase(str(event["event"]), pattern) for pattern in self.events)
 
 
 class FileFollower:
@@ -123,8 +114,14 @@ class FileFollower:
 
         Raises ConfigError when the path cannot be read; that it does not exist (yet, or between two files) is none.
         """
-        if not self.opened and not self._open():
-            return
+        if not self.opened:
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                raise ConfigError(f"{self.path} cannot be read: {error.strerror}.") from error
+            self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
         if self._head:
             # A file that was emptied may have grown beyond our place again since.
             shrunk = os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -149,16 +146,6 @@ class FileFollower:
             self._fd = -1
         self._head = b""
         return self._lines.finish()
-
-    def _open(self) -> bool:
-        try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error.strerror}.") from error
-        self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        return True
 
     def _read_on(self) -> Iterator[bytes]:
         while True:
@@ -245,10 +232,11 @@ def as_text(event: Mapping[str, Any], *, colours: bool) -> str:
         _coloured(f"{name:<{_EVENT_WIDTH}}", _BOLD, colours),
     ]
     rest = [key for key in event if key not in _FIRST and key not in _WHERE and key not in _BLOCKS]
-    parts += [
-        f"{_coloured(f'{harmless(key)}=', _DIM, colours)}{_value(event[key])}"
-        for key in [key for key in _WHERE if key in event] + rest
-    ]
+    for key in [key for key in _WHERE if key in event] + rest:
+        value = event[key]
+        if not isinstance(value, str) or not _PLAIN_WORD.fullmatch(value) or _CONTROL.search(value):
+            value = harmless(as_json({"": value})[4:-1].decode())
+        parts.append(f"{_coloured(f'{harmless(key)}=', _DIM, colours)}{value}")
     lines = [" ".join(parts).rstrip()]
     for key in _BLOCKS:
         if block := event.get(key):
@@ -258,12 +246,6 @@ def as_text(event: Mapping[str, Any], *, colours: bool) -> str:
 
 def _coloured(text: str, colour: str, colours: bool) -> str:  # noqa: FBT001  # private, always by position
     return f"{colour}{text}{_RESET}" if colours and colour else text
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, str) and _PLAIN_WORD.fullmatch(value) and not _CONTROL.search(value):
-        return value
-    return harmless(as_json({"": value})[4:-1].decode())
 
 
 def harmless(text: str) -> str:

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from mldserver.config.settings import Level, LogFormat, Settings
-    from mldserver.observe.writer import Lost
 
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -60,17 +60,17 @@ def set_level(level: int) -> None:
 _current: LogWriter | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class _LineLogger:
     """What structlog calls at the end of its chain: every method hands over the finished line."""
 
-    def __init__(self, writer: LogWriter, render: Callable[[MutableMapping[str, Any]], bytes]) -> None:
-        self._writer = writer
-        self._render = render
+    writer: LogWriter
+    render: Callable[[Mapping[str, Any]], bytes]
 
     def msg(self, event: MutableMapping[str, Any]) -> None:
         """Hand over an event."""
         urgent = _LEVELS[event["level"]] >= _LEVELS["warning"]
-        self._writer.line(self._render(event), stamp=event["timestamp"], urgent=urgent)
+        self.writer.line(self.render(event), stamp=event["timestamp"], urgent=urgent)
 
     debug = info = warning = warn = error = exception = critical = fatal = log = msg
 
@@ -123,18 +123,18 @@ def configure(
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     colours = terminal and not os.environ.get("NO_COLOR")
 
-    def render(event: MutableMapping[str, Any]) -> bytes:
+    def render(event: Mapping[str, Any]) -> bytes:
         if pretty:
             return as_text(event, colours=colours).encode("utf-8", "backslashreplace")
         return as_json(event)
 
-    def render_lost(lost: Lost) -> bytes:
-        fields = {"level": "warning", "event": "log.lost", "lines": lost.lines, "since": lost.since}
-        return render({"timestamp": lost.until, **fields})
-
     Logger.observed = bool(observers)
     set_level(_LEVELS[level])
-    writer = LogWriter(output, render_lost)
+    told = {"level": "warning", "event": "log.lost"}
+    writer = LogWriter(
+        output,
+        lambda lost: render({"timestamp": lost.until, **told, "lines": lost.lines, "since": lost.since}),
+    )
     logger = _LineLogger(writer, render)
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *([observe] if observers else ()), _finish],

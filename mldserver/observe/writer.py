@@ -158,11 +158,6 @@ class Lost:
     until: str
     """The last one's timestamp."""
 
-    def and_more(self, other: Lost) -> None:
-        """Take in lines that were lost right behind these."""
-        self.lines += other.lines
-        self.until = other.until
-
 
 class LogWriter:
     """Takes lines from any thread, without waiting, and writes them in order."""
@@ -187,10 +182,8 @@ class LogWriter:
         self._queue: deque[_Line | Lost | int] = deque()
         """A number is the descriptor to write to from there on."""
         self._bytes = 0
-        self._busy = False
         self._idle = False
-        """The thread waits for a line, however long."""
-        self._flushing = 0
+        """Everything is written, and the thread waits for a line, however long."""
         self._closing = False
         self._missing: Lost | None = None
         self.lost = 0
@@ -210,7 +203,8 @@ class LogWriter:
                 self._bytes += size
                 self._queue.append(_Line(data, stamp))
             elif self._queue and isinstance(last := self._queue[-1], Lost):
-                last.and_more(Lost(1, stamp, stamp))
+                last.lines += 1
+                last.until = stamp
             elif not self._closing:
                 self._queue.append(Lost(1, stamp, stamp))
             if self._idle or urgent:
@@ -225,16 +219,6 @@ class LogWriter:
         with self._changed:
             self._queue.append(fresh)
             self._changed.notify_all()
-
-    def flush(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Wait until everything is written; False when that takes longer."""
-        with self._changed:
-            self._flushing += 1
-            self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: not self._queue and not self._busy, seconds)
-            finally:
-                self._flushing -= 1
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Write what is queued, for so long at most, and close the output. Returns False when lines were left."""
@@ -268,10 +252,7 @@ class LogWriter:
     def _next(self) -> _Line | Lost | int | None:
         with self._changed:
             if not self._queue:
-                self._busy = False
-                if self._flushing:
-                    self._changed.notify_all()
-                elif not self._closing:
+                if not self._closing:
                     self._changed.wait(LINGER_SECONDS)
                 self._idle = True
                 self._changed.wait_for(lambda: self._queue or self._closing)
@@ -281,7 +262,6 @@ class LogWriter:
             item = self._queue.popleft()
             if isinstance(item, _Line):
                 self._bytes -= len(item.data) + _PER_LINE
-            self._busy = True
             return item
 
     def _miss(self, lost: Lost) -> None:
@@ -289,7 +269,8 @@ class LogWriter:
         if self._missing is None:
             self._missing = lost
         else:
-            self._missing.and_more(lost)
+            self._missing.lines += lost.lines
+            self._missing.until = lost.until
 
     def _tell_missing(self) -> bool:
         """Tell of lines that are missing here; False when that cannot be written either."""
