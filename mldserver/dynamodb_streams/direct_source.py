@@ -254,7 +254,11 @@ class DirectSource:
         )
         return Plan(
             tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
-            tuple(name for name in plan.give_up if name not in leaving | unread | self._unread.kept),
+            tuple(
+                name
+                for name in plan.give_up
+                if name not in leaving | unread | self._unread.kept_until_ms.keys()
+            ),
         )
 
     async def _find_children(self, shard_id: str) -> None:
@@ -277,8 +281,13 @@ class DirectSource:
         try:
             if await self._read(reading):
                 self._tree.finished(shard_id)
-        except* Exception as errors:  # noqa: BLE001  # whatever it is, only this shard may end by it
-            self._fail(shard_id, next(leaves(errors)))
+        except* Exception as errors:  # whatever it is, only this shard may end by it
+            failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
+            delay, error = failures.failed(self._random()), next(leaves(errors))
+            self._failed[shard_id] = failures, self._clock.steady_ms() + round(delay * 1000)
+            told = error if isinstance(error, MldserverError) else InternalError(f"Unexpected {error!r}")
+            seconds, bug = round(delay, 3), None if told is error else error
+            log.error("shard.failed", shard=shard_id, delay_seconds=seconds, exc_info=bug, **told.told())
         finally:
             if reading.intake is None:
                 self._intake.abandon(shard_id)
@@ -293,14 +302,6 @@ class DirectSource:
             if not self._reading:
                 self._idle.set()
             self._wake.set()
-
-    def _fail(self, shard_id: str, error: Exception) -> None:
-        failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
-        delay = failures.failed(self._random())
-        self._failed[shard_id] = failures, self._clock.steady_ms() + round(delay * 1000)
-        told = error if isinstance(error, MldserverError) else InternalError(f"Unexpected {error!r}")
-        seconds, bug = round(delay, 3), None if told is error else error
-        log.error("shard.failed", shard=shard_id, delay_seconds=seconds, exc_info=bug, **told.told())
 
     async def _read(self, reading: Reading) -> bool:
         """Open a shard and hand its pages in; return whether it has ended, durably."""
@@ -335,38 +336,34 @@ class DirectSource:
         return False
 
     async def _open(self, reading: Reading) -> None:
+        """Open a shard, with a reader at its place, which is durable by then where it could be decided otherwise later."""
         shard_id, runtime = reading.shard_id, self._runtime
         async with reading.claim.work():
             kill_point("shard.opening")
             opening = ShardOpening(shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id))
             reading.intake = shard = await self._intake.open_shard(opening)
             kill_point("shard.opened")
-            reading.reader = await self._placed_reader(shard_id, shard)
-            start = str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
-            await runtime.open(Shard(shard_id, start))
+            start = self._start(shard_id) if shard.after is None else stored(shard.after)
+            reading.reader = reader = ShardReader(
+                self._api,
+                self._arn,
+                shard_id,
+                start,
+                clock=self._clock,
+                random=self._random,
+                poll_seconds=self._poll_seconds,
+            )
+            if start is LATEST:
+                await reader.heartbeat()  # from here on it knows its place: what comes is read
+            if shard.after is None and (position := storable(start, self._first_ms)) is not None:
+                shard.begin(position)
+                await shard.drain()
+            self._is_placed(shard_id)
+            begins = str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
+            await runtime.open(Shard(shard_id, begins))
             if shard.parked:
                 await runtime.park(shard_id, shard.parked)
             reading.claim.opened = True
-
-    async def _placed_reader(self, shard_id: str, shard: ShardIntake) -> ShardReader:
-        """Return a reader of a shard at its place, which is durable by then where it could be decided otherwise later."""
-        start = self._start(shard_id) if shard.after is None else stored(shard.after)
-        reader = ShardReader(
-            self._api,
-            self._arn,
-            shard_id,
-            start,
-            clock=self._clock,
-            random=self._random,
-            poll_seconds=self._poll_seconds,
-        )
-        if start is LATEST:
-            await reader.heartbeat()  # from here on it knows its place: what comes is read
-        if shard.after is None and (position := storable(start, self._first_ms)) is not None:
-            shard.begin(position)
-            await shard.drain()
-        self._is_placed(shard_id)
-        return reader
 
     def _start(self, shard_id: str) -> Start:
         """Return where to begin with a shard of which the ledger has no position."""

@@ -101,7 +101,11 @@ class Merge(Generic[_T]):
         sure_ms = min((shard.last_ms for shard in self._shards.values()), default=math.inf)
         while heads and len(items) < limit:
             head_ms, clock, page = heads[0]
-            until_ms = sure_ms if head_ms <= sure_ms else self._until(page.came_ms)
+            until_ms = sure_ms
+            if head_ms > sure_ms:
+                # A shard whose tip was seen since the page came has nothing that belongs before it.
+                others = (shard.last_ms for shard in self._shards.values() if shard.tip_ms <= page.came_ms)
+                until_ms = min(others, default=math.inf)
             if head_ms > until_ms:
                 break
             next_ms, next_clock = min(heads[1:3], default=(math.inf, 0))[:2]
@@ -118,8 +122,3 @@ class Merge(Generic[_T]):
             else:
                 heapq.heappop(heads)
         return items
-
-    def _until(self, came_ms: int) -> float:
-        """Return up to which effective time a page's items may go out that was here at ``came_ms``."""
-        waited_for = (shard.last_ms for shard in self._shards.values() if shard.tip_ms <= came_ms)
-        return min(waited_for, default=math.inf)

@@ -165,7 +165,11 @@ class ShardReader:
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 
     def _wanted(self, raw: list[dict[str, Any]]) -> list[Record]:
-        """Return the records of a page that are to be handed over, and move behind them all."""
+        """Return the records of a page that are to be handed over, and move behind them all.
+
+        For a reader that begins at a time, from the first on that was created then or later: order inside a shard wins
+        over times.
+        """
         records = [to_record(self.shard_id, each) for each in raw]
         if self.after is not None and records and records[0].sequence_number <= self.after:
             # After a gap, or from an emulator that begins one too early.
@@ -173,11 +177,16 @@ class ShardReader:
         if records:
             self.after = records[-1].sequence_number
             self._place = After(self.after)
-        if self._since_ms is not None:
-            records = _since(records, self._since_ms)
-            if records:
+        if (since_ms := self._since_ms) is None:
+            return records
+        # AWS cuts times to whole seconds: one that is cut may have been in any part of its second.
+        second_ms = since_ms - since_ms % 1000
+        for place, record in enumerate(records):
+            created_ms = record.arrival_ms
+            if created_ms is None or created_ms >= (since_ms if created_ms % 1000 else second_ms):
                 self._since_ms = None
-        return records
+                return records[place:]
+        return []
 
     def _tell_gap(self, event: str, did: str) -> None:
         self._gap = True
@@ -218,19 +227,6 @@ def _base64(binary: object) -> str:
     if not isinstance(binary, bytes):
         raise TypeError(f"no attribute value: {type(binary).__name__}")
     return pybase64.b64encode(binary).decode()
-
-
-def _since(records: list[Record], ms: int) -> list[Record]:
-    """Return the records from the first on that was created at ``ms`` or later: order inside a shard wins over times.
-
-    AWS cuts times to whole seconds: one that is cut may have been in any part of its second.
-    """
-    second_ms = ms - ms % 1000
-    for place, record in enumerate(records):
-        created_ms = record.arrival_ms
-        if created_ms is None or created_ms >= (ms if created_ms % 1000 else second_ms):
-            return records[place:]
-    return []
 
 
 @dataclass(eq=False, slots=True)

@@ -88,12 +88,6 @@ class ShardTree:
     def __contains__(self, shard_id: str) -> bool:
         return shard_id in self._nodes
 
-    def __getitem__(self, shard_id: str) -> StreamShard:
-        return self._nodes[shard_id].shard
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def learn(self, shards: Iterable[StreamShard], *, whole: bool) -> tuple[str, ...]:
         """Take in what an answer names; return the shards that were not known, in the order of their ids.
 
@@ -103,13 +97,21 @@ class ShardTree:
         new = tuple(sorted(named.keys() - self._nodes.keys()))
         for shard in named.values():
             self._put(shard)
-        for name in named if whole else ():
-            self._nodes[name].orphaned += self._is_orphan(self._nodes[name].shard)
-        if whole and named:
-            for node in [node for node in self._nodes.values() if node.shard.id not in named]:
-                node.absent += 1
-                if node.finished and node.absent >= FORGOTTEN_AFTER:
-                    self._forget(node.shard)
+        if not whole or not named:
+            return new
+        for name in named:
+            node, parent = self._nodes[name], self._nodes[name].shard.parent
+            node.orphaned += parent is not None and parent not in self._nodes
+        for name in self._nodes.keys() - named.keys():
+            node, parent = self._nodes[name], self._nodes[name].shard.parent
+            node.absent += 1
+            if node.finished and node.absent >= FORGOTTEN_AFTER:
+                del self._nodes[name]
+                if parent is not None:
+                    siblings = self._children[parent]
+                    siblings.discard(name)
+                    if not siblings:
+                        del self._children[parent]
         return new
 
     def finished(self, shard_id: str) -> None:
@@ -127,10 +129,7 @@ class ShardTree:
     def doubtful(self) -> tuple[str, ...]:
         """Return the shards whose parent is not known, as one whole answer alone has said: it may have been short."""
         nodes = self._nodes.values()
-        return tuple(node.shard.id for node in nodes if node.orphaned == 1 and self._is_orphan(node.shard))
-
-    def _is_orphan(self, shard: StreamShard) -> bool:
-        return shard.parent is not None and shard.parent not in self._nodes
+        return tuple(n.shard.id for n in nodes if n.orphaned == 1 and n.shard.parent not in self._nodes)
 
     def readable(self) -> tuple[str, ...]:
         """Return the shards to read now: those that are not finished, while their parents are. In the order of their ids."""
@@ -138,12 +137,6 @@ class ShardTree:
             shard_id
             for shard_id, node in sorted(self._nodes.items())
             if not node.finished and all(map(self.is_finished, self.parents(shard_id)))
-        )
-
-    def roots(self) -> tuple[str, ...]:
-        """Return the shards whose parent is not known, or that have none, in the order of their ids."""
-        return tuple(
-            shard_id for shard_id, node in sorted(self._nodes.items()) if node.shard.parent not in self._nodes
         )
 
     def parents(self, shard_id: str) -> tuple[str, ...]:
@@ -167,8 +160,12 @@ class ShardTree:
         return {shard_id: self.parents(shard_id) for shard_id in sorted(self._nodes)}
 
     def walk(self) -> Iterator[tuple[int, StreamShard]]:
-        """Yield every known shard with its depth, parents before their children: the tree as it is shown."""
-        stack = [(0, shard_id) for shard_id in reversed(self.roots())]
+        """Yield every known shard with its depth, parents before their children: the tree as it is shown.
+
+        Its roots are the shards that have no parent, or none that is known. All in the order of their ids.
+        """
+        nodes = sorted(self._nodes.items(), reverse=True)
+        stack = [(0, shard_id) for shard_id, node in nodes if node.shard.parent not in self._nodes]
         while stack:
             depth, shard_id = stack.pop()
             yield depth, self._nodes[shard_id].shard
@@ -190,11 +187,3 @@ class ShardTree:
         first = known.first if shard.first is None else shard.first
         last = known.last if shard.last is None else shard.last
         node.shard = StreamShard(shard.id, parent, first, last)
-
-    def _forget(self, shard: StreamShard) -> None:
-        del self._nodes[shard.id]
-        if shard.parent is not None:
-            siblings = self._children[shard.parent]
-            siblings.discard(shard.id)
-            if not siblings:
-                del self._children[shard.parent]

@@ -63,8 +63,9 @@ class Unread:
 
     forsaken_ms: int
     """After so long anybody may take them."""
+    kept_until_ms: dict[str, int] = field(default_factory=dict)
+    """Those that were forsaken lately: whoever has taken one keeps it until then (steady time)."""
     _since_ms: dict[str, int] = field(default_factory=dict)
-    _kept_until_ms: dict[str, int] = field(default_factory=dict)
 
     def look(self, unread: AbstractSet[str], now_ms: int) -> frozenset[str]:
         """Take in which shards are unread now, at a steady time; return those that are forsaken."""
@@ -72,11 +73,6 @@ class Unread:
         forsaken = {
             name for name, since_ms in self._since_ms.items() if now_ms - since_ms >= self.forsaken_ms
         }
-        kept = {name: ms for name, ms in self._kept_until_ms.items() if now_ms < ms}
-        self._kept_until_ms = kept | dict.fromkeys(forsaken, now_ms + _KEPT * self.forsaken_ms)
+        kept = {name: ms for name, ms in self.kept_until_ms.items() if now_ms < ms}
+        self.kept_until_ms = kept | dict.fromkeys(forsaken, now_ms + _KEPT * self.forsaken_ms)
         return frozenset(forsaken)
-
-    @property
-    def kept(self) -> frozenset[str]:
-        """Those that were forsaken lately: whoever has taken one keeps it for now."""
-        return frozenset(self._kept_until_ms)

@@ -214,7 +214,11 @@ class StreamsApi:
         shards: list[StreamShard] = []
         while True:
             page = await self._describe_page(arn, **request)
-            shards += map(_shard, page.get("Shards", ()))
+            for shard in page.get("Shards", ()):
+                numbers = shard.get("SequenceNumberRange") or {}
+                first, last = numbers.get("StartingSequenceNumber"), numbers.get("EndingSequenceNumber")
+                bounds = int(first) if first else None, int(last) if last else None
+                shards.append(StreamShard(shard["ShardId"], shard.get("ParentShardId") or None, *bounds))
             last = page.get("LastEvaluatedShardId")
             if not last or last == request.get("ExclusiveStartShardId"):
                 break
@@ -354,14 +358,3 @@ def _text(error: Exception) -> str:
 
 class _FilterRefused(Exception):
     """An emulator takes no ShardFilter, or AWS does not know the parent any more."""
-
-
-def _shard(shard: dict[str, Any]) -> StreamShard:
-    numbers = shard.get("SequenceNumberRange") or {}
-    first, last = numbers.get("StartingSequenceNumber"), numbers.get("EndingSequenceNumber")
-    return StreamShard(
-        shard["ShardId"],
-        shard.get("ParentShardId") or None,
-        int(first) if first else None,
-        int(last) if last else None,
-    )

@@ -86,9 +86,9 @@ def test_what_is_shared_fairly_already_stays(owners: dict[str, str | None], serv
 def test_a_shard_that_nobody_reads_is_forsaken_after_a_while_and_then_kept_for_longer() -> None:
     unread = Unread(1000)
     assert unread.look({"s1", "s2"}, 0) == frozenset()
-    assert unread.look({"s1"}, 900) == unread.kept == frozenset()
+    assert (unread.look({"s1"}, 900), unread.kept_until_ms) == (frozenset(), {})
     assert unread.look({"s1", "s2"}, 1000) == {"s1"}, "that which somebody read meanwhile begins anew"
     assert unread.look(set(), 2000) == frozenset()
-    assert unread.kept == {"s1"}
+    assert unread.kept_until_ms == {"s1": 11_000}
     unread.look(set(), 11_000)
-    assert unread.kept == frozenset()
+    assert unread.kept_until_ms == {}
