@@ -252,13 +252,10 @@ class DirectSource:
         plan = share(
             owners | dict.fromkeys(forsaken), seen.servers, me, leaving=leaving | unread, forsaken=forsaken
         )
+        staying = leaving | unread | self._unread.kept_until_ms.keys()
         return Plan(
             tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
-            tuple(
-                name
-                for name in plan.give_up
-                if name not in leaving | unread | self._unread.kept_until_ms.keys()
-            ),
+            tuple(name for name in plan.give_up if name not in staying),
         )
 
     async def _find_children(self, shard_id: str) -> None:

@@ -49,18 +49,6 @@ class ShardPosition(NamedTuple):
     effective_ms: int | None = None
     """Effective time of what was handed over last, here or in the parent: no later record counts as earlier."""
 
-    def moved(self, number: int, latest_ms: int) -> ShardPosition:
-        """Return the position behind records that were handed over, the latest of them created at ``latest_ms``."""
-        return self._replace(start=After(number), effective_ms=max(self.effective_ms or 0, latest_ms))
-
-    def child(self, shard_id: str) -> ShardPosition:
-        """Return where a child begins once this shard was read to its end.
-
-        One that has nothing as late as the time that was asked for leaves that to its children.
-        """
-        start = self.start if isinstance(self.start, Since) else TRIM_HORIZON
-        return ShardPosition(shard_id, self.id, start, self.effective_ms)
-
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -74,12 +62,24 @@ class Token:
     """The time at which reading began, if it did at one: shards that turn up later count from there."""
 
     def __str__(self) -> str:
-        token = {
-            "version": VERSION,
-            "stream": self.stream,
-            "since": _text(self.since_ms),
-            "shards": [_shard_json(shard) for shard in self.shards],
-        }
+        shards = []
+        for shard in self.shards:
+            entry: dict[str, Any] = {"id": shard.id, "parent": shard.parent}
+            time_ms = shard.effective_ms
+            match shard.start:
+                case Since(ms):
+                    time_ms = ms
+                    entry |= {"iterator": "AT_TIMESTAMP"}
+                case At(number):
+                    entry |= {"iterator": "AT_SEQUENCE_NUMBER", "sequence_number": str(number)}
+                case After(number):
+                    entry |= {"iterator": "AFTER_SEQUENCE_NUMBER", "sequence_number": str(number)}
+                case _:
+                    assert shard.start is not LATEST, "what is latest moves"
+                    entry |= {"iterator": "TRIM_HORIZON"}
+            shards.append(entry | {"time": _text(time_ms)})
+        since = _text(self.since_ms)
+        token = {"version": VERSION, "stream": self.stream, "since": since, "shards": shards}
         return orjson.dumps(token, option=orjson.OPT_INDENT_2).decode()
 
     def require(self, arn: str) -> None:
@@ -100,10 +100,10 @@ Position: TypeAlias = Sentinel | Since | Token
 def parse_position(position: object) -> Position:
     """Return what a user gave: a name in any case, an aware datetime or its ISO text, a token or its JSON.
 
-    Raises ConfigError for all else, a datetime without an offset among it.
+    A position that was parsed is one. Raises ConfigError for all else, a datetime without an offset among it.
     """
     match position:
-        case Token():
+        case Token() | Sentinel() | Since():
             return position
         case datetime():
             return _since(position)
@@ -166,21 +166,6 @@ def _parse_shard(entry: Any) -> ShardPosition:
             return ShardPosition(shard_id, parent, _NUMBERED[name](int(number)), time_ms)
         case other:
             raise _damaged(f"shard {shard_id} has the iterator {other!r}, or lacks its time")
-
-
-def _shard_json(shard: ShardPosition) -> dict[str, Any]:
-    entry: dict[str, Any] = {"id": shard.id, "parent": shard.parent}
-    match shard.start:
-        case Since(ms):
-            return entry | {"iterator": "AT_TIMESTAMP", "time": _text(ms)}
-        case At(number):
-            entry |= {"iterator": "AT_SEQUENCE_NUMBER", "sequence_number": str(number)}
-        case After(number):
-            entry |= {"iterator": "AFTER_SEQUENCE_NUMBER", "sequence_number": str(number)}
-        case _:
-            assert shard.start is not LATEST, "what is latest moves"
-            entry |= {"iterator": "TRIM_HORIZON"}
-    return entry | {"time": _text(shard.effective_ms)}
 
 
 def _text(ms: int | None) -> str | None:

@@ -26,6 +26,7 @@ from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
 from mldserver.dynamodb_streams.shard_tree import (
     LATEST,
     TRIM_HORIZON,
+    After,
     At,
     Sentinel,
     ShardTree,
@@ -104,7 +105,7 @@ class Stream:
         async with contextlib.AsyncExitStack() as resources:
             await resources.enter_async_context(self._api)
             self._arn = await self._api.resolve(self._table)
-            await self._move(self._position)
+            await self.move_to(self._position)
             self._resources = resources.pop_all()
         return self
 
@@ -141,7 +142,16 @@ class Stream:
 
     async def move_to(self, position: object) -> None:
         """Go on from another position. Raises ConfigError or OperatorError before anything changes."""
-        await self._move(parse_position(position))
+        place = parse_position(position)
+        if isinstance(place, Token):
+            place.require(self._arn)
+        following = _Reading(
+            self._api, self._arn, clock=self._clock, random=self._random, poll_seconds=self._poll_seconds
+        )
+        await following.begin(place)
+        former, self._current = self._current, following
+        if former is not None:
+            await former.close()
 
     async def heartbeat(self) -> None:
         """Return once every shard that has brought nothing yet was asked again.
@@ -152,19 +162,7 @@ class Stream:
         reading = self._reading
         before = dict(reading.idle())
         while reading is self._current and before.items() & reading.idle().items():
-            reading.raise_failure()
             await reading.changed()
-
-    async def _move(self, position: Position) -> None:
-        if isinstance(position, Token):
-            position.require(self._arn)
-        following = _Reading(
-            self._api, self._arn, clock=self._clock, random=self._random, poll_seconds=self._poll_seconds
-        )
-        await following.begin(position)
-        former, self._current = self._current, following
-        if former is not None:
-            await former.close()
 
     @property
     def _reading(self) -> _Reading:
@@ -242,22 +240,21 @@ class _Reading:
             self._at = self._noted = 0
             self._let_readers_go()
         if not self.ready():
-            self.raise_failure()
             await self.changed()
 
     async def changed(self) -> None:
-        """Wait until something was read, found or refused, or reading has ended."""
-        if not self._task.done():
-            self._news.clear()
-            await self._news.wait()
+        """Wait until something was read, found or refused, or reading has ended.
 
-    def raise_failure(self) -> None:
-        """Raise what a reader failed by, once; it is tried again all the same. Or what ended them all: a bug."""
+        Raises what a reader has failed by, once; it is tried again all the same. Or what has ended them all: a bug.
+        """
         if self._task.done() and not self._task.cancelled():
             self._task.result()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        if not self._task.done():
+            self._news.clear()
+            await self._news.wait()
 
     def token(self) -> Token:
         """Return where the stream was handed over up to."""
@@ -279,7 +276,9 @@ class _Reading:
         self._noted = self._at
         for shard_id, record in last.items():
             position = self._positions[shard_id]
-            self._positions[shard_id] = position.moved(record.sequence_number, latest_ms[shard_id])
+            effective_ms = max(position.effective_ms or 0, latest_ms[shard_id])
+            start = After(record.sequence_number)
+            self._positions[shard_id] = position._replace(start=start, effective_ms=effective_ms)
 
     def _let_readers_go(self) -> None:
         for shard_id in [name for name in self._held if self._merge.waiting(name) < _AHEAD]:
@@ -379,11 +378,16 @@ class _Reading:
         return [self._readers[name] for name in new]
 
     def _first(self, shard_id: str) -> ShardPosition:
-        """Return where a shard begins that was never read."""
+        """Return where a shard begins that was never read.
+
+        A parent that was read and has nothing as late as the time that was asked for leaves that to its children.
+        """
         # A parent that is not known may turn up yet: it was not read.
         (parent,) = tuple(filter(self._tree.__contains__, self._tree.parents(shard_id))) or (None,)
         if parent in self._positions:
-            return self._positions[parent].child(shard_id)
+            before = self._positions[parent]
+            start = before.start if isinstance(before.start, Since) else TRIM_HORIZON
+            return ShardPosition(shard_id, parent, start, before.effective_ms)
         since_ms = self._since_ms
         return ShardPosition(shard_id, parent, TRIM_HORIZON if since_ms is None else Since(since_ms))
 

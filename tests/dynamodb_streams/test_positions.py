@@ -173,20 +173,3 @@ def test_a_token_of_another_stream_is_refused() -> None:
     TOKEN.require(ARN)
     with pytest.raises(ConfigError, match="not of arn:other"):
         TOKEN.require("arn:other")
-
-
-def test_a_position_moves_behind_what_was_handed_over() -> None:
-    position = ShardPosition("a", "p", TRIM_HORIZON)
-    moved = position.moved(9, NOON_MS)
-    assert moved == ShardPosition("a", "p", After(9), NOON_MS)
-    assert moved.moved(10, NOON_MS - 1) == ShardPosition("a", "p", After(10), NOON_MS)
-
-
-def test_a_child_begins_at_its_beginning_not_before_its_parents_last_time() -> None:
-    parent = ShardPosition("a", None, After(9), NOON_MS)
-    assert parent.child("b") == ShardPosition("b", "a", TRIM_HORIZON, NOON_MS)
-
-
-def test_a_shard_with_nothing_as_late_as_was_asked_for_leaves_the_time_to_its_children() -> None:
-    parent = ShardPosition("a", None, Since(NOON_MS))
-    assert parent.child("b") == ShardPosition("b", "a", Since(NOON_MS))

@@ -91,6 +91,10 @@ def shards_of(token: str) -> dict[str, str]:
     return {shard["id"]: shard["iterator"] for shard in json.loads(token)["shards"]}
 
 
+def times_of(token: str) -> dict[str, str | None]:
+    return {shard["id"]: shard["time"] for shard in json.loads(token)["shards"]}
+
+
 # The order.
 
 
@@ -137,6 +141,24 @@ async def test_trap_01_nor_when_it_is_read_on_from_a_token_between(scene: Scene)
         token = stream.token
     async with scene.stream(token) as stream:
         assert await some(stream, 3) == ["late", "2", "3"]
+
+
+@virtual
+async def test_trap_01_a_token_keeps_the_latest_time_of_a_shard_and_of_its_parents(scene: Scene) -> None:
+    for record, second in [("1", 10), ("2", 5), ("3", 6)]:
+        scene.put(record, at_ms=second * 1000)
+    left, right = scene.fake.split(scene.root)
+    scene.put("4", shard=left, at_ms=7000)
+    ten = "1970-01-01T00:00:10.000+00:00"
+    async with scene.stream() as stream:
+        for changes in (["1", "2"], ["3"]):  # a token moves behind several at once, and behind one
+            assert await some(stream, len(changes)) == changes
+            assert times_of(stream.token) == {scene.root: ten}
+        await scene.clock.sleep(20)
+        assert shards_of(stream.token) == {left: "TRIM_HORIZON", right: "TRIM_HORIZON"}
+        assert times_of(stream.token) == {left: ten, right: ten}
+        assert await some(stream, 1) == ["4"]
+        assert times_of(stream.token) == {left: ten, right: ten}
 
 
 @virtual
