@@ -119,7 +119,8 @@ class _Acts:
         held.draining.add(shard_id)
         await held.release()
         again = f"`mldserver resume {shard_id}` lets it go on."
-        if not await in_time(held.drained(shard_id), self._clock, _PATIENCE_SECONDS):
+        drained = held.until(lambda: shard_id not in held.draining)
+        if not await in_time(drained, self._clock, _PATIENCE_SECONDS):
             await in_time(self._shards.flush("drain"), self._clock, _PATIENCE_SECONDS)
             return (
                 f"Shard {shard_id} is drained with its next batch: what it gave is made durable then, and checkpointed, and "

@@ -296,9 +296,12 @@ class Gatherer:
             for shard_id in waiting.keys() - set(connected):
                 del waiting[shard_id]
         of_worker = {shard_id: worker.number for worker in workers for shard_id in worker.opened}
+        reached_ms = parts.coordinator.watermark.reached_ms()
         rows = [
-            self._at_work(parts, source, shard_id, counted.get(shard_id, _NOTHING), of_worker.get(shard_id))
-            for shard_id in connected
+            self._at_work(
+                parts, source, id_, reached_ms.get(id_), counted.get(id_, _NOTHING), of_worker.get(id_)
+            )
+            for id_ in connected
         ]
         rows += [
             document.Shard(id=node.id, state=state, records=of.records, rows=of.rows, bytes=of.bytes)
@@ -309,7 +312,13 @@ class Gatherer:
         return tuple(sorted(rows, key=lambda row: row.id))
 
     def _at_work(
-        self, parts: Parts, source: SourceStatus, shard_id: str, counts: ShardCounts, worker: int | None
+        self,
+        parts: Parts,
+        source: SourceStatus,
+        shard_id: str,
+        watermark_ms: int | None,
+        counts: ShardCounts,
+        worker: int | None,
     ) -> document.Shard:
         shards, now_ms = parts.coordinator.shards, self._clock.steady_ms()
         session, held, peer = shards.sessions.live(shard_id), shards.backpressure, source.peers.get(shard_id)
@@ -322,7 +331,7 @@ class Gatherer:
                 checkpoint_age = self._unstored[shard_id].seconds(position.due(), checkpoint, now_ms)
         if (since_ms := source.since_ms.get(shard_id)) is not None:
             durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
-        paused = session is not None and held.pauses(session)
+        paused = session is not None and held.is_paused(shard_id) and not session.finishing
         return document.Shard(
             id=shard_id,
             state="paused" if paused else "held" if shard_id in held.waiting else "connected",
@@ -332,7 +341,7 @@ class Gatherer:
             checkpoint=None if checkpoint is None else str(checkpoint),
             durable_age_seconds=durable_age,
             checkpoint_age_seconds=checkpoint_age,
-            watermark_ms=shards.watermark.shard_ms(shard_id),
+            watermark_ms=watermark_ms,
             records=counts.records,
             rows=counts.rows,
             bytes=counts.bytes,
@@ -431,7 +440,7 @@ def _servers(parts: Parts, now_ms: int) -> tuple[document.Peer, ...]:
         told = parts.coordinator.shards.state.servers.get(own_id)
         for server in (*membership.peers.states(), *([] if told is None else [told])):
             own, name = server is told, server.server_id
-            silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms(name)
+            silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms[name]
             yield document.Peer(
                 id=name,
                 this=own,

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import Buffer
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
     from mldserver.coordinator.core.windows import CoordinatorRules
-    from mldserver.ledger.contract import LedgerState
 
 log = structlog.get_logger("mldserver")
 
@@ -83,12 +82,6 @@ class Backpressure:
     _held: frozenset[str] = field(init=False, default=frozenset())
     _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
 
-    def count(self, state: LedgerState, garbage_bytes: int) -> None:
-        """Count what is on disk anew: other servers write and delete segments too."""
-        self.segment_bytes = state.segment_bytes + garbage_bytes
-        self.settled_bytes = self.segment_bytes - state.open_bytes
-        self.computing = bool(state.under_way)
-
     def weigh(self) -> None:
         """Decide anew who waits."""
         # Asked with every batch: while there is room it must not take longer the more shards there are.
@@ -100,8 +93,7 @@ class Backpressure:
         in_vain = self.computing or self.settled_bytes > self.rules.segment_disk_bytes
         everyone = memory > most or (disk_is_full and in_vain)
         # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
-        reached_ms = {shard_id: self.watermark.shard_ms(shard_id) for shard_id in self.watermark.connected()}
-        self._held = shards_to_hold(reached_ms, holder=None if everyone else self.holder)
+        self._held = shards_to_hold(self.watermark.reached_ms(), holder=None if everyone else self.holder)
 
     @property
     def waits_for_watermark(self) -> bool:
@@ -111,10 +103,6 @@ class Backpressure:
             and self.holder is not None
             and self.segment_bytes > self.rules.segment_disk_bytes
         )
-
-    def pauses(self, session: Session) -> bool:
-        """Whether an operator lets the session's shard wait."""
-        return self.is_paused(session.shard_id) and not session.finishing
 
     def is_paused(self, shard_id: str) -> bool:
         """Whether a shard is paused, by itself or as all are."""
@@ -127,18 +115,10 @@ class Backpressure:
         held = self.paused or shard_id in self._held or shard_id in self.paused_shards
         return held and not session.finishing
 
-    async def paused_on(self, session: Session) -> bool:
-        """Wait while the session's shard is paused; True: only until it is to be drained."""
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once ``condition`` holds; it is asked again after each ``release``."""
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: not session.alive or not self.pauses(session) or session.shard_id in self.draining
-            )
-        return session.alive and self.pauses(session)
-
-    async def drained(self, shard_id: str) -> None:
-        """Return once a shard is drained, or its pause is over."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: shard_id not in self.draining)
+            await self._changed.wait_for(condition)
 
     async def wait(self, session: Session) -> None:
         """Wait while there is no room for more of the session's shard."""
@@ -155,10 +135,9 @@ class Backpressure:
         )
         self.waiting.add(session.shard_id)
         try:
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: not session.alive or session.finishing or session.shard_id not in self._held
-                )
+            await self.until(
+                lambda: not session.alive or session.finishing or session.shard_id not in self._held
+            )
         finally:
             self.waiting.discard(session.shard_id)
         log.info("shard.released", shard=session.shard_id, seconds=(self.clock.steady_ms() - began_ms) / 1000)

@@ -147,12 +147,10 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     joined = (path for path in segments if is_joined(path) and path.split("/")[-2] in waiting)
     named |= {path for path in joined if written(path).ledger == state.ledger_id}
 
-    def nameless(paths: list[str], writing: set[str]) -> list[str]:
-        return [path for path in paths if path not in named and written(path).tag not in writing]
-
-    unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts, alive))
     others = alive - {writer_tag(state.ledger_id, ledger.server_id)}
-    garbage = [*nameless(segments, others), *unread]
+    nameless = [path for path in segments if path not in named and written(path).tag not in others]
+    suspects = [path for path in attempts if path not in named and written(path).tag not in alive]
+    garbage = nameless + await asyncio.to_thread(publisher.unread, attempts, suspects)
     gone = [path for path in garbage if written(path).ledger == state.ledger_id]
     strangers = [path for path in garbage if written(path).ledger != state.ledger_id]
     kill_point("recovery.sweeping")
@@ -252,12 +250,14 @@ class Retention:
         ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
         """
         now_ms = self.clock.steady_ms()
-        soon = held_bytes > self.rules.retained_bytes or self._expiring
+        # What waits for its first output must find room.
+        keep_bytes = min(self.rules.retention_bytes, self.rules.segment_disk_bytes // 2)
+        soon = held_bytes > keep_bytes or self._expiring
         if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
             return await self.garbage.delete()
         self._expired_ms = now_ms
         free = await self.ledger.expire(
-            published_before_ms=published_before_ms, keep_bytes=self.rules.retained_bytes, limit=_EXPIRED
+            published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=_EXPIRED
         )
         kill_point("window.expired")
         windows = dict.fromkeys(segment.window_id for segment in free)

@@ -180,8 +180,8 @@ class Coordinator:
             state = await self._membership.declare(self._shape, state)
             await self._claim.renamed()
             if self._runner is not None:
-                self._runner.begin(state, self._shape.older(state))
-            self._flusher.learn(state)
+                steps = self._runner.steps
+                steps.ledger_id, steps.older = state.ledger_id, self._shape.older(state)
             self._learn(state)
             await recover(state, self._ledger, self._store, self._runner)
             self._company = (state.claims, frozenset(state.servers))
@@ -235,7 +235,6 @@ class Coordinator:
         state = await self._membership.sync()
         self._sessions.catch_up(state.shards.values())
         self._membership.learn(state)
-        self._flusher.learn(state)
         self._learn(state)
         if state.draining:
             self.draining.set()
@@ -249,10 +248,15 @@ class Coordinator:
         self._company = company
 
     def _learn(self, state: LedgerState) -> None:
+        self._flusher.learn(state)
         self.shards.state = state
         self.redriving.learn(state)
-        garbage = 0 if self._runner is None else self._runner.steps.garbage.bytes
-        self._backpressure.count(state, self._flusher.garbage_bytes + garbage)
+        # Anew: other servers write and delete segments too.
+        held = self._backpressure
+        held.segment_bytes = state.segment_bytes + self._flusher.garbage_bytes
+        held.segment_bytes += 0 if self._runner is None else self._runner.steps.garbage.bytes
+        held.settled_bytes = held.segment_bytes - state.open_bytes
+        held.computing = bool(state.under_way)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
         """Make what is buffered durable. False: rows were left out that the watermark may still count on."""
@@ -291,7 +295,7 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether every known shard has ended and every window is cut: no more when a shard comes, or rows."""
-        is_drained = not self._flusher.open_windows and not self._flusher.cut_windows.waiting
+        is_drained = not self._flusher.open_windows and not self._flusher.cut_windows.due_ms
         return self._view.over and self.lineage.all_ended() and not self.buffer and is_drained
 
     async def over(self) -> None:

@@ -67,7 +67,8 @@ class Membership:
     _joined: bool = field(init=False, default=False)
     _version: int = field(init=False, default=0)
     """Of the ledger's state that was learned last: beats ask for what happened since."""
-    _released: dict[str, int] = field(init=False, default_factory=dict)
+    released: dict[str, int] = field(init=False, default_factory=dict)
+    """The epochs of shards whose lease or connection is gone; ``release`` tells the ledger."""
 
     def __post_init__(self) -> None:
         self.peers = Peers(self.ledger.server_id, timeout_ms=self.timeout_ms)
@@ -246,11 +247,10 @@ class Membership:
         """Bury the servers that are dead, or silent for too long, and return them. Raises LedgerError."""
         buried: frozenset[str] = frozenset()
         dead = {peer.server_id: peer for peer in self.peers.overdue()}
-        if (locks := self.locks) is not None and self.peers:
+        peers, locks = self.peers.states(), self.locks
+        if locks is not None and peers:
             dead |= await asyncio.to_thread(
-                lambda: {
-                    peer.server_id: peer for peer in self.peers.states() if locks.is_dead(peer.server_id)
-                }
+                lambda: {peer.server_id: peer for peer in peers if locks.is_dead(peer.server_id)}
             )
         for server_id, peer in dead.items():
             kill_point("server.burying")
@@ -258,22 +258,18 @@ class Membership:
             kill_point("server.buried")
             buried |= gone
             if gone:
-                log.warning("server.buried", server=server_id, seconds=self.peers.silent_ms(server_id) / 1000)
-            if gone and self.locks is not None:
-                await asyncio.to_thread(self.locks.forget, server_id)
+                log.warning("server.buried", server=server_id, seconds=self.peers.silent_ms[server_id] / 1000)
+            if gone and locks is not None:
+                await asyncio.to_thread(locks.forget, server_id)
         return buried
-
-    def let_go(self, shard_id: str, epoch: int) -> None:
-        """Note a shard whose lease or connection is gone; ``release`` tells the ledger."""
-        self._released[shard_id] = epoch
 
     async def release(self) -> None:
         """Give up the shards that were let go, in the ledger too. Raises LedgerError; repeatable."""
-        for shard_id, epoch in tuple(self._released.items()):
+        for shard_id, epoch in tuple(self.released.items()):
             await self.ledger.release_shard(shard_id, epoch)
             kill_point("shard.released")
-            if self._released.get(shard_id) == epoch:
-                del self._released[shard_id]
+            if self.released.get(shard_id) == epoch:
+                del self.released[shard_id]
 
 
 class ServerLocks:

@@ -16,7 +16,6 @@ from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import GapRefused
 from mldserver.ledger.contract import LedgerState
 from mldserver.sources.intake import KnownShard, Seen
-from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -65,12 +64,7 @@ class Shards:
     """See ``Coordinator``."""
     state: LedgerState = field(init=False, default_factory=LedgerState)
     """As the latest cycle found it."""
-    by_event_time: bool = field(init=False)
-    """Whether rows have times of their own, so that records without rows say nothing of them."""
     rows_accepted: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.by_event_time = isinstance(self.spec, Tumbling) and self.spec.on is not None
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
@@ -206,9 +200,10 @@ class ShardSession:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
         if outcome.rows is None and not outcome.dead_letters:
-            # As most batches of quiet shards: a position moves, and nothing else.
+            # As most batches of quiet shards: a position moves, and nothing else. Where rows have times of their own,
+            # records without rows say nothing of them.
             effective_ms = last_effective_ms(outline, floor_ms)
-            event_ms = None if shards.by_event_time else effective_ms
+            event_ms = effective_ms if shards.rules.on_arrival else None
             if fresh or last is not None:
                 shards.buffer.move(shard_id, self.epoch, last, effective_ms, event_ms)
         else:
@@ -247,7 +242,7 @@ class ShardSession:
     @property
     def paused(self) -> bool:
         """Whether an operator holds the shard's answers."""
-        return self.alive and self._shards.backpressure.pauses(self)
+        return self.alive and not self.finishing and self._shards.backpressure.is_paused(self.shard_id)
 
     async def admitted(
         self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
@@ -257,7 +252,10 @@ class ShardSession:
         if self.alive and backpressure.is_held(self):
             shards.soon()
             await backpressure.wait(self)
-        while not answered and self.paused and await backpressure.paused_on(self):
+        while not answered:
+            await backpressure.until(lambda: not self.paused or self.shard_id in backpressure.draining)
+            if not self.paused:
+                break
             await shards.flush("drain")
             if checkpoint is not None:
                 await checkpoint()
@@ -330,7 +328,7 @@ class ShardSession:
             return
         self.alive, shards = False, self._shards
         if shards.sessions.let_go(self, shards.clock.steady_ms()):
-            shards.membership.let_go(self.shard_id, self.epoch)
+            shards.membership.released[self.shard_id] = self.epoch
             shards.soon()
 
 

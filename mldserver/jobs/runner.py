@@ -105,10 +105,6 @@ class WindowRunner:
         self.took = Durations()
         """Windows from being taken up until their output was visible."""
 
-    def begin(self, state: LedgerState, older: Mapping[str, str]) -> None:
-        """Learn at the start which ledger this is; ``older``: the DDL of other schemas, by their shape's fingerprint."""
-        self.steps.ledger_id, self.steps.older = state.ledger_id, older
-
     def learn(self, state: LedgerState) -> None:
         """Take in what operators decided about halted windows: each is looked at again at once."""
         for window_id, life in self.halted.items():

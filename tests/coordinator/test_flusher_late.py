@@ -61,7 +61,7 @@ async def test_late_rows_of_a_retained_window_wait_for_its_next_revision(
     assert [
         (event["window"], event["rows"], event["kind"]) for event in logged if event["event"] == "window.late"
     ] == [(W[0], 1, "recompute")]
-    assert (again.flusher.rows_late, again.flusher.cut_windows.waiting) == (1, 1)
+    assert (again.flusher.rows_late, len(again.flusher.cut_windows.due_ms)) == (1, 1)
 
 
 async def test_a_window_is_cut_again_once_its_late_rows_have_been_gathered_for_the_delay(
@@ -75,7 +75,7 @@ async def test_a_window_is_cut_again_once_its_late_rows_have_been_gathered_for_t
     await again.clock.advance(0.1)
     (entry,) = await again.flusher.cut(10_000, close_all=False)
     assert (entry.window_id, entry.revision, len(entry.segments), entry.pending) == (W[0], 2, 3, ())
-    assert again.flusher.cut_windows.waiting == 0
+    assert again.flusher.cut_windows.due_ms == {}
 
 
 async def test_when_every_window_closes_late_rows_do_not_wait(again: Writing) -> None:
@@ -93,7 +93,7 @@ async def test_a_window_that_is_still_being_computed_is_cut_again_after_it_is_pu
     await again.flusher.cut(10_000, close_all=False)
     await again.flush([again.batch(shard, (2, 2000))])
     assert await again.flusher.cut(None, close_all=True) == ()
-    assert again.flusher.cut_windows.waiting == 1
+    assert len(again.flusher.cut_windows.due_ms) == 1
     await publish(again, W[0], retain=True)
     (entry,) = await again.flusher.cut(None, close_all=True)
     assert entry.revision == 2
@@ -154,7 +154,7 @@ async def test_what_other_servers_did_is_learned(again: Writing) -> None:
     assert other.register(far, now_ms=0).registered
     told = ServerState("one", again.clock.now_ms())
     again.flusher.learn(await again.ledger.sync(told))
-    assert again.flusher.cut_windows.waiting == 1
+    assert len(again.flusher.cut_windows.due_ms) == 1
     entries = await again.flusher.cut(None, close_all=True)
     assert [(entry.window_id, entry.revision) for entry in entries] == [(W[3], 1), (W[0], 2)]
     await again.flush([again.batch(shard, (2, 50_000))])

@@ -75,7 +75,7 @@ def test_a_shard_goes_to_its_newest_session_and_on_where_the_ledger_has_it(aroun
     assert len(around.buffer) == 0, "it comes again"
     assert around.lineage["a"].presence is Presence.CONNECTED
     assert around.lineage["a"].effective_ms == 500
-    assert around.watermark.shard_ms("a") == 400
+    assert around.watermark.reached_ms()["a"] == 400
     assert len(around.sessions._sessions) == 1
 
 
@@ -95,11 +95,11 @@ def test_a_shard_that_was_never_read_begins_at_its_parents_times_when_windows_ar
 ) -> None:
     around.lineage.know("p", 0, ended=True, effective_ms=700)
     around.open(ShardState("c", 1, parents=("p",)))
-    assert around.watermark.shard_ms("c") == 700
+    assert around.watermark.reached_ms()["c"] == 700
     on_a_column = Around(on_arrival=False)
     on_a_column.lineage.know("p", 0, ended=True, effective_ms=700)
     on_a_column.open(ShardState("c", 1, parents=("p",)))
-    assert on_a_column.watermark.shard_ms("c") is None
+    assert on_a_column.watermark.reached_ms()["c"] is None
 
 
 def test_a_shard_that_is_let_go_is_missing_unless_a_newer_session_has_it(around: Around) -> None:
@@ -184,7 +184,7 @@ def test_an_event_time_that_no_clock_can_have_shown_is_not_gone_on_from(
 ) -> None:
     around = Around(on_arrival=False, max_ahead_ms=max_ahead_ms)
     around.open(ShardState("a", 1, S(2), effective_ms=500, event_ms=event_ms))
-    assert around.watermark.shard_ms("a") == first
+    assert around.watermark.reached_ms()["a"] == first
 
 
 S = Sequence

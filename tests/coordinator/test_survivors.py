@@ -129,9 +129,9 @@ async def a_newer_release_is_not_forgotten() -> None:
         timeout_ms=1000,
         locks=None,
     )
-    membership.let_go("a", 1)
-    membership.let_go("b", 1)
-    ledger.meanwhile = lambda: membership.let_go("a", 2)
+    membership.released["a"] = 1
+    membership.released["b"] = 1
+    ledger.meanwhile = lambda: membership.released.update(a=2)
     await membership.release()
     assert ledger.released == [("a", 1), ("b", 1)]
     await membership.release()
@@ -146,9 +146,9 @@ async def test_a_newer_release_is_not_forgotten() -> None:
 
 async def test_a_newer_release_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forgetful(membership: Membership) -> None:
-        for shard_id, epoch in tuple(membership._released.items()):
+        for shard_id, epoch in tuple(membership.released.items()):
             await membership.ledger.release_shard(shard_id, epoch)
-            membership._released.pop(shard_id, None)
+            membership.released.pop(shard_id, None)
 
     monkeypatch.setattr(Membership, "release", forgetful)
     with pytest.raises(AssertionError):

@@ -144,9 +144,9 @@ def test_a_batch_without_rows_says_nothing_of_the_event_time() -> None:
 def test_a_shard_that_has_shown_nothing_rules_no_row_out() -> None:
     stream = Stream().connect("a", "b").batch("a", 500).settled()
     assert stream.view == View(None, Holder("b", "nothing seen"))
-    assert stream.watermark.shard_ms("b") is None
-    assert stream.watermark.shard_ms("a") == 500
-    assert stream.watermark.shard_ms("unknown") is None
+    assert stream.watermark.reached_ms()["b"] is None
+    assert stream.watermark.reached_ms()["a"] == 500
+    assert stream.watermark.reached_ms().get("unknown") is None
 
 
 def test_a_shard_goes_on_from_where_the_ledger_has_it() -> None:

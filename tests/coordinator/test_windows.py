@@ -358,7 +358,7 @@ def test_rows_of_a_window_that_was_skipped_go_to_the_late_dataset() -> None:
     windows.registered(["a"], 0)
     windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, error="no", pending=WAITING)), 0)
     assert windows.kind(A) is SegmentKind.LATE
-    assert windows.waiting == 0
+    assert windows.due_ms == {}
 
 
 def test_a_window_that_the_ledger_has_forgotten_is_late_by_its_end() -> None:
@@ -399,7 +399,7 @@ def test_late_rows_are_gathered_from_the_first_one_on() -> None:
     windows = cut_windows()
     windows.registered(["a"], 1000)
     windows.registered(["b", "a"], 1050)
-    assert windows.waiting == 2
+    assert len(windows.due_ms) == 2
     assert windows.due(1099, at_once=False) == ()
     assert windows.due(1100, at_once=False) == ("a",)
     assert windows.due(1150, at_once=False) == ("a", "b")
@@ -410,7 +410,7 @@ def test_a_window_that_was_cut_again_waits_no_more() -> None:
     windows = cut_windows()
     windows.registered(["a"], 0)
     windows.cut(["a"])
-    assert (windows.waiting, windows.due(10**6, at_once=True)) == (0, ())
+    assert (windows.due_ms, windows.due(10**6, at_once=True)) == ({}, ())
     assert windows.kind(A) is SegmentKind.RECOMPUTE
 
 

@@ -225,14 +225,6 @@ class Lineage:
             self._move(ancestor, Presence.ENDED, now_ms)
 
 
-@dataclass(slots=True)
-class _Peer:
-    state: ServerState
-    """As it told last."""
-    silent_ms: int = 0
-    """For how long its latest beat was seen to stand still."""
-
-
 class _Claim(NamedTuple):
     """A shard's owner, and the beat at which it was first seen to be."""
 
@@ -249,16 +241,16 @@ class Peers:
         self.server_id = server_id
         self._timeout_ms = timeout_ms
         self._looked_ms: int | None = None
-        self._peers: dict[str, _Peer] = {}
+        self._told: dict[str, ServerState] = {}
+        """What each told last."""
+        self.silent_ms: dict[str, int] = {}
+        """For how long each one's latest beat was seen to stand still."""
         self._claims: dict[str, _Claim] = {}
-
-    def __len__(self) -> int:
-        return len(self._peers)
 
     @property
     def serving(self) -> int:
         """How many of them take rows in."""
-        return sum(not server_id.startswith(DRAIN) for server_id in self._peers)
+        return sum(not server_id.startswith(DRAIN) for server_id in self._told)
 
     def learn(
         self, servers: Mapping[str, ServerState], shards: Mapping[str, ShardState], now_ms: int
@@ -266,24 +258,26 @@ class Peers:
         """Take in what the ledger holds."""
         watched_ms = 0 if self._looked_ms is None else min(now_ms - self._looked_ms, self._timeout_ms // 2)
         self._looked_ms = now_ms
-        known = self._peers
-        self._peers = {name: _Peer(state) for name, state in servers.items() if name != self.server_id}
-        for server_id, peer in self._peers.items():
-            before = known.get(server_id)
-            if before is not None and before.state.beat_ms == peer.state.beat_ms:
-                peer.silent_ms = before.silent_ms + watched_ms
+        before, silent_ms = self._told, self.silent_ms
+        self._told = {name: told for name, told in servers.items() if name != self.server_id}
+        self.silent_ms = {
+            name: silent_ms[name] + watched_ms
+            if name in before and before[name].beat_ms == told.beat_ms
+            else 0
+            for name, told in self._told.items()
+        }
         claims, self._claims = self._claims, {}
         for shard_id, shard in shards.items():
-            if shard.owner is not None and shard.owner in self._peers and not shard.ended:
+            if shard.owner is not None and shard.owner in self._told and not shard.ended:
                 claim = claims.get(shard_id)
                 if claim is None or claim[:2] != (shard.owner, shard.epoch):
-                    claim = _Claim(shard.owner, shard.epoch, self._peers[shard.owner].state.beat_ms)
+                    claim = _Claim(shard.owner, shard.epoch, self._told[shard.owner].beat_ms)
                 self._claims[shard_id] = claim
 
     def counts(self, shard_id: str) -> bool:
         """Whether another server owns the shard and has beaten since it took it: what it tells counts the shard in."""
         claim = self._claims.get(shard_id)
-        return claim is not None and self._peers[claim.owner].state.beat_ms != claim.beat_ms
+        return claim is not None and self._told[claim.owner].beat_ms != claim.beat_ms
 
     def owns(self, shard_id: str) -> bool:
         """Whether another server that is not buried has taken the shard, whether or not it counts it in yet."""
@@ -292,16 +286,12 @@ class Peers:
     def states(self) -> tuple[ServerState, ...]:
         """Return what each of them told last; one that misses its beats is not idle any more."""
         return tuple(
-            replace(peer.state, idle=False, reason="silent")
-            if peer.state.idle and peer.silent_ms >= self._timeout_ms // 2
-            else peer.state
-            for peer in self._peers.values()
+            replace(told, idle=False, reason="silent")
+            if told.idle and self.silent_ms[name] >= self._timeout_ms // 2
+            else told
+            for name, told in self._told.items()
         )
-
-    def silent_ms(self, server_id: str) -> int:
-        """Return for how long a server's latest beat was seen to stand still."""
-        return self._peers[server_id].silent_ms
 
     def overdue(self) -> tuple[ServerState, ...]:
         """Return those whose beat has not changed for the timeout."""
-        return tuple(peer.state for peer in self._peers.values() if peer.silent_ms >= self._timeout_ms)
+        return tuple(told for name, told in self._told.items() if self.silent_ms[name] >= self._timeout_ms)

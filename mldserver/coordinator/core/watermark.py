@@ -78,11 +78,6 @@ class _ShardClock:
     empty: bool = False
     """Whether the latest batch was empty."""
 
-    def receive(self, now_ms: int) -> None:
-        """A batch came."""
-        self.received.append(now_ms)
-        del self.received[: -PREFETCH - 1]
-
     def advance(self, reached_ms: int | None) -> None:
         """Everything that had arrived by then is delivered; None: that is not known."""
         if reached_ms is not None and (self.advanced_ms is None or reached_ms > self.advanced_ms):
@@ -160,9 +155,8 @@ class Watermark:
         arrival_ms: int | None = None,
     ) -> None:
         """A shard has a connection; up to which event and arrival time it is known to have come."""
-        clock = _ShardClock(tells_lag, event_ms, answered_ms=now_ms, last_row_ms=now_ms)
+        clock = _ShardClock(tells_lag, event_ms, received=[now_ms], answered_ms=now_ms, last_row_ms=now_ms)
         clock.arrival_ms = clock.rowless_since_ms = arrival_ms
-        clock.receive(now_ms)
         self._shards[shard_id] = clock
         self.reopened[shard_id] = self._value(clock)
 
@@ -190,7 +184,8 @@ class Watermark:
         """A batch was received: until it is answered the shard is not silent."""
         clock = self._shards[shard_id]
         clock.in_request = True
-        clock.receive(now_ms)
+        clock.received.append(now_ms)
+        del clock.received[: -PREFETCH - 1]
 
     def leaving(self, shard_id: str) -> None:
         """A request was received behind which no batch may follow: until it is answered the shard is not silent."""
@@ -214,8 +209,7 @@ class Watermark:
         """
         clock = self._shards[shard_id]
         if received_ms is not None:
-            clock.in_request = True
-            clock.receive(received_ms)
+            self.began(shard_id, received_ms)
         if arrival_ms is not None:
             self.arrived(arrival_ms, clock.received[-1])
         clock.lag_ms, clock.empty = lag_ms, records == 0
@@ -235,14 +229,12 @@ class Watermark:
         if clock is not None:
             clock.in_request, clock.answered_ms = False, now_ms
 
-    def connected(self) -> tuple[str, ...]:
-        """Return the shards that have a connection, also those that are known to have ended."""
-        return tuple(self._shards)
+    def reached_ms(self) -> dict[str, int | None]:
+        """Return the own watermark of each shard that has a connection, also of those known to have ended.
 
-    def shard_ms(self, shard_id: str) -> int | None:
-        """Return the shard's own watermark, None when it has shown nothing yet."""
-        clock = self._shards.get(shard_id)
-        return None if clock is None else self._value(clock)
+        None: it has shown nothing yet.
+        """
+        return {shard_id: self._value(clock) for shard_id, clock in self._shards.items()}
 
     def look(self, now_ms: int) -> View:
         """Return the watermark now, of which ``still`` tells later what is left."""

@@ -39,16 +39,6 @@ class CoordinatorRules(FlowSettings):
     parks: bool = False
     """Whether records wait behind dead letters of their partition key."""
 
-    @property
-    def recompute(self) -> bool:
-        """Whether late rows make a new revision of their window; False: they go to the late dataset."""
-        return self.late == "recompute"
-
-    @property
-    def retained_bytes(self) -> int:
-        """Segments of published windows that are kept at most: what waits for its first output must find room."""
-        return min(self.retention_bytes, self.segment_disk_bytes // 2)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowKey:
@@ -174,20 +164,15 @@ class CutWindows:
         self._over: dict[str, None] = {}
         """Windows known to be cut that are not retained any more, those known longest first."""
         self._cut_below_ms: int | None = None
-        self._due_ms: dict[str, int] = {}
+        self.due_ms: dict[str, int] = {}
         """Windows with rows that wait for the next revision, and when they shall be computed again."""
-
-    @property
-    def waiting(self) -> int:
-        """How many windows have rows that wait for the next revision."""
-        return len(self._due_ms)
 
     def learn(self, state: LedgerState, now_ms: int) -> None:
         """Take over what the ledger holds now: all of it, or the news since the last time."""
         self._cut_below_ms = state.cut_below_ms
         if not state.since:
             # Windows that were published and are not retained are not told, but rows may come for them still.
-            known = self._retained | dict.fromkeys(self._due_ms)
+            known = self._retained | dict.fromkeys(self.due_ms)
             self.expired([window_id for window_id in known if window_id not in state.windows])
         for entry in state.windows.values():
             if entry.state is WindowState.OPEN:
@@ -200,14 +185,14 @@ class CutWindows:
             if entry.pending and entry.state is not WindowState.SET_ASIDE:
                 self.registered([entry.window_id], now_ms)
             else:
-                self._due_ms.pop(entry.window_id, None)
+                self.due_ms.pop(entry.window_id, None)
         # Not where refusals are noted: a flush must not forget of one window what it has to know of another.
         for window_id in list(itertools.islice(self._over, max(0, len(self._over) - _REMEMBERED))):
             del self._over[window_id]
 
     def kind(self, key: WindowKey) -> SegmentKind:
         """Return what rows for a window that is not known to be open are for."""
-        if key.id in self._retained and self._rules.recompute:
+        if key.id in self._retained and self._rules.late == "recompute":
             return SegmentKind.RECOMPUTE
         if key.id in self._retained or key.id in self._over:
             return SegmentKind.LATE
@@ -218,32 +203,28 @@ class CutWindows:
     def cut(self, window_ids: Iterable[str]) -> None:
         """Note windows that were cut: they take up what waited for them."""
         for window_id in window_ids:
-            self._note(window_id)
-            self._due_ms.pop(window_id, None)
-
-    def _note(self, window_id: str) -> None:
-        if window_id not in self._over:
-            self._retained[window_id] = None
+            if window_id not in self._over:
+                self._retained[window_id] = None
+            self.due_ms.pop(window_id, None)
 
     def refused(self, result: FlushResult) -> None:
         """Note what a refusal of the ledger says of windows."""
-        for window_id in result.cut_windows:
-            self._note(window_id)
+        self._retained |= dict.fromkeys(name for name in result.cut_windows if name not in self._over)
         self.expired(result.expired_windows)
 
     def expired(self, window_ids: Iterable[str]) -> None:
         """Note windows that are not retained any more."""
         for window_id in window_ids:
             self._retained.pop(window_id, None)
-            self._due_ms.pop(window_id, None)
+            self.due_ms.pop(window_id, None)
             self._over[window_id] = None
 
     def registered(self, window_ids: Iterable[str], now_ms: int) -> None:
         """Note windows that have rows in the ledger for their next revision."""
         for window_id in window_ids:
-            self._due_ms.setdefault(window_id, now_ms + self._rules.recompute_delay_ms)
+            self.due_ms.setdefault(window_id, now_ms + self._rules.recompute_delay_ms)
 
     def due(self, now_ms: int, *, at_once: bool) -> tuple[str, ...]:
         """Return the windows that shall be cut again now, those that waited longest first."""
-        waiting = sorted(self._due_ms.items(), key=lambda item: (item[1], item[0]))
+        waiting = sorted(self.due_ms.items(), key=lambda item: (item[1], item[0]))
         return tuple(window_id for window_id, due_ms in waiting if at_once or due_ms <= now_ms)
