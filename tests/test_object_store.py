@@ -28,7 +28,7 @@ from mldserver.config.resolve import resolve
 from mldserver.handler.inspection import load_spec
 from mldserver.jobs.engine import WindowJob
 from mldserver.ledger.contract import Commit
-from mldserver.output.layout import OUTPUTS, SEGMENTS
+from mldserver.output.layout import OUTPUTS, SEGMENTS, attempt_path
 from mldserver.output.manifest import MANIFESTS, current_files
 from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
@@ -321,7 +321,7 @@ def test_what_is_asked_of_s3_for_a_window_does_not_grow_with_windows_and_revisio
     store = OutputStore(told["out"])
     publisher, asked = Publisher(store), []
     for number in range(30):
-        staging = publisher.attempt("w", number + 1, "x" * 16)
+        staging = attempt_path(publisher.root, "w", number + 1, "x" * 16)
         REQUESTS.clear()
         store.delete(staging)  # what an earlier life may have left
         begun = len(REQUESTS)

@@ -317,7 +317,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
             store.bring_back(folder / _FILES / path, path)
         store.sync(*missing)
         claim = claim_of(settings, store)
-        go_on_from(part, pipeline, claim.folder())
+        go_on_from(part, pipeline, claim.read().folder)
         state = _read(part, pipeline)
         sync(part)
         replaced = _set_aside(file)

@@ -138,26 +138,23 @@ class WindowRunner:
         while True:
             first = await self._queue.get()
             await self._go.wait()
-            group, size = [first], _bytes(first)
+            group = [first]
+            size = sum(segment.bytes for segment in first.segments)
             # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
             while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
                 group.append(self._queue.get_nowait())
-                size += _bytes(group[-1])
+                size += sum(segment.bytes for segment in group[-1].segments)
             left = await self._together(group) if len(group) > 1 else {first.window_id: None}
-            for entry in group:
-                if entry.window_id not in left:
-                    self._done(entry)
-            for entry in group:
+            for entry in sorted(
+                group, key=lambda entry: entry.window_id in left
+            ):  # what is done already comes first
                 if entry.window_id in left:
                     await self._go.wait()
                     with structlog.contextvars.bound_contextvars(window=entry.window_id):
                         await self._see_through(entry, left[entry.window_id])
-                    self._done(entry)
-
-    def _done(self, entry: WindowEntry) -> None:
-        self.unfinished.pop(_key(entry), None)
-        if not self.unfinished:
-            self._idle.set()
+                self.unfinished.pop(_key(entry), None)
+                if not self.unfinished:
+                    self._idle.set()
 
     async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
         """See windows through as one; return those that must go on alone, with their output where it counts."""
@@ -310,10 +307,6 @@ class WindowRunner:
 
 def _key(entry: WindowEntry) -> tuple[str, int]:
     return entry.window_id, entry.revision
-
-
-def _bytes(entry: WindowEntry) -> int:
-    return sum(segment.bytes for segment in entry.segments)
 
 
 def _fields(error: Exception) -> dict[str, Any]:

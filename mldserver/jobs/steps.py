@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output import joined
-from mldserver.output.layout import writer_tag, written
+from mldserver.output.layout import attempt_path, writer_tag, written
 from mldserver.output.publish import Publisher
 from mldserver.output.store import Garbage
 from mldserver.windows import as_window
@@ -97,7 +98,11 @@ class WindowSteps:
             for (entry, staging, job), result in zip(begun, results, strict=True)
         )
         if self.store.local:
-            await asyncio.to_thread(self._settle, outputs)
+            # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
+            if empty := [output.staging for output in outputs if not output.files]:
+                await asyncio.to_thread(self.store.prepare, *empty)
+            # Once committed they must not be lost.
+            await asyncio.to_thread(self.store.sync, *(output.staging for output in outputs))
         kill_point("attempt.staged")
         counted = await self.ledger.commit(outputs)
         kill_point("window.committed")
@@ -118,7 +123,7 @@ class WindowSteps:
 
         def begin(entry: WindowEntry) -> tuple[WindowEntry, str, WindowJob]:
             number = attempts[entry.window_id]
-            staging = self.publisher.attempt(entry.window_id, number, tag)
+            staging = attempt_path(self.publisher.root, entry.window_id, number, tag)
             sizes = joined.to_read(self.store, entry.window_id, entry.segments)
             # What an earlier life left under the same number is not this attempt's.
             self.store.delete(staging)
@@ -148,12 +153,6 @@ class WindowSteps:
         return as_window(
             entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self.pipeline
         )
-
-    def _settle(self, outputs: Sequence[Commit]) -> None:
-        """Force outputs to disk: once committed they must not be lost."""
-        # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
-        self.store.prepare(*(output.staging for output in outputs if not output.files))
-        self.store.sync(*(output.staging for output in outputs))
 
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
         """Return a window that counts and is this server's to publish; None when it is not, or not any more.
@@ -207,7 +206,10 @@ class WindowSteps:
 
     async def _into_table(self, committed: Sequence[Committed]) -> None:
         for entry, output in ((window.entry, window.output) for window in committed):
-            await asyncio.to_thread(self.publisher.require, output)
+            first = f"{output.staging}/{output.files[0]}" if output.files else None
+            if first is not None and not await asyncio.to_thread(self.store.exists, first):
+                # It was published, by whoever, and deleted.
+                raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
             window, staging = self._window(entry), self.store.uri(output.staging)
             job = PublishJob(window, staging, output.files, output.rows_out, self.store.place)
             await self.engine.publish(job)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mldserver.output.layout import SEGMENTS, is_joined, joined_path
+from mldserver.output.layout import JOINED, SEGMENTS, is_joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,8 @@ def join(store: OutputStore, segments: Sequence[str]) -> None:
     def read(path: str) -> pa.Table:
         return pq.read_table(pa.BufferReader(store.get(path)), use_threads=False)
 
-    joined = joined_path(segments[0])
+    folder, _, first = segments[0].rpartition("/")
+    joined = f"{folder}/{JOINED}{first}"  # told from others as the first segment is
     tables = store.for_each(read, segments)
     rows = pa.concat_tables(tables).replace_schema_metadata({_MEMBERS: "\n".join(segments)})
     # Under its name it is whole, also after a power cut; on object stores a file is there once it is whole.

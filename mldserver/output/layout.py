@@ -43,9 +43,10 @@ SERVERS = f"{PRIVATE}/servers"
 SPARK = f"{PRIVATE}/spark"
 QUARANTINE = f"{PRIVATE}/quarantine"
 LATE = "_late"
+JOINED = "joined-"
+"""What the name of a joined file begins with; the rest is that of the first segment in it."""
 
 _PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
-_JOINED = "joined-"
 _SEGMENT = re.compile(r"(?:again-|late-|joined-)?(\d{16,})-([0-9a-f]{16})-(?:([0-9a-f]{12})-)?[^/]*")
 _ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{16})")
 
@@ -73,16 +74,10 @@ def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, 
     return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{shape}-{unique}.parquet"
 
 
-def joined_path(segment: str) -> str:
-    """Return the path of the file that joins a segment with those behind it: it is told from others as the segment is."""
-    folder, _, name = segment.rpartition("/")
-    return f"{folder}/{_JOINED}{name}"
-
-
 def is_joined(path: str) -> bool:
     """Whether a file in a window's folder of segments is a joined one."""
     name = path.rpartition("/")[2]
-    return name.startswith(_JOINED) and name.endswith(".parquet")
+    return name.startswith(JOINED) and name.endswith(".parquet")
 
 
 def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:

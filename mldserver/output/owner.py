@@ -84,7 +84,7 @@ class FolderClaim:
 
         Raises OperatorError when its ledger is elsewhere, and OSError.
         """
-        owner, mine = self._read(), self._mine
+        owner, mine = self.read(), self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
         if owner.ledger not in self._same and not self._new_ledger:
             raise OperatorError(
@@ -95,7 +95,8 @@ class FolderClaim:
                 "--new-ledger.",
             )
 
-    def _read(self) -> Owner:
+    def read(self) -> Owner:
+        """Return what the folder says, whoever owns it; a new one gets an id. Blocking. Raises OperatorError, OSError."""
         with self._store.alone(PUBLISH_LOCK):
             owner = _read(self._store)
             if owner is None:
@@ -107,10 +108,6 @@ class FolderClaim:
         self._owner = owner
         self._segments = [path for path, _ in self._store.files(SEGMENTS)]
         return owner
-
-    def folder(self) -> str:
-        """Return the folder's id, whoever owns it; a new folder gets one. Blocking. Raises OperatorError, OSError."""
-        return self._read().folder
 
     def give(self, state: LedgerState) -> None:
         """Let the folder be that of a ledger that was restored. Blocking. Raises OSError."""
@@ -126,7 +123,7 @@ class FolderClaim:
         while doubt := await asyncio.to_thread(self._doubt, state):
             # Another server may be at it too: a doubt stands if the folder says the same before and after the ledger.
             before = self._owner
-            await asyncio.to_thread(self._read)
+            await asyncio.to_thread(self.read)
             if self._owner == before:
                 break
             state = await ledger.peek()
@@ -182,10 +179,19 @@ class FolderClaim:
             return self._foreign(state)
         if owner.ledger not in self._same:
             return _refusal(f"The ledger of {out} is {named} now; it was {_named(owner.ledger)}.")
-        if state.folder is None and (left := self._left()):
-            return _refusal(
-                f"The ledger {named} is new, and the one that knew what {out} holds is missing ({left})."
-            )
+        if state.folder is None:
+            # What a ledger would know of.
+            counts = {
+                "windows": sum(folder.startswith(window_path("")) for folder in self._store.folders("")),
+                "manifests": sum(1 for _ in self._store.files(MANIFESTS)),
+                "segments": len(self._segments),
+                "outputs": sum(1 for _ in self._store.files(OUTPUTS)),
+                "late files": sum(1 for _ in self._store.files(LATE)),
+            }
+            if left := ", ".join(f"{name}: {count:,}" for name, count in counts.items() if count):
+                return _refusal(
+                    f"The ledger {named} is new, and the one that knew what {out} holds is missing ({left})."
+                )
         if owner.ledger_id not in {None, state.ledger_id} and state.folder is not None:
             return _refusal(f"The ledger {named} is not the one that {out} had last.")
         # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
@@ -196,18 +202,6 @@ class FolderClaim:
                 f"The ledger {named} is older than {out}: it was rolled back, to a copy of an earlier day perhaps."
             )
         return None
-
-    def _left(self) -> str:
-        """Return what a ledger would know of, in words; empty for a folder without any of it."""
-        store = self._store
-        counts = {
-            "windows": sum(folder.startswith(window_path("")) for folder in store.folders("")),
-            "manifests": sum(1 for _ in store.files(MANIFESTS)),
-            "segments": len(self._segments),
-            "outputs": sum(1 for _ in store.files(OUTPUTS)),
-            "late files": sum(1 for _ in store.files(LATE)),
-        }
-        return ", ".join(f"{name}: {count:,}" for name, count in counts.items() if count)
 
     def _note(self, owner: Owner) -> None:
         with self._store.alone(PUBLISH_LOCK):

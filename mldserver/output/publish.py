@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import OperatorError
-from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, attempt_path, window_path, written
+from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, window_path, written
 from mldserver.output.manifest import MANIFESTS, Manifest, latest, manifest_path
 
 if TYPE_CHECKING:
@@ -43,11 +43,8 @@ class Publisher:
         """``store``: the output folder. ``table``: what outputs are written into instead, as a log may show it."""
         self._store = store
         self.table = table
-        self._root = STAGING if store.local else OUTPUTS
-
-    def attempt(self, window_id: str, attempt: int, tag: str) -> str:
-        """Return where an attempt writes its output, relative to the output folder."""
-        return attempt_path(self._root, window_id, attempt, tag)
+        self.root = STAGING if store.local else OUTPUTS
+        """Where attempts write their output (``attempt_path``)."""
 
     def shown(self, window_id: str) -> str:
         """Return the path (or URI) under which readers find a window, or the table that holds it."""
@@ -76,11 +73,6 @@ class Publisher:
             finally:
                 for probe in probes:
                     self._store.delete(probe)
-
-    def require(self, output: Commit) -> None:
-        """Raise FileNotFoundError when a table's output is gone: it was published, by whoever, and deleted."""
-        if output.files and not self._store.exists(f"{output.staging}/{output.files[0]}"):
-            raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
 
     def publish(self, outputs: Iterable[Commit]) -> None:
         """Make outputs visible, together; repeatable.
@@ -139,11 +131,11 @@ class Publisher:
 
     def _clean(self, output: Commit) -> None:
         by_manifest = not self._store.local and self.table is None
-        for folder in list(self._store.folders(f"{self._root}/{output.window_id}")):
+        for folder in list(self._store.folders(f"{self.root}/{output.window_id}")):
             # Attempts behind the published one may be under way already.
             if written(folder).attempt <= output.attempt and not (by_manifest and folder == output.staging):
                 self._store.delete(folder)
-        self._store.drop_empty(f"{self._root}/{output.window_id}")
+        self._store.drop_empty(f"{self.root}/{output.window_id}")
         # Those of older revisions, after that of the present one was written: the first has replaced none.
         manifests = (
             self._store.files(f"{MANIFESTS}/{output.window_id}")
@@ -157,11 +149,11 @@ class Publisher:
     def attempts(self) -> list[str]:
         """Return the folders of attempts; on object stores also of those that readers read (``unread``)."""
         if self._store.local:
-            windows = list(self._store.folders(self._root))
+            windows = list(self._store.folders(self.root))
             return [attempt for window in windows for attempt in self._store.folders(window)]
         # Every window that was ever published is listed, a thousand files in a request.
-        depth = self._root.count("/") + 3
-        return list(dict.fromkeys("/".join(p.split("/")[:depth]) for p, _ in self._store.files(self._root)))
+        depth = self.root.count("/") + 3
+        return list(dict.fromkeys("/".join(p.split("/")[:depth]) for p, _ in self._store.files(self.root)))
 
     def unread(self, attempts: Iterable[str], suspects: Collection[str]) -> list[str]:
         """Return which of the suspects readers do not read. ``attempts``: all folders that were listed.
@@ -171,33 +163,28 @@ class Publisher:
         """
         if self._store.local:
             return list(suspects)
-        folders: dict[str, list[str]] = {}
+        folders: dict[str, list[str]] = {attempt.split("/")[-2]: [] for attempt in suspects}
         for attempt in attempts:
-            folders.setdefault(attempt.split("/")[-2], []).append(attempt)
-        suspected = {attempt.split("/")[-2] for attempt in suspects}
-        shown = self._shown_among({window: folders[window] for window in folders.keys() & suspected})
-        return [attempt for attempt in suspects if attempt not in shown]
-
-    def _shown_among(self, folders: dict[str, list[str]]) -> set[str]:
-        """Return which folders the windows' latest manifests name, and those of which that cannot be told."""
+            if (window := attempt.split("/")[-2]) in folders:
+                folders[window].append(attempt)
         shown: set[str] = set()
         for _ in range(_LISTINGS):
             if not folders:
                 break
             sizes = dict(self._store.files(MANIFESTS))
             manifests = latest(sizes)
-            replaced: dict[str, list[str]] = {}
-            for window, attempts in sorted(folders.items()):
-                path = manifests.get(window)
+            replaced = {}
+            for window in sorted(folders.keys() & manifests.keys()):
+                path = manifests[window]
                 try:
-                    if path is not None:
-                        shown |= self._named(path, sizes[path], window, attempts)
+                    shown |= self._named(path, sizes[path], window, folders[window])
                 except FileNotFoundError:
                     # By a later revision, since it was listed.
-                    replaced[window] = attempts
+                    replaced[window] = folders[window]
             folders = replaced
         # What is replaced again and again can be looked at by the next start.
-        return shown.union(*folders.values())
+        shown.update(*folders.values())
+        return [attempt for attempt in suspects if attempt not in shown]
 
     def _named(self, manifest: str, size: int, window: str, attempts: list[str]) -> set[str]:
         """Return which folders a manifest names; it is read only where that is not plain."""

@@ -250,22 +250,20 @@ class OutputStore:
 
     def delete(self, path: str) -> None:
         """Delete a file or a folder with all in it; one that is gone already, or goes meanwhile, is fine."""
+        target = self._absolute(path)
         for left in reversed(range(_DELETE_TRIES)):
             try:
-                self._delete_now(self._absolute(path))
+                kind = self._fs.get_file_info(target).type
+                if kind == pafs.FileType.Directory:
+                    self._fs.delete_dir(target)
+                elif kind != pafs.FileType.NotFound:
+                    self._fs.delete_file(target)
             except OSError:
                 # Servers that start together may clean up after the same dead one.
                 if not left:
                     raise
             else:
                 return
-
-    def _delete_now(self, target: str) -> None:
-        kind = self._fs.get_file_info(target).type
-        if kind == pafs.FileType.Directory:
-            self._fs.delete_dir(target)
-        elif kind != pafs.FileType.NotFound:
-            self._fs.delete_file(target)
 
     def drop_empty(self, folder: str) -> None:
         """Delete a local folder when nothing is in it, even if another thread is about to write there."""

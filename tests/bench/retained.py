@@ -50,7 +50,7 @@ def _fill(windows: int, out: Path) -> None:
     (out / LEDGER).parent.mkdir(parents=True)
     store = SqliteStore(out / LEDGER, pipeline="bench", server_id="before")
     store.open(now_ms=0)
-    store.claim(FolderClaim(OutputStore(str(out)), pipeline="bench", ledger=None).folder())
+    store.claim(FolderClaim(OutputStore(str(out)), pipeline="bench", ledger=None).read().folder)
     now_ms = SystemClock().now_ms()
     for first in range(0, windows, _AT_ONCE):
         segments = tuple(_segment(number, out) for number in range(first, min(first + _AT_ONCE, windows)))

@@ -15,8 +15,7 @@ from coordinator.powercut import Disk, unsafe
 
 import mldserver.ledger.sqlite_file
 import mldserver.output.store
-from mldserver.jobs.steps import WindowSteps
-from mldserver.output.layout import OWNER
+from mldserver.output.layout import OWNER, STAGING
 from mldserver.output.store import OutputStore
 from mldserver.windows import Tumbling, tumbling_id
 
@@ -151,7 +150,12 @@ async def test_rows_are_written_synced_registered_computed_synced_committed_rena
 
 def without_sync_of_outputs(patch: pytest.MonkeyPatch) -> None:
     """Outputs are committed unsynced."""
-    patch.setattr(WindowSteps, "_settle", lambda _steps, _outputs: None)
+    sync = OutputStore.sync
+
+    def unsynced(store: OutputStore, *paths: str) -> None:
+        sync(store, *(path for path in paths if not path.startswith(f"{STAGING}/")))
+
+    patch.setattr(OutputStore, "sync", unsynced)
 
 
 def without_sync_of_published_entries(patch: pytest.MonkeyPatch) -> None:

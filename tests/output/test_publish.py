@@ -15,7 +15,7 @@ from support.s3 import bucket
 
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Commit
-from mldserver.output.layout import window_path, writer_tag
+from mldserver.output.layout import attempt_path, window_path, writer_tag
 from mldserver.output.manifest import current_files
 from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
@@ -36,7 +36,7 @@ class Shop:
         self.publisher = Publisher(self.store)
 
     def make(self, window: str, revision: int, *values: int, attempt: int | None = None) -> Commit:
-        staging = self.publisher.attempt(window, attempt or revision, TAG)
+        staging = attempt_path(self.publisher.root, window, attempt or revision, TAG)
         files = tuple(f"part-{n}-{attempt or revision}.parquet" for n in range(len(values)))
         for file, value in zip(files, values, strict=True):
             self.store.write(f"{staging}/{file}", pa.table({"v": [value]}))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +11,7 @@ from mldserver.output.layout import SPARK
 from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ROWS = pa.table({"value": [1, 2, 3]})
@@ -262,22 +263,32 @@ def test_what_cannot_be_written_says_why(tmp_path: Path) -> None:
         OutputStore(str(tmp_path / "file")).write("a/one.parquet", ROWS)
 
 
+class Deleting:
+    """The store's file system, but for how it deletes folders."""
+
+    def __init__(self, store: OutputStore, delete: Callable[[str], None]) -> None:
+        self._fs, self.delete_dir = store._fs, delete
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+
 def test_a_folder_that_another_server_deletes_at_the_same_time_is_gone_for_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = OutputStore(str(tmp_path))
     store.prepare("doomed")
-    delete = store._delete_now
+    delete, overtaken = store._fs.delete_dir, []
 
-    def overtaken(target: str) -> None:
-        if store.exists("doomed"):
-            delete(target)
-            raise FileNotFoundError(target)
+    def overtake(target: str) -> None:
+        overtaken.append(target)
         delete(target)
+        raise FileNotFoundError(target)
 
-    monkeypatch.setattr(store, "_delete_now", overtaken)
+    monkeypatch.setattr(store, "_fs", Deleting(store, overtake))
     store.delete("doomed")
     assert not store.exists("doomed")
+    assert len(overtaken) == 1
 
 
 def test_what_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +296,7 @@ def test_what_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         raise PermissionError("no")
 
     store = OutputStore(str(tmp_path))
-    monkeypatch.setattr(store, "_delete_now", refuse)
+    store.prepare("x")
+    monkeypatch.setattr(store, "_fs", Deleting(store, refuse))
     with pytest.raises(PermissionError):
         store.delete("x")

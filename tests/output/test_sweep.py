@@ -9,7 +9,7 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import recover
 from mldserver.ledger.contract import Commit, Flush, LedgerState, Segment
-from mldserver.output.layout import QUARANTINE, writer_tag
+from mldserver.output.layout import QUARANTINE, attempt_path, writer_tag
 from mldserver.output.manifest import current_files
 from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
@@ -52,7 +52,7 @@ async def test_an_output_that_is_published_while_a_start_lists_stays(tmp_path: P
     leaving.cut(("w",))
     leaving.begin_attempts(("w",))
     failed, staging = (
-        publisher.attempt("w", n, writer_tag(leaving.peek().ledger_id, "leaving")) for n in (0, 1)
+        attempt_path(publisher.root, "w", n, writer_tag(leaving.peek().ledger_id, "leaving")) for n in (0, 1)
     )
     for folder in (failed, staging):
         store.write(f"{folder}/part-0.parquet", pa.table({"v": [1]}))
@@ -80,7 +80,7 @@ async def test_outputs_of_another_ledger_are_set_apart_but_for_those_that_reader
     publisher = Publisher(store)
     starting = opened(tmp_path, "starting")
     stranger = writer_tag("0" * 8, "stranger")
-    shown, failed = (publisher.attempt(window, 1, stranger) for window in ("shown", "failed"))
+    shown, failed = (attempt_path(publisher.root, window, 1, stranger) for window in ("shown", "failed"))
     for folder in (shown, failed):
         for part in range(2):
             store.write(f"{folder}/part-{part}.parquet", pa.table({"v": [part]}))
@@ -104,7 +104,7 @@ async def test_what_counts_and_is_not_visible_stays(tmp_path: Path) -> None:
     leaving.register(Flush((), (segment,)), now_ms=1)
     leaving.cut(("w",))
     leaving.begin_attempts(("w",))
-    staging = Publisher(store).attempt("w", 1, writer_tag(leaving.peek().ledger_id, "leaving"))
+    staging = attempt_path(Publisher(store).root, "w", 1, writer_tag(leaving.peek().ledger_id, "leaving"))
     store.write(f"{staging}/part-0.parquet", pa.table({"v": [1]}))
 
     def commit_and_leave() -> None:

@@ -123,7 +123,14 @@ class Shape:
         }
         for entry, reasons in unfit.values():
             if not state.draining:
-                raise self._refused(reasons)
+                raise OperatorError(
+                    f"The handler does not go with the rows that the ledger holds: {'; '.join(reasons)}.",
+                    did="Nothing was touched.",
+                    advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it"
+                    " was, then start it as it is now (`mldserver help operations`). Or begin anew in a folder of its own"
+                    " (--out).",
+                    pipeline=self.pipeline,
+                )
             if entry.state is not WindowState.PUBLISHED or entry.pending:
                 raise self._unfinished(entry, reasons)
         before = shapes.get(state.shape, self)
@@ -173,15 +180,6 @@ class Shape:
             faults.append(f"windows went into {before.table or 'files'}, and go into {self.table or 'files'}")
         return faults
 
-    def _refused(self, reasons: list[str]) -> OperatorError:
-        return OperatorError(
-            f"The handler does not go with the rows that the ledger holds: {'; '.join(reasons)}.",
-            did="Nothing was touched.",
-            advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it was, then"
-            " start it as it is now (`mldserver help operations`). Or begin anew in a folder of its own (--out).",
-            pipeline=self.pipeline,
-        )
-
     def _unfinished(self, entry: WindowEntry, reasons: list[str]) -> OperatorError:
         return OperatorError(
             f"Window {entry.window_id} is {entry.state.replace('_', ' ')}, and has rows that do not go with the handler:"
@@ -200,13 +198,9 @@ def _holds(wide: str, narrow: str) -> bool:
         return True
     if wide in _DIGITS and narrow in _DIGITS:
         return _DIGITS[wide] > _DIGITS[narrow]
-    (whole, fraction), (before, behind) = _digits(wide), _digits(narrow)
-    return _DECIMAL.fullmatch(wide) is not None and whole >= before >= 0 and fraction >= behind
-
-
-def _digits(type_: str) -> tuple[int, int]:
-    """Return how many digits a number has before and behind the point; (-1, -1) for what is no exact number."""
-    if type_ in _DIGITS:
-        return _DIGITS[type_], 0
-    match = _DECIMAL.fullmatch(type_)
-    return (int(match[1]) - int(match[2]), int(match[2])) if match else (-1, -1)
+    now = _DECIMAL.fullmatch(wide)
+    then = _DECIMAL.fullmatch(f"DECIMAL({_DIGITS[narrow]},0)" if narrow in _DIGITS else narrow)
+    if now is None or then is None:
+        return False
+    # Digits before and behind the point.
+    return int(now[1]) - int(now[2]) >= int(then[1]) - int(then[2]) and int(now[2]) >= int(then[2])
