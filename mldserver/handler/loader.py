@@ -8,7 +8,6 @@ imported is shown as it is, with the place in the user's file.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import importlib
@@ -30,7 +29,7 @@ from mldserver.handler.failure import describe
 from mldserver.handler.kclpy.amazon_kclpy import standing_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from types import ModuleType
 
 _DIGITS: Final = 12
@@ -123,33 +122,26 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or "/site-packages/" in file or "/dist-packages/" in file
 
 
-@contextlib.contextmanager
-def _structlog_as_it_is() -> Iterator[None]:
-    """Put structlog's configuration back if the block changed it: the server's log is one, and its events have a schema.
-
-    It is never without one in between: the loop logs meanwhile.
-    """
-    before = structlog.get_config() if structlog.is_configured() else None
-    if before is not None:
-        before["processors"] = list(before["processors"])  # the block might change the list itself
-    try:
-        yield
-    finally:
-        if before is None:
-            structlog.reset_defaults()
-        elif structlog.get_config() != before:
-            structlog.configure(**before)
-
-
 def _import(module_name: str, path: str) -> ModuleType:
+    """Import the module, and put back what it must not change: pyspark's ways to a session, and structlog's configuration.
+
+    The server's log is one, and its events have a schema; it is never without its configuration, as the loop logs meanwhile.
+    """
     guard = sessions.ImportGuard()
+    configured = structlog.get_config() if structlog.is_configured() else None
+    if configured is not None:
+        configured["processors"] = list(configured["processors"])  # the module might change the list itself
     try:
-        with standing_in(), _structlog_as_it_is():
+        with standing_in():
             guard.begin()
             try:
                 return importlib.import_module(module_name)
             finally:
                 guard.end()
+                if configured is None:
+                    structlog.reset_defaults()
+                elif structlog.get_config() != configured:
+                    structlog.configure(**configured)
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:

@@ -129,15 +129,15 @@ class ImportGuard:
                 owner = getattr(owner, part, None)
             if name not in getattr(owner, "__dict__", {}):
                 continue  # executors may have another version of pyspark
+            values: dict[str, object] = {}
             if name == "__init__":
                 self._is_here = owner._active_spark_context is not None  # noqa: SLF001  # where pyspark itself looks for it
                 if not self._is_here:
-                    self._replace(owner, "_active_spark_context", _NO_SPARK)
+                    values["_active_spark_context"] = _NO_SPARK
             if name != "_create_judf":
-                self._replace(owner, name, _refuse)
+                values[name] = _refuse
             elif not self._is_here:
-                self._replace(owner, name, _NO_SPARK)
-
-    def _replace(self, owner: Any, name: str, value: object) -> None:
-        self._before.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, value)
+                values[name] = _NO_SPARK
+            for attribute, value in values.items():
+                self._before.append((owner, attribute, vars(owner)[attribute]))
+                setattr(owner, attribute, value)

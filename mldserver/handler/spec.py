@@ -209,7 +209,13 @@ def parse_schema(ddl: str) -> Schema:
     Raises SchemaError with every problem found.
     """
     problems: list[str] = []
-    columns = _plain_columns(ddl)
+    # Plain names with simple types; else all of it is read by sqlglot.
+    plain = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
+    columns = [
+        Column(one[1] or one[2], sql := one[3].upper(), _SIMPLE[sql], nullable=not one[4])
+        for one in plain
+        if one and all(plain)
+    ]
     for definition in [] if columns else _definitions(ddl):
         try:
             columns.append(_column(definition))
@@ -223,15 +229,6 @@ def parse_schema(ddl: str) -> Schema:
     if problems:
         raise SchemaError(problems)
     return Schema(tuple(columns))
-
-
-def _plain_columns(ddl: str) -> list[Column]:
-    """Return the columns, where all are plain names with simple types; else none."""
-    found = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
-    plain = [(each[1] or each[2], each[3].upper(), each[4]) for each in found if each]
-    if len(plain) < len(found):
-        return []
-    return [Column(name, sql, _SIMPLE[sql], nullable=not not_null) for name, sql, not_null in plain]
 
 
 def _definitions(ddl: str) -> list[Any]:
@@ -289,12 +286,24 @@ def _type(kind: Any) -> tuple[str, Any]:
     name = _SQLGLOT_NAMES.get(name, name)
     if name in _SIMPLE:
         return name, _SIMPLE[name]
-    nested = _NESTED.get(name)
-    if nested is not None:
-        return nested(kind.expressions)  # type: ignore[no-any-return]  # Arrow has no type information
-    text = kind.sql("spark")
-    if name in {"CHAR", "VARCHAR"}:
-        raise SchemaError([f"{text}: lengths are not enforced, write STRING"])
+    parameters, text = kind.expressions, kind.sql("spark")
+    match name:
+        case "DECIMAL":
+            return _decimal(parameters)
+        case "STRUCT":
+            return _struct(parameters)
+        case "ARRAY":
+            if len(parameters) != 1:
+                raise SchemaError(["ARRAY needs one element type, as in ARRAY<STRING>"])
+            sql, element = _type(parameters[0])
+            return f"ARRAY<{sql}>", pa.list_(element)
+        case "MAP":
+            if len(parameters) != _PAIR:
+                raise SchemaError(["MAP needs a key type and a value type, as in MAP<STRING, DOUBLE>"])
+            (key_sql, key), (value_sql, value) = map(_type, parameters)
+            return f"MAP<{key_sql}, {value_sql}>", pa.map_(key, value)
+        case "CHAR" | "VARCHAR":
+            raise SchemaError([f"{text}: lengths are not enforced, write STRING"])
     raise SchemaError([f"{text} is not supported; types are {', '.join(_KNOWN)}"])
 
 
@@ -311,20 +320,6 @@ def _decimal(parameters: list[Any]) -> tuple[str, Any]:
     return f"DECIMAL({precision},{scale})", pa.decimal128(precision, scale)
 
 
-def _array(parameters: list[Any]) -> tuple[str, Any]:
-    if len(parameters) != 1:
-        raise SchemaError(["ARRAY needs one element type, as in ARRAY<STRING>"])
-    sql, element = _type(parameters[0])
-    return f"ARRAY<{sql}>", pa.list_(element)
-
-
-def _map(parameters: list[Any]) -> tuple[str, Any]:
-    if len(parameters) != _PAIR:
-        raise SchemaError(["MAP needs a key type and a value type, as in MAP<STRING, DOUBLE>"])
-    (key_sql, key), (value_sql, value) = map(_type, parameters)
-    return f"MAP<{key_sql}, {value_sql}>", pa.map_(key, value)
-
-
 def _struct(parameters: list[Any]) -> tuple[str, Any]:
     fields = [_column(parameter) for parameter in parameters]
     problems = [f"field {f.name}: only whole columns can be NOT NULL" for f in fields if not f.nullable]
@@ -335,9 +330,6 @@ def _struct(parameters: list[Any]) -> tuple[str, Any]:
         raise SchemaError(problems)
     sql = ", ".join(f"{_quoted(f.name)}: {f.sql}" for f in fields)
     return f"STRUCT<{sql}>", pa.struct([pa.field(f.name, f.type) for f in fields])
-
-
-_NESTED: Final[dict[str, Any]] = {"DECIMAL": _decimal, "ARRAY": _array, "MAP": _map, "STRUCT": _struct}
 
 
 def _twice(names: list[str]) -> list[str]:

@@ -301,8 +301,10 @@ class _Base:
         """Do nothing."""
 
 
-def _record_processor(module: str, version: int) -> type:
-    return type("RecordProcessorBase", (_Base,), {"__module__": f"{PACKAGE}.{module}", "version": version})
+_BASES = {
+    version: type("RecordProcessorBase", (_Base,), {"__module__": f"{PACKAGE}.{module}", "version": version})
+    for version, module in enumerate(("kcl", "v2.processor", "v3.processor"), 1)
+}
 
 
 class _KCLProcess:
@@ -331,15 +333,15 @@ _MODULES: dict[str, dict[str, Any]] = {
         )
     },
     f"{PACKAGE}.kcl": {
-        "RecordProcessorBase": _record_processor("kcl", 1),
+        "RecordProcessorBase": _BASES[1],
         "KCLProcess": _KCLProcess,
         "Checkpointer": Checkpointer,
         "CheckpointError": CheckpointError,
     },
     f"{PACKAGE}.v2": {},
-    f"{PACKAGE}.v2.processor": {"RecordProcessorBase": _record_processor("v2.processor", 2)},
+    f"{PACKAGE}.v2.processor": {"RecordProcessorBase": _BASES[2]},
     f"{PACKAGE}.v3": {},
-    f"{PACKAGE}.v3.processor": {"RecordProcessorBase": _record_processor("v3.processor", 3)},
+    f"{PACKAGE}.v3.processor": {"RecordProcessorBase": _BASES[3]},
 }
 _PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.v2", f"{PACKAGE}.v3"})
 
