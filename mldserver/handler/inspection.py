@@ -93,33 +93,27 @@ class _Inspection:
         changes = self._changes(hooks, record_hook)
         schema = self._schema(hooks)
         windows = self._windows(schema, retention_ms)
-        concurrency = self._concurrency(record_hook)
-        window_columns = self._window_columns()
-        writes_for_itself = self._writes_for_itself(hooks)
-        blocking = self._attribute("blocking")
-        if type(blocking) not in {bool, type(None)}:
-            self._find(f"blocking is {blocking!r}; write True or False", "blocking")
+        concurrency, blocking = self._concurrency(record_hook)
+        window_columns, writes_for_itself = self._output(hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
             return None
-        warnings = tuple(self.findings)
+        called: Any = target
+        if changes is not None:
+            called = changes if kind is HandlerKind.CLASS else ChangeHandler(target, changes)
         return HandlerSpec(
             self.loaded.path,
             kind,
-            target
-            if changes is None
-            else changes
-            if kind is HandlerKind.CLASS
-            else ChangeHandler(target, changes),
+            called,
             record_hook,
             hooks,
             schema,
             windows,
-            warnings,
+            tuple(self.findings),
             concurrency,
             window_columns,
             writes_for_itself,
-            blocking is True,
+            blocking,
             self.loaded.version(target),
             changes,
         )
@@ -288,35 +282,37 @@ class _Inspection:
             )
         return windows
 
-    def _concurrency(self, record_hook: RecordHook | None) -> int:
-        concurrency = self._attribute("concurrency")
+    def _concurrency(self, record_hook: RecordHook | None) -> tuple[int, bool]:
+        """Return how many records it takes at the same time, and whether its hooks may wait for something."""
+        concurrency, blocking = self._attribute("concurrency"), self._attribute("blocking")
+        if type(blocking) not in {bool, type(None)}:
+            self._find(f"blocking is {blocking!r}; write True or False", "blocking")
         if concurrency is None:
-            return 1
-        if type(concurrency) is not int or concurrency < 1:
+            concurrency = 1
+        elif type(concurrency) is not int or concurrency < 1:
             self._find(f"concurrency is {concurrency!r}; it must be a number from 1 on", "concurrency")
-            return 1
-        if concurrency > 1 and record_hook not in {RecordHook.RECORD, None}:
+            concurrency = 1
+        elif concurrency > 1 and record_hook not in {RecordHook.RECORD, None}:
             self._find(
                 f"concurrency is for process_record: {record_hook} takes all records of a batch at once",
                 "concurrency",
             )
-        return concurrency
+        return concurrency, blocking is True
 
-    def _window_columns(self) -> tuple[str, str] | None:
+    def _output(self, hooks: dict[str, HookSpec]) -> tuple[tuple[str, str] | None, bool]:
+        """Return the output's columns of its window, and whether ``on_window`` writes for itself."""
         names = getattr(self.loaded.target, "window_columns", WINDOW_COLUMNS)
+        window_columns, writes = None, self._attribute("writes_for_itself")
         match names:
             case None:
-                return None
+                pass
             case (str(start), str(end)) if start and end and start.lower() != end.lower():
-                return start, end
-        self._find(
-            f"window_columns is {names!r}; write two names, such as {WINDOW_COLUMNS}, or None for no such columns",
-            "window_columns",
-        )
-        return None
-
-    def _writes_for_itself(self, hooks: dict[str, HookSpec]) -> bool:
-        writes = self._attribute("writes_for_itself")
+                window_columns = start, end
+            case _:
+                self._find(
+                    f"window_columns is {names!r}; write two names, such as {WINDOW_COLUMNS}, or None for no such columns",
+                    "window_columns",
+                )
         if not isinstance(writes, bool | None):
             self._find(f"writes_for_itself is {writes!r}; it is True or False", "writes_for_itself")
         elif writes and "on_window" not in hooks:
@@ -327,7 +323,7 @@ class _Inspection:
                 "writes_for_itself = True if it writes them somewhere itself",
                 "on_window",
             )
-        return writes is True
+        return window_columns, writes is True
 
     def _check_spelling(self) -> None:
         """Tell of names that the handler itself defines and that are nearly, but not quite, the server's."""
