@@ -197,15 +197,15 @@ class Jobs:
                     self.send(wire.Progress(job.run.id, *progress))
 
 
+@dataclass(eq=False)
 class Driver:
     """One driver's life: Start, jobs, Stop."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._start: wire.Start | None = None
-        self._session: Session | None = None
-        self._jobs: Jobs | None = None
-        self._stopping = False
+    _sock: socket.socket
+    _start: wire.Start | None = None
+    _session: Session | None = None
+    _jobs: Jobs | None = None
+    _stopping: bool = False
 
     def send(self, message: wire.Message) -> None:
         """Send from any thread. A driver that cannot, as the server is gone, say, is of no use."""
@@ -268,7 +268,8 @@ class Driver:
             threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
         watch = Watch(session.look(), self.send, self._fall)
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
-        self.send(wire.Started(session.spark.version, session.ui))
+        ui = None if session.connect else session.spark.sparkContext.uiWebUrl
+        self.send(wire.Started(session.spark.version, ui))
         pipeline = self._load(session, start)
         from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # imports belong to what may fail
 

@@ -31,6 +31,9 @@ _LOOK_TICKS: Final = 4
 _STOOD_STILL_SECONDS: Final = 10.0
 """When the judge itself has not run for so long, this machine stood still: that says nothing of others."""
 
+DENIED: Final = "denied"
+"""The sign that a Spark Connect server takes neither token nor user: UNAUTHENTICATED or PERMISSION_DENIED, in gRPC's words."""
+
 CLOSED: Final = "[INVALID_HANDLE.SESSION_"
 """What a Spark Connect server's errors name when it has let go of a session, or is another than it was."""
 
@@ -53,6 +56,7 @@ _RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
     # A server that is only started again forgets the session, too.
     "gone": (_Rule(10, "The Spark Connect server is gone: {}", over=True),),
     "refused": (_Rule(10, "The Spark Connect server refuses calls: {}"),),
+    DENIED: (_Rule(10, "The Spark Connect server lets nobody in by the token and user of spark_master: {}"),),
     # While a master is down executors live on, and jobs run; one that takes over from another tells the driver.
     "unknown": (
         _Rule(
@@ -135,7 +139,7 @@ class ConnectServer:
     """Looks at a session of Spark Connect by a client of its own."""
 
     def __init__(self, client: Any) -> None:
-        """``client``: one that repeats nothing (``impatient_client``)."""
+        """``client``: one that repeats nothing."""
         self._client = client
         self._tasks: dict[str | None, tuple[int, int]] = {}
         """By operation: how many of its tasks are left, and run."""
@@ -146,10 +150,15 @@ class ConnectServer:
             self._client.get_configs("spark.sql.session.timeZone")
         except Exception as error:  # noqa: BLE001  # of any of the client's classes
             text = wire.message(error)
-            details = re.search(r'details = "(.*)"', text)
-            sign = (
-                "closed" if CLOSED in text else "gone" if "UNAVAILABLE" in _status(error, text) else "refused"
-            )
+            ask = getattr(error, "getGrpcStatusCode", None)
+            status, details = str(ask()) if ask is not None else text, re.search(r'details = "(.*)"', text)
+            sign = "refused"
+            if CLOSED in text:
+                sign = "closed"
+            elif "UNAVAILABLE" in status:
+                sign = "gone"
+            elif "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
+                sign = DENIED
             return {sign: details[1] if details else text}
         # A copy: threads that run jobs change it.
         tasks = self._tasks.copy().values()
@@ -165,20 +174,6 @@ class ConnectServer:
         else:
             left = sum(stage.num_tasks - stage.num_completed_tasks for stage in stages or ())
             self._tasks[operation_id] = left, inflight_tasks
-
-
-def impatient_client(url: str) -> Any:
-    """Return a client of the session that ``url`` names; what fails is not tried again. No call is made."""
-    from pyspark.sql.connect.client import SparkConnectClient  # noqa: PLC0415  # not there without its packages
-
-    # gRPC's own waits between its connects, of up to two minutes, would pass for a server that is gone.
-    quick = [("grpc.max_reconnect_backoff_ms", 1000)]
-    return SparkConnectClient(url, channel_options=quick, retry_policy={"max_retries": 0})
-
-
-def _status(error: Exception, text: str) -> str:
-    ask = getattr(error, "getGrpcStatusCode", None)
-    return str(ask()) if ask is not None else text
 
 
 def with_session(url: str) -> str:

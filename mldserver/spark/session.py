@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from mldserver.base.java_properties import as_text
 from mldserver.base.uris import secrets_of
+from mldserver.errors import OperatorError
 from mldserver.handler.loader import entries_of
-from mldserver.spark.health import Cluster, ConnectServer, impatient_client, with_session
+from mldserver.spark.health import DENIED, Cluster, ConnectServer, with_session
 from mldserver.spark.java import unfinished
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ _LOCAL = {
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
 }
 
-LOG_SETTINGS = "log4j2.properties"
+_LOG_SETTINGS = "log4j2.properties"
 _SECRETS = "secrets.properties"
 
 _LOG4J = """\
@@ -93,45 +94,28 @@ def is_local(master: str) -> bool:
     return master.startswith("local")
 
 
-def jvm_options(*, quick: bool, archive: str | None, train: bool) -> list[str]:
-    """Return the driver JVM's options.
-
-    ``quick`` compiles with C1 only: sooner warm, slower on jobs of minutes; for tests and demonstrations.
-    """
-    options = [
-        "-XX:-UsePerfData",  # no file in the temporary directory that a killed JVM would leave there
-        "-XX:+ExitOnOutOfMemoryError",  # a session is not to be trusted after it; a fresh driver is
-    ]
-    if quick:
-        options += ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
-    if archive is not None:
-        # Errors only: writing names every class that cannot be archived, reading every reason not to use the file.
-        file = (
-            f"-XX:ArchiveClassesAtExit={unfinished(Path(archive))}"
-            if train
-            else f"-XX:SharedArchiveFile={archive}"
-        )
-        options.append(_quoted(file))
-        options += ["-Xlog:disable", "-Xlog:all=error:stderr"]
-    return options
-
-
-def _quoted(option: str) -> str:
-    return f'"{option}"' if " " in option else option
-
-
 def defaults(start: Start, cores: int) -> dict[str, str]:
     """Return the session's settings for ``start``: ours, overridden by the user's."""
     if is_connect(start.master):
         return {**_EVERYWHERE, **start.conf}
     ours = {**_EVERYWHERE, **_CLASSIC, "spark.app.name": start.app_name}
     options = [
-        _quoted(f"-Djava.io.tmpdir={start.scratch}"),
-        _quoted(f"-Dlog4j2.configurationFile={Path(start.scratch) / LOG_SETTINGS}"),
+        f"-Djava.io.tmpdir={start.scratch}",
+        f"-Dlog4j2.configurationFile={Path(start.scratch) / _LOG_SETTINGS}",
+        "-XX:-UsePerfData",  # no file in the temporary directory that a killed JVM would leave there
+        "-XX:+ExitOnOutOfMemoryError",  # a session is not to be trusted after it; a fresh driver is
     ]
-    options += jvm_options(quick=start.quick, archive=start.archive, train=start.train)
+    if start.quick:
+        # C1 only: sooner warm, slower on jobs of minutes; for tests and demonstrations.
+        options += ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+    if start.archive is not None:
+        written = f"-XX:ArchiveClassesAtExit={unfinished(Path(start.archive))}"
+        options.append(written if start.train else f"-XX:SharedArchiveFile={start.archive}")
+        # Errors only: writing names every class that cannot be archived, reading every reason not to use the file.
+        options += ["-Xlog:disable", "-Xlog:all=error:stderr"]
     # The "default" options stand before the user's spark.driver.extraJavaOptions instead of replacing them.
-    ours["spark.driver.defaultJavaOptions"] = " ".join(options)
+    quoted = (f'"{option}"' if " " in option else option for option in options)
+    ours["spark.driver.defaultJavaOptions"] = " ".join(quoted)
     ours["spark.ui.enabled"] = "true" if start.ui else "false"
     ours["spark.sql.warehouse.dir"] = str(Path(start.scratch) / "warehouse")
     if start.concurrency > 1:
@@ -206,11 +190,6 @@ class Session:
         """Whether tasks run in the JVM beside this process."""
         return self.cores is not None
 
-    @property
-    def ui(self) -> str | None:
-        """The UI's address, if there is one."""
-        return None if self.connect else self.spark.sparkContext.uiWebUrl
-
     def hadoop(self, name: str) -> str | None:
         """Return one of Hadoop's settings as a classic session has it."""
         value: str | None = self.spark.sparkContext._jsc.hadoopConfiguration().get(name)  # noqa: SLF001  # no Python face yet
@@ -258,23 +237,39 @@ class Session:
 
 
 def open_session(start: Start) -> Session:
-    """Make the session, in the process's environment. Raises what pyspark raises."""
+    """Make the session, in the process's environment.
+
+    Raises OperatorError where a Spark Connect server lets nobody in by this URL, and what pyspark raises.
+    """
     from pyspark.sql import SparkSession  # noqa: PLC0415  # the server imports this module and never pyspark
 
     connect = is_connect(start.master)
     scratch, secrets = Path(start.scratch), hidden(start)
-    (scratch / LOG_SETTINGS).write_text(_LOG4J)
+    (scratch / _LOG_SETTINGS).write_text(_LOG4J)
     (scratch / _SECRETS).write_text(as_text(secrets))
     cores = os.cpu_count() or 1
     builder: Any = SparkSession.builder
     server = None
     if connect:
+        from pyspark.sql.connect.client import SparkConnectClient  # noqa: PLC0415  # not there without its packages
+
         url = with_session(start.master)
-        server = ConnectServer(impatient_client(url))
-        # At once, and in words: the session's own client would try for ten minutes.
-        for text in server.look().values():
+        builder = builder.remote(url)
+        # At once, and in words: the session's own client would try for ten minutes. And gRPC's waits between its
+        # connects, of up to two minutes, would pass for a server that is gone.
+        quick = [("grpc.max_reconnect_backoff_ms", 1000)]
+        server = ConnectServer(
+            SparkConnectClient(url, channel_options=quick, retry_policy={"max_retries": 0})
+        )
+        for sign, text in server.look().items():
+            if sign == DENIED:
+                raise OperatorError(
+                    f"The Spark Connect server lets nobody in by the token and user of spark_master: {text}",
+                    advice="Name its token, as in sc://HOST:PORT/;token=TOKEN, and a user who may work there.",
+                )
             raise ConnectionError(f"the Spark Connect server does not answer: {text}")
-    builder = builder.remote(url) if connect else builder.master(start.master)
+    else:
+        builder = builder.master(start.master)
     for name, value in defaults(start, cores).items():
         builder = builder if name in secrets else builder.config(name, value)
     spark: SparkSession = builder.getOrCreate()

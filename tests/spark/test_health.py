@@ -54,6 +54,7 @@ def test_what_a_fresh_driver_mends_is_over_once_it_has_lasted(
     ("sign", "seconds", "text"),
     [
         ("refused", 10, "refuses calls: heard"),
+        ("denied", 10, "lets nobody in by the token and user of spark_master: heard"),
         ("no executors", 20, "given Spark no executor for more than 20 s"),
         ("starved", 20, "the cluster is full"),
         ("silent", 20, "has not answered for more than 20 s"),
@@ -180,7 +181,9 @@ def connect(error: Exception | None = None) -> ConnectServer:
     [
         (None, {}),
         (GrpcError("UNAVAILABLE", "Connection refused"), {"gone": "Connection refused"}),
-        (GrpcError("UNAUTHENTICATED", "Your token has expired"), {"refused": "Your token has expired"}),
+        (GrpcError("UNAUTHENTICATED", "Your token has expired"), {"denied": "Your token has expired"}),
+        (GrpcError("PERMISSION_DENIED", "Not you"), {"denied": "Not you"}),
+        (GrpcError("RESOURCE_EXHAUSTED", "Too many"), {"refused": "Too many"}),
         (
             ValueError("[INVALID_HANDLE.SESSION_CHANGED] The handle …"),
             {"closed": "[INVALID_HANDLE.SESSION_CHANGED] The handle …"},

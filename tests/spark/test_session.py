@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,6 @@ from mldserver.spark.session import (
     hidden,
     is_connect,
     is_local,
-    jvm_options,
 )
 
 if TYPE_CHECKING:
@@ -85,11 +85,14 @@ def test_a_connect_session_sets_only_what_a_session_may() -> None:
 
 
 def test_jvm_options_follow_what_is_asked() -> None:
-    assert not any("Tiered" in option for option in jvm_options(quick=False, archive=None, train=False))
-    assert "-XX:TieredStopAtLevel=1" in jvm_options(quick=True, archive=None, train=False)
-    assert "-XX:SharedArchiveFile=/c/a.jsa" in jvm_options(quick=False, archive="/c/a.jsa", train=False)
-    trained = jvm_options(quick=False, archive="/a b/a.jsa", train=True)
-    assert any(option.startswith('"-XX:ArchiveClassesAtExit=/a b/a.jsa.') for option in trained)
+    def options(**told: Any) -> list[str]:
+        return shlex.split(defaults(start(**told), cores=3)["spark.driver.defaultJavaOptions"])
+
+    assert not any("Tiered" in option for option in options())
+    assert "-XX:TieredStopAtLevel=1" in options(quick=True)
+    assert "-XX:SharedArchiveFile=/c/a.jsa" in options(archive="/c/a.jsa")
+    trained = options(archive="/a b/a.jsa", train=True)
+    assert any(option.startswith("-XX:ArchiveClassesAtExit=/a b/a.jsa.") for option in trained)
 
 
 class Cluster:

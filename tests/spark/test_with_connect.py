@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -70,6 +71,11 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
                 together = await engine.compute_group(jobs)
             finally:
                 await engine.close()
+        wrong = replace(engine, master=address.replace(quote(token, safe=""), "another"))
+        with pytest.raises(OperatorError, match=r"(?s)lets nobody in.*;token=TOKEN") as refused:
+            await wrong.run()
+    assert not isinstance(refused.value, NotThereYet)
+    assert "another" not in str(refused.value)
     (file,) = result.files
     output = pq.ParquetFile(tmp_path / "staging" / "grouped" / file).read().select(["carrier", "flights"])
     assert sorted(map(tuple, (row.values() for row in output.to_pylist()))) == [("AA", 2), ("UA", 1)]
@@ -78,8 +84,8 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
         rows_of = pq.ParquetFile(tmp_path / "staging" / name / file).read().to_pylist()
         assert {row["window"] for row in rows_of} == ({name} if one.rows else set())
         assert (one.rows, len(rows_of)) == ((0, 0) if name == "empty_view" else (3, 3))
-    (master,) = (event["master"] for event in logged if event["event"] == "spark.starting")
-    assert master.endswith("/;user_id=tests;token=…")
+    masters = [event["master"] for event in logged if event["event"] == "spark.starting"]
+    assert [master.endswith("/;user_id=tests;token=…") for master in masters] == [True, True]
     assert "hush" not in repr(logged)
 
 
