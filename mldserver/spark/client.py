@@ -209,7 +209,7 @@ class SparkEngine:
         began = time.monotonic()
         async with self._slots:
             life = await self._ready()
-            outputs = await life.compute(jobs, deadline_seconds(self.job_deadline, jobs))
+            outputs = await life.ask(jobs, deadline_seconds(self.job_deadline, jobs))
         seconds = time.monotonic() - began
         return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
 
@@ -217,7 +217,7 @@ class SparkEngine:
         """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""
         async with self._slots:
             life = await self._ready()
-            await life.publish(job, deadline_seconds(self.job_deadline, (job,)))
+            await life.ask(job, deadline_seconds(self.job_deadline, (job,)))
 
     def renew(self) -> None:
         """Start the driver afresh between two jobs. See ``Engine.renew``."""

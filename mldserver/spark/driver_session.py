@@ -7,12 +7,13 @@ gives it, unless the user gave it others; Java, Python and the user's code write
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
 import sys
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
@@ -63,7 +64,9 @@ class Life:
         self._hung_up = asyncio.Event()
         """Set when no message can come any more."""
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[wire.Run | wire.Publish, asyncio.Future[tuple[wire.Output, ...]]]] = {}
+        self._waiting: dict[
+            int, tuple[wire.Run | wire.Publish, asyncio.Future[wire.Done | wire.FailedJob]]
+        ] = {}
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -179,41 +182,41 @@ class Life:
         await self.warm.wait()
         self.stop()
 
-    async def compute(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[wire.Output, ...]:
-        """Run windows as one job and return their outputs.
+    async def ask(
+        self, work: tuple[WindowJob, ...] | PublishJob, deadline: float | None
+    ) -> tuple[wire.Output, ...]:
+        """Run windows as one job and return their outputs; or write an output into the table.
 
         Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
         Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
         """
-        return await self._ask(wire.Run(next(self._ids), jobs), deadline)
-
-    async def publish(self, job: PublishJob, deadline: float | None) -> None:
-        """Write an output into the table. Raises as ``compute`` does, and is cancelled as it."""
-        await self._ask(wire.Publish(next(self._ids), job), deadline)
-
-    async def _ask(self, asked: wire.Run | wire.Publish, deadline: float | None) -> tuple[wire.Output, ...]:
         if self.over.is_set():
             raise self._lost()
-        answer: asyncio.Future[tuple[wire.Output, ...]] = asyncio.get_running_loop().create_future()
-        self._waiting[asked.id] = (asked, answer)
+        number = next(self._ids)
+        run = wire.Run(number, work) if isinstance(work, tuple) else wire.Publish(number, work)
+        # Which window of a group it was nobody knows.
+        about = {} if isinstance(work, tuple) and work[1:] else {"window": run.job.window.id}
+        answer: asyncio.Future[wire.Done | wire.FailedJob] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = (run, answer)
         try:
-            self._channel.send(asked)
-            kill_point("sink.writing" if isinstance(asked, wire.Publish) else "job.running")
+            self._channel.send(run)
+            kill_point("job.running" if isinstance(run, wire.Run) else "sink.writing")
             calm = self._calm()
             while not (await asyncio.wait({answer}, timeout=deadline))[0]:
                 if calm == self._calm():
-                    raise WindowFailed(
-                        f"The job ran longer than its deadline of {deadline:g} seconds.",
-                        did="It was cancelled.",
-                        **_window_of(asked),
-                    )
+                    said = f"The job ran longer than its deadline of {deadline:g} seconds."
+                    raise WindowFailed(said, did="It was cancelled.", **about)
                 calm = self._calm()  # as in `_kill_unless`: it has its time once more
-            return answer.result()
+            done = answer.result()
+            if isinstance(done, wire.Done):
+                return done.outputs
+            said = self._redacted(f"{done.error}: {done.message}")
+            raise WindowFailed(said, traceback=self._redacted(done.traceback), **about)
         finally:
-            no_answer = self._waiting.pop(asked.id, None) is not None
+            no_answer = self._waiting.pop(number, None) is not None
             if no_answer and not self.over.is_set() and self._tasks is not None:
-                ended = self._cancelling[asked.id] = asyncio.Event()
-                self._channel.send(wire.Cancel(asked.id))
+                ended = self._cancelling[number] = asyncio.Event()
+                self._channel.send(wire.Cancel(number))
                 # Python code in a loop cannot be stopped otherwise.
                 late = f"A cancelled job did not end within {self._cancel_grace:g} seconds."
                 self._tasks.create_task(self._kill_unless(ended, self._cancel_grace, late, self._clock))
@@ -279,20 +282,10 @@ class Life:
     def _answer(self, message: wire.Done | wire.FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
-        asked, answer = self._waiting.pop(message.id, (None, None))
-        if asked is None or answer is None or answer.done():
-            return
-        if not isinstance(message, wire.FailedJob):
-            self.jobs_done += 1
-            answer.set_result(message.outputs)
-            return
-        answer.set_exception(
-            WindowFailed(
-                self._redacted(f"{message.error}: {message.message}"),
-                traceback=self._redacted(message.traceback),
-                **_window_of(asked),
-            )
-        )
+        _, answer = self._waiting.pop(message.id, (None, None))
+        if answer is not None and not answer.done():
+            self.jobs_done += isinstance(message, wire.Done)
+            answer.set_result(message)
 
     def _lost(self) -> DriverLost:
         return DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
@@ -322,11 +315,6 @@ class Life:
     def _log(self, entry: Entry) -> None:
         told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
-
-
-def _window_of(asked: wire.Run | wire.Publish) -> dict[str, str]:
-    """Return the window that an error is about; of a group nobody knows which it is."""
-    return {} if isinstance(asked, wire.Run) and asked.jobs[1:] else {"window": asked.job.window.id}
 
 
 # Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the
@@ -374,24 +362,14 @@ class Entry:
 
 def parse(line: str) -> Entry:
     """Return what a line of the driver's standard error says."""
-    if line.startswith("{") and (entry := _structured(line)) is not None:
-        return entry
-    if plain := _PLAIN.match(line):
-        return Entry(_level(plain[1], plain[3]), plain[3], plain[2])
-    return Entry("debug" if _ALWAYS_SAID.search(line) else "info", line)
-
-
-def _level(name: str, text: str) -> str:
-    return "debug" if _ALWAYS_SAID.search(text) else _LEVELS.get(name, "info")
-
-
-def _structured(line: str) -> Entry | None:
-    try:
-        fields = orjson.loads(line)
-    except ValueError:
-        return None
+    fields: dict[str, Any] = {}
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            fields = orjson.loads(line)
     if "level" not in fields or "msg" not in fields:
-        return None
+        if plain := _PLAIN.match(line):
+            return Entry(_level(plain[1], plain[3]), plain[3], plain[2])
+        return Entry(_level("INFO", line), line)
     logger, text = str(fields.get("logger", "")), str(fields["msg"])
     level = "debug" if logger in _SAID_TWICE else _level(str(fields["level"]), text)
     exception = fields.get("exception")
@@ -401,3 +379,7 @@ def _structured(line: str) -> Entry | None:
     if len(stack) > _FRAMES:
         stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
     return Entry(level, text, logger, "\n".join(stack))
+
+
+def _level(name: str, text: str) -> str:
+    return "debug" if _ALWAYS_SAID.search(text) else _LEVELS.get(name, "info")

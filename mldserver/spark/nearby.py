@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from pyarrow.fs import LocalFileSystem
+
 from mldserver.base.uris import reach
 
 if TYPE_CHECKING:
@@ -63,38 +65,33 @@ def through_disk(
     """
     if sum(job.bytes for job in jobs) > MOST_BYTES:
         return compute(jobs)
-    filesystem, _ = reach(jobs[0].staging, jobs[0].out)
+    (filesystem, _), local = reach(jobs[0].staging, jobs[0].out), LocalFileSystem()
     # What a task that nobody waits for any more still writes goes with the process's own folder.
     with (
         tempfile.TemporaryDirectory(prefix="windows-", ignore_cleanup_errors=True) as folder,
         ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="store") as pool,
     ):
         here: list[WindowJob] = []
-        fetched: list[tuple[str, Path]] = []
+        fetched: list[tuple[str, str]] = []
         for number, job in enumerate(jobs):
             place = Path(folder, str(number))
             (place / "segments").mkdir(parents=True)
-            paths = {uri: place / "segments" / f"{index}.parquet" for index, uri in enumerate(job.segments)}
+            paths = {uri: f"{place}/segments/{index}.parquet" for index, uri in enumerate(job.segments)}
             fetched += ((reach(uri, job.out)[1], path) for uri, path in paths.items())
-            older = {ddl: tuple(str(paths[uri]) for uri in uris) for ddl, uris in job.older.items()}
-            segments = tuple(map(str, paths.values()))
+            older = {ddl: tuple(paths[uri] for uri in uris) for ddl, uris in job.older.items()}
+            segments = tuple(paths.values())
             here.append(replace(job, segments=segments, staging=f"{place}/output", out="", older=older))
-        list(pool.map(lambda pair: _fetch(filesystem, *pair), fetched))
+        list(pool.map(lambda pair: _copy(filesystem, pair[0], local, pair[1]), fetched))
         outputs = compute(here)
         sent = [
             (f"{near.staging}/{file}", f"{reach(job.staging, job.out)[1]}/{file}")
             for job, near, output in zip(jobs, here, outputs, strict=True)
             for file in output.files
         ]
-        list(pool.map(lambda pair: _send(filesystem, *pair), sent))
+        list(pool.map(lambda pair: _copy(local, pair[0], filesystem, pair[1]), sent))
     return outputs
 
 
-def _fetch(filesystem: FileSystem, path: str, here: Path) -> None:
-    with filesystem.open_input_stream(path) as source, here.open("wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-
-
-def _send(filesystem: FileSystem, here: str, path: str) -> None:
-    with Path(here).open("rb") as source, filesystem.open_output_stream(path) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+def _copy(there: FileSystem, source: str, here: FileSystem, target: str) -> None:
+    with there.open_input_stream(source) as read, here.open_output_stream(target) as write:
+        shutil.copyfileobj(read, write, 1 << 20)

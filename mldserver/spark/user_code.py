@@ -14,7 +14,6 @@ import operator
 import platform
 import re
 import sys
-from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -76,15 +75,6 @@ def pack(files: Mapping[str, bytes], folder: Path) -> Path:
     return path
 
 
-def ship(session: Session, paths: Iterable[str]) -> None:
-    """Make files importable on the executors of this session. Raises what pyspark raises."""
-    for path in paths:
-        if session.connect:
-            session.spark.addArtifacts(path, pyfile=True)
-        else:
-            session.spark.sparkContext.addPyFile(path)
-
-
 _GUARD: Final = """\
 import sys
 if not any(type(finder).__name__ == "ImportGuard" for finder in sys.meta_path):
@@ -93,17 +83,14 @@ if not any(type(finder).__name__ == "ImportGuard" for finder in sys.meta_path):
 """
 """A Python worker runs many tasks; only the first has to compile the guard."""
 
+_SESSIONS: Final = Path(sessions.__file__).read_text("utf-8")
+
 
 class _Ahead:
     """Pickled, it is the code that guards imports where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (_GUARD, {"source": _source(), "__name__": "mldserver_guard"})
-
-
-@cache
-def _source() -> str:
-    return Path(sessions.__file__).read_text("utf-8")
+        return exec, (_GUARD, {"source": _SESSIONS, "__name__": "mldserver_guard"})
 
 
 class _Guarded:
@@ -168,11 +155,6 @@ def look(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, li
     return driver, executors
 
 
-def runs_python(files: Mapping[str, bytes]) -> bool:
-    """Whether the user's modules name anything that runs their Python on executors."""
-    return any(_PYTHON_FUNCTIONS.search(text) for text in files.values())
-
-
 def differences(driver: Interpreter, executors: Iterable[Interpreter], handler: str) -> list[str]:
     """Return what differs between the driver's Python and executors', one sentence each, with what to do."""
     told = {}
@@ -223,8 +205,12 @@ def equip(session: Session, start: Start) -> list[str]:
     if start.master.startswith("local"):
         return []
     files = sources(start.handler, start.python_path, sys.modules)
-    ship(session, (*start.py_files, str(pack(files, Path(start.scratch)))))
+    for path in (*start.py_files, str(pack(files, Path(start.scratch)))):
+        if session.connect:
+            session.spark.addArtifacts(path, pyfile=True)
+        else:
+            session.spark.sparkContext.addPyFile(path)
     # An executor may lack Python as long as none runs there.
-    if start.python is None and not start.py_files and not runs_python(files):
-        return []
-    return check(session, start.handler, session.slots())
+    if start.python is not None or start.py_files or any(map(_PYTHON_FUNCTIONS.search, files.values())):
+        return check(session, start.handler, session.slots())
+    return []

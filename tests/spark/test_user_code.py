@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from mldserver.config.locations import python_files
 from mldserver.errors import OperatorError
@@ -23,8 +24,6 @@ from mldserver.spark.user_code import (
     check,
     differences,
     pack,
-    runs_python,
-    ship,
     sources,
 )
 
@@ -101,13 +100,33 @@ def test_the_archive_is_named_after_its_content_and_can_be_imported_from(
     assert done.stdout.decode().strip() == str(archive / "flow/udfs/late.py")
 
 
-def test_files_go_by_the_way_of_their_kind_of_session() -> None:
-    told: list[Any] = []
-    classic = SimpleNamespace(sparkContext=SimpleNamespace(addPyFile=told.append))
-    remote = SimpleNamespace(addArtifacts=lambda path, pyfile: told.append((path, pyfile)))
-    ship(cast("Session", SimpleNamespace(connect=False, spark=classic)), ["/a.zip"])
-    ship(cast("Session", SimpleNamespace(connect=True, spark=remote)), ["/a.zip"])
-    assert told == ["/a.zip", ("/a.zip", True)]
+class OnACluster:
+    """A session on other machines that notes what is shipped by its way, and at whose executors one looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, connect: bool = False) -> None:
+        self.connect = connect
+        self.shipped: list[Any] = []
+        self.spark = self.sparkContext = self
+        self.addPyFile = self.shipped.append
+        self.addArtifacts = lambda path, pyfile: self.shipped.append((path, pyfile))
+        monkeypatch.setattr(user_code, "check", lambda *told: [f"looked at by {told[1:]}"])
+
+    def slots(self) -> int:
+        return 2
+
+    def equip(self, start: Start) -> list[str]:
+        return user_code.equip(cast("Session", self), start)
+
+
+def test_files_go_by_the_way_of_their_kind_of_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = Start("nowhere", "", "spark://m", str(tmp_path), py_files=("/a.zip",))
+    classic, remote = OnACluster(monkeypatch), OnACluster(monkeypatch, connect=True)
+    assert classic.equip(start) == remote.equip(start) == ["looked at by ('nowhere', 2)"]
+    (archive,) = map(str, tmp_path.iterdir())
+    assert classic.shipped == ["/a.zip", archive]
+    assert remote.shipped == [("/a.zip", True), (archive, True)]
 
 
 def test_a_local_master_is_shipped_nothing() -> None:
@@ -128,8 +147,13 @@ def test_a_local_master_is_shipped_nothing() -> None:
         (b"rows.toPandas()", False),
     ],
 )
-def test_handlers_that_run_python_on_executors_are_known_by_their_text(text: bytes, *, runs: bool) -> None:
-    assert runs_python({"shared.py": b"", "flow.py": text}) is runs
+def test_handlers_that_run_python_on_executors_are_known_by_their_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: bytes, *, runs: bool
+) -> None:
+    monkeypatch.setattr(user_code, "sources", lambda *_: {"shared.py": b"", "flow.py": text})
+    start, session = Start("flow", "", "spark://m", str(tmp_path)), OnACluster(monkeypatch)
+    assert session.equip(start) == ["looked at by ('flow', 2)"] * runs
+    assert session.equip(replace(start, python="python3")) == ["looked at by ('flow', 2)"]
 
 
 def test_executors_like_the_driver_are_nothing_to_tell_of() -> None:
