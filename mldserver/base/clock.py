@@ -3,8 +3,7 @@
 A clock has two readings. ``now_ms`` is the time of day: for what is stored or shown, and never for a difference, since
 anybody may set it. ``steady_ms`` is what durations are measured by: it never goes back, and says nothing to others.
 
-Then what counts durations; and what waits on the event loop: the first of several, and a flag and a slot that a
-connection waits with.
+Then what counts durations; and what waits on the event loop: the first of several, and a flag that a connection waits with.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
-
-_T = TypeVar("_T")
 
 
 class Clock(Protocol):
@@ -132,25 +129,3 @@ class Flag:
             if waiter in waiters:
                 waiters.remove(waiter)
             raise
-
-
-class Slot(Generic[_T]):
-    """As an ``asyncio.Queue`` with one reader, that mostly holds one item or none."""
-
-    __slots__ = ("_come", "_items")
-
-    def __init__(self) -> None:
-        self._items: list[_T] = []
-        self._come = Flag()
-
-    def put(self, item: _T) -> None:
-        """Add an item behind those that are there."""
-        self._items.append(item)
-        self._come.set()
-
-    async def get(self) -> _T:
-        """Take the first item, once there is one."""
-        while not self._items:
-            self._come.clear()
-            await self._come.wait()
-        return self._items.pop(0)

@@ -101,8 +101,8 @@ class Batches:
             self._work,
             late=lambda batch, done: self._note(done, clock.steady_ms(), late=batch.late),
             failed=failed,
-            freed=link.processed,
-            has_room=lambda: link.has_room() and not self.opened.intake.paused,
+            hold=link.hold,
+            has_room=lambda: link.budget.has_room and not self.opened.intake.paused,
             goes_on=self._goes_on,
             early=early,
             clock=clock,
@@ -184,7 +184,7 @@ class Batches:
         return (
             len(self.under_way.batches) + count <= _MOST_AHEAD
             and self.under_way.bytes + size <= _MOST_AHEAD_BYTES
-            and self._link.has_room()
+            and self._link.budget.has_room
             and shard.intake.checkpoint_due() is None
         )
 
@@ -367,13 +367,13 @@ class Batches:
             skipped=outcome.skipped,
             discarded=outcome.discarded,
             bytes=done.bytes,
-            first=_shown(outline.first),
-            last=_shown(outline.last),
+            first=outline.first and str(outline.first),
+            last=outline.last and str(outline.last),
             millis_behind_latest=outline.millis_behind_latest,
             attempts=outcome.attempts,
             handler_seconds=(done.handled_ms - done.began_ms) / 1000,
             held_seconds=held_ms / 1000,
-            checkpoint=_shown(checkpoint),
+            checkpoint=checkpoint and str(checkpoint),
             seconds=(now_ms - done.received_ms) / 1000,
         )
 
@@ -382,7 +382,3 @@ def _overlaps(shard: OpenShard, batch: Batch[_Done], outcome: BatchOutcome) -> b
     """Whether a batch that was begun behind others has records of theirs: it is to be worked on again, without them."""
     first, after = outcome.outline.first, shard.intake.after
     return first is not None and after is not None and first <= after and batch.after != after
-
-
-def _shown(position: Sequence | None) -> str | None:
-    return None if position is None else str(position)

@@ -97,7 +97,7 @@ class Conductor:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._serve()), group.create_task(self._batches.under_way.run())]
-                await self._link.wait_closed()
+                await self._link.over.wait()
                 for task in tasks:
                     task.cancel()
         finally:
@@ -123,7 +123,7 @@ class Conductor:
         if self._shard is not None:
             await self._shard.finish()
         await self._batches.quiet.wait()
-        await self._batches.under_way.idle()
+        await self._batches.under_way.idle.wait()
 
     async def _serve(self) -> None:
         try:
@@ -150,12 +150,12 @@ class Conductor:
             )
             fault.__cause__ = error
             error = fault
-        self._link.abort(error)
+        self._link.close(error)
 
     async def _take(self, message: RequestMessage) -> None:
         if self._claim is not None and not self._claim.current:
             if isinstance(message, ProcessRecords):
-                self._link.processed(len(message.line))
+                self._link.hold(-len(message.line))
             self._take_unread(message)
             return
         try:
@@ -192,15 +192,16 @@ class Conductor:
                 advice="Find out who connects there; if it is a shard of this pipeline's stream, name it in allow_shards.",
                 shard=shard_id,
             )
-        opening = ShardOpening(shard_id, _start(message), tells_lag=v2, within_aggregates=v2)
+        start, start_sub = message.sequence_number, message.sub_sequence_number or 0
+        begins = Sequence(int(start), start_sub) if start is not None and start.isdigit() else start
+        opening = ShardOpening(shard_id, begins, tells_lag=v2, within_aggregates=v2)
         await self._intake.check(opening)
         claim = self._claim = self._owners.take(shard_id)
         async with claim.work():
             kill_point("shard.opening")
             self._shard = shard = await self._intake.open_shard(opening)
             kill_point("shard.opened")
-            start_sub = message.sub_sequence_number or 0
-            await self._runtime.open(Shard(shard_id, message.sequence_number, start_sub))
+            await self._runtime.open(Shard(shard_id, start, start_sub))
             if shard.parked:
                 await self._runtime.park(shard_id, shard.parked)
             claim.opened = True
@@ -214,7 +215,7 @@ class Conductor:
         """
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
-        idle = self._batches.under_way.idle()
+        idle = self._batches.under_way.idle.wait()
         await (idle if self._deadline is None else first_of(idle, self._clock.sleep(self._deadline)))
         await self._give_up()
         claim.evict()
@@ -224,7 +225,7 @@ class Conductor:
                 shard.advance(position)
             await shard.drain()
         kill_point("shard.drained")
-        self._link.log.info("shard.shutdown_requested", position=_shown(shard.after))
+        self._link.log.info("shard.shutdown_requested", position=shard.after and str(shard.after))
         await self._batches.checkpoint()
         self._link.answer()
 
@@ -242,14 +243,14 @@ class Conductor:
             await shard.lost()
             self._settled = True
         kill_point("shard.lost")
-        self._link.log.info("shard.lost", position=_shown(shard.after))
+        self._link.log.info("shard.lost", position=shard.after and str(shard.after))
         self._link.answer()
 
     async def _end(self) -> None:
         """The shard's end. Without its checkpoint there is no status: see ``protocol/states.py``."""
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
-        await self._batches.under_way.idle()
+        await self._batches.under_way.idle.wait()
         claim.evict()
         async with claim.work():
             if self._batches.under_way.incomplete:
@@ -285,7 +286,9 @@ class Conductor:
             self._intake.abandon(self.shard_id)
         elif self._shard is not None and not self._settled and self._claim.current:
             if not self._batches.finishing:
-                self._link.log.warning("shard.disconnected", position=_shown(self._shard.after))
+                self._link.log.warning(
+                    "shard.disconnected", position=self._shard.after and str(self._shard.after)
+                )
             self._shard.disconnected()
         self._claim.evict()
         try:
@@ -294,14 +297,3 @@ class Conductor:
         except Superseded:
             return
         self._owners.release(self.shard_id, self._claim)
-
-
-def _start(message: Initialize) -> Sequence | str | None:
-    number = message.sequence_number
-    if number is None or not number.isdigit():
-        return number
-    return Sequence(int(number), message.sub_sequence_number or 0)
-
-
-def _shown(position: Sequence | None) -> str | None:
-    return None if position is None else str(position)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from mldserver.base.clock import Flag
 
@@ -36,19 +36,6 @@ _AGAIN_SECONDS: Final = 1.0
 """How soon it is looked again at a batch that is due for an early answer but may not get one yet."""
 
 
-class Answerable(Protocol):
-    """Whoever owes its daemon an answer."""
-
-    @property
-    def since_ms(self) -> int | None:
-        """When what it owes an answer for came; None: it owes none any more."""
-        ...
-
-    def answer_early(self) -> None:
-        """Answer now, if that is possible now."""
-        ...
-
-
 class EarlyAnswers:
     """Looks after everyone who owes an answer."""
 
@@ -56,16 +43,16 @@ class EarlyAnswers:
         """Ask for an early answer after so many seconds; None: never."""
         self._clock = clock
         self.deadline_seconds = deadline_seconds
-        self._owing: set[Answerable] = set()
+        self._owing: set[UnderWay[Any]] = set()
         self._come = asyncio.Event()
 
-    def owes(self, one: Answerable) -> None:
+    def owes(self, one: UnderWay[Any]) -> None:
         """Look after one from now on."""
         if self.deadline_seconds is not None:
             self._owing.add(one)
             self._come.set()
 
-    def has_answered(self, one: Answerable) -> None:
+    def has_answered(self, one: UnderWay[Any]) -> None:
         """Look after it no more."""
         self._owing.discard(one)
 
@@ -79,17 +66,17 @@ class EarlyAnswers:
                 self._come.clear()
                 await self._come.wait()
                 continue
+            now_ms, pause = self._clock.steady_ms(), deadline
             for one in tuple(self._owing):
-                if self._left(one, deadline) <= 0:
+                if (since_ms := one.since_ms) is None:
+                    continue
+                left = deadline - (now_ms - since_ms) / 1000
+                if left <= 0:
                     one.answer_early()
+                    left = deadline if one.since_ms is None else _AGAIN_SECONDS
+                pause = min(pause, left)
             # Sleeps through all that are done in time; what comes meanwhile is due later than what is there.
-            lefts = [self._left(one, deadline) for one in self._owing]
-            again = min(_AGAIN_SECONDS, deadline)
-            await self._clock.sleep(min([deadline, *(left if left > 0 else again for left in lefts)]))
-
-    def _left(self, one: Answerable, deadline: float) -> float:
-        since_ms = one.since_ms
-        return deadline if since_ms is None else deadline - (self._clock.steady_ms() - since_ms) / 1000
+            await self._clock.sleep(pause)
 
 
 _T = TypeVar("_T")
@@ -144,7 +131,7 @@ class UnderWay(Generic[_T]):
         *,
         late: Callable[[Batch[_T], _T], None],
         failed: Callable[[Exception], None],
-        freed: Callable[[int], None],
+        hold: Callable[[int], None],
         has_room: Callable[[], bool],
         goes_on: Callable[[], None],
         early: EarlyAnswers,
@@ -153,14 +140,14 @@ class UnderWay(Generic[_T]):
         """``work`` does all that a batch needs and sets ``handled`` on the way.
 
         ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
-        ``submit`` returns or raises it. ``freed`` is told once for each batch, however it leaves, of how many bytes its
+        ``submit`` returns or raises it. ``hold`` is told once for each batch, however it leaves, of how many bytes less its
         line was. ``has_room``: whether more may come, to be held in memory. ``goes_on`` is told when the task takes over. ``early``
         is told of each batch that is owed an answer.
         """
         self._work = work
         self._late = late
         self._failed = failed
-        self._freed = freed
+        self._hold = hold
         self._has_room = has_room
         self._goes_on = goes_on
         self._early = early
@@ -172,8 +159,9 @@ class UnderWay(Generic[_T]):
         self.awaited = False
         """Whether the task works on them, or none may follow."""
         self._come = Flag()
-        self._idle = Flag()
-        self._idle.set()
+        self.idle = Flag()
+        """Set while no batch is under way; ``incomplete`` says whether all were taken."""
+        self.idle.set()
         self._worker: asyncio.Task[None] | None = None
         self._over = False
         self.incomplete = False
@@ -183,7 +171,7 @@ class UnderWay(Generic[_T]):
         """Put a batch behind those that are under way."""
         self.batches.append(batch)
         self.bytes += batch.size
-        self._idle.clear()
+        self.idle.clear()
         if batch.answer is not None:
             self._early.owes(self)
 
@@ -193,7 +181,7 @@ class UnderWay(Generic[_T]):
         self.bytes -= batch.size
         self.free(batch)
         if not self.batches:
-            self._idle.set()
+            self.idle.set()
 
     def go_on(self) -> None:
         """Let the task work on what is under way, one batch after the other."""
@@ -208,7 +196,7 @@ class UnderWay(Generic[_T]):
         ``received_ms``: when it came, by steady time. Raises RuntimeError after ``drop`` and after a failure.
         """
         if self._over:
-            self._freed(len(line))
+            self._hold(-len(line))
             raise RuntimeError("batches were given up, or have failed: none may follow them")
         batch: Batch[_T] = Batch(line, len(line), received_ms, asyncio.get_running_loop().create_future())
         self.add(batch)
@@ -230,28 +218,30 @@ class UnderWay(Generic[_T]):
         """Work until cancelled, which ``drop`` does too."""
         self._worker = asyncio.current_task()
         try:
-            await self._work_on()
+            while not self._over:
+                await self._come.wait()
+                while self.batches:
+                    await self._see_to(self.batches[0])
+                self._come.clear()
+                self.awaited = self._over
+                self.idle.set()
         finally:
-            self._idle.set()
+            self.idle.set()
 
     @property
     def since_ms(self) -> int | None:
-        """When the batch came that is owed an answer."""
-        batch = self._unanswered()
-        return None if batch is None else batch.received_ms
+        """When the batch came that is owed an answer; None: none is."""
+        last = self.batches[-1] if self.batches else None
+        return None if last is None or last.answered else last.received_ms
 
     def answer_early(self) -> None:
         """Answer the last batch while the work on it goes on; not while its shard is held back."""
-        batch = self._unanswered()
-        if batch is not None and not self.batches[0].handled and self._has_room():
+        if self.since_ms is not None and not self.batches[0].handled and self._has_room():
+            batch = self.batches[-1]
             assert batch.answer is not None, "it is not answered"
             batch.late = True
             batch.answer.set_result(None)
             self.go_on()
-
-    async def idle(self) -> None:
-        """Return when no batch is under way; ``incomplete`` says whether all were taken."""
-        await self._idle.wait()
 
     async def drop(self) -> int:
         """Give up all that is under way, unaccepted; return how many batches that were. None may follow."""
@@ -264,7 +254,7 @@ class UnderWay(Generic[_T]):
         """Note that a batch's line is not needed any more."""
         if batch.held:
             batch.held = False
-            self._freed(batch.size)
+            self._hold(-batch.size)
 
     def give_up(self, error: Exception | None = None) -> int:
         """Do as ``drop`` does, where the task does not work on any; ``error``: why, for who waits for an answer."""
@@ -277,19 +267,8 @@ class UnderWay(Generic[_T]):
             if batch.answer is not None and not batch.answered:
                 batch.answer.cancel() if error is None else batch.answer.set_exception(error)
         self._early.has_answered(self)
-        self._idle.set()
+        self.idle.set()
         return len(given_up)
-
-    async def _work_on(self) -> None:
-        while not self._over:
-            await self._come.wait()
-            while self.batches:
-                await self._see_to(self.batches[0])
-                if self.batches:
-                    self.bytes -= self.batches.pop(0).size
-            self._come.clear()
-            self.awaited = self._over
-            self._idle.set()
 
     async def _see_to(self, batch: Batch[_T]) -> None:
         try:
@@ -304,7 +283,5 @@ class UnderWay(Generic[_T]):
                 self._late(batch, result)
             else:
                 batch.answer.set_result(result)
-
-    def _unanswered(self) -> Batch[_T] | None:
-        last = self.batches[-1] if self.batches else None
-        return None if last is None or last.answered else last
+            if self.batches:
+                self.bytes -= self.batches.pop(0).size

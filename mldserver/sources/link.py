@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 
-from mldserver.base.clock import Flag, Slot
+from mldserver.base.clock import Flag
 from mldserver.base.tls import names_of
 from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
@@ -73,10 +73,10 @@ class Link(asyncio.BufferedProtocol):
         self.peer = peer
         self.log = log.bind(connection=name)
         self.close_reason: CloseReason | None = None
-        self._core = MLDConnection(limits, random=random)
+        self.core = MLDConnection(limits, random=random)
         self._close_seconds = limits.close_timeout_seconds
         self._partial_seconds = limits.partial_line_timeout_seconds
-        self._budget = budget
+        self.budget = budget
         self._buffer = buffer
         self._offered = memoryview(buffer)
         """TLS cuts off what it has filled: of a bytearray that would be a copy."""
@@ -84,7 +84,9 @@ class Link(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
-        self._requests: Slot[RequestMessage | None] = Slot()
+        self._requests: list[RequestMessage | None] = []
+        """Not taken yet: mostly one, or none."""
+        self._come = Flag()
         self.at_once: Callable[[Line], bool] | None = None
         """Works on a batch before anyone is woken; False: ``request`` is to return it."""
         Link.debugging = self.log.is_enabled_for(logging.DEBUG)
@@ -96,18 +98,14 @@ class Link(asyncio.BufferedProtocol):
         """Bytes of the batches that are worked on."""
         self._state_before: State | None = None
         self._asked_at = 0.0
-        self._closed = Flag()
+        self.over = Flag()
+        """Set when the protocol is over, and all of it was told."""
         self._gone = Flag()
 
     @property
     def closed(self) -> bool:
         """Whether the protocol is over."""
-        return self._core.state is State.CLOSED
-
-    @property
-    def state(self) -> State:
-        """Where the protocol stands."""
-        return self._core.state
+        return self.core.state is State.CLOSED
 
     # The loop's side.
 
@@ -119,7 +117,7 @@ class Link(asyncio.BufferedProtocol):
         self.log.debug("connection.opened", peer=self.peer)
         self._pump()
         if self._tls is not None and (refusal := self._tls.refusal(certificate)) is not None:
-            self.abort(PeerError(refusal, did=_CLOSED, advice=PROVE))
+            self.close(PeerError(refusal, did=_CLOSED, advice=PROVE))
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  # the loop's wish; all of it is offered
         """Offer the buffer that all connections share: the loop fills it and tells of it in one go."""
@@ -127,18 +125,18 @@ class Link(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Pass bytes on to the core."""
-        partial = self._core.receive_data(self._buffer, nbytes)
+        partial = self.core.receive_data(self._buffer, nbytes)
         self._pump()
         if partial or self._partial:
             self._partial = partial
-            self._budget.set_partial(self, partial)
+            self.budget.set_partial(self, partial)
 
     def eof_received(self) -> bool:
         """Pass EOF on; the core closes, and the transport stays open until what is left is written.
 
         With TLS that is the transport's own affair: it knows no half-closed connections.
         """
-        self._core.receive_eof()
+        self.core.receive_eof()
         self._pump()
         return self._tls is None
 
@@ -146,13 +144,13 @@ class Link(asyncio.BufferedProtocol):
         """Close: a peer that has not read an answer has nothing to ask, so what is unread is never more than a line."""
         error = ProtocolViolation("The peer sends requests and does not read the answers.", did=_CLOSED)
         # Not at once: the loop says so in the middle of a write.
-        self._loop.call_soon(self.abort, error)
+        self._loop.call_soon(self.close, error)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # a reset is an EOF to the protocol
         """Note that nothing can be read or written any more."""
-        self._core.receive_eof()
+        self.core.receive_eof()
         self._pump()
-        self._budget.forget(self)
+        self.budget.forget(self, self._held)
         self._gone.set()
 
     # The budget's side.
@@ -174,7 +172,10 @@ class Link(asyncio.BufferedProtocol):
 
     async def request(self) -> RequestMessage | None:
         """Return the daemon's next request; None when there will be none."""
-        return await self._requests.get()
+        while not self._requests:
+            self._come.clear()
+            await self._come.wait()
+        return self._requests.pop(0)
 
     async def checkpoint(self, position: Sequence | None) -> CheckpointOutcome:
         """Ask for a checkpoint and return what became of it, repetitions included."""
@@ -182,45 +183,30 @@ class Link(asyncio.BufferedProtocol):
             return CheckpointOutcome.CLOSED
         self._reply = self._loop.create_future()
         self._asked_at = self._loop.time()
-        self._core.checkpoint(position)
+        self.core.checkpoint(position)
         self._pump()
         return await self._reply
 
     def answer(self) -> None:
         """Send the status for the outstanding request."""
-        if self._core.state is not State.CLOSED:
-            self._core.answer()
+        if self.core.state is not State.CLOSED:
+            self.core.answer()
             self._pump()
-
-    def processed(self, size: int) -> None:
-        """Note that the line of a batch, of ``size`` bytes, is no longer held."""
-        self.hold(-size)
-
-    def has_room(self) -> bool:
-        """Whether more lines may be held while those that are there are worked on."""
-        return self._budget.has_room
 
     def reject(self, error: PeerError) -> None:
         """Close because the batch is no valid message."""
         if not self.closed:
-            self._core.reject(error)
+            self.core.reject(error)
             self._pump()
 
-    def abort(self, error: MldserverError) -> None:
-        """Close because of an error of our own side."""
+    def close(self, error: MldserverError | None = None) -> None:
+        """Close; ``error``: what of our own side is the reason, if anything is."""
         if not self.closed:
-            self._core.abort(error)
+            if error is None:
+                self.core.close()
+            else:
+                self.core.abort(error)
             self._pump()
-
-    def close(self) -> None:
-        """Close without an error."""
-        if not self.closed:
-            self._core.close()
-            self._pump()
-
-    async def wait_closed(self) -> None:
-        """Return when the protocol is over."""
-        await self._closed.wait()
 
     async def wait_gone(self) -> None:
         """Return when what was left is written and the socket is closed; a peer that does not read is cut off."""
@@ -243,9 +229,9 @@ class Link(asyncio.BufferedProtocol):
     # Between core and loop.
 
     def _pump(self) -> None:
-        happened = self._core.events_received()
+        happened = self.core.events_received()
         if self._transport is not None and not self._transport.is_closing():
-            for data in self._core.data_to_send():
+            for data in self.core.data_to_send():
                 self._transport.write(data)
         for event in happened:
             if type(event) is ev.Request:
@@ -263,21 +249,23 @@ class Link(asyncio.BufferedProtocol):
         match event:
             case ev.CheckpointStored(position):
                 seconds = self._loop.time() - self._asked_at
-                self.log.debug("checkpoint.done", sequence=_shown(position), seconds=seconds)
+                self.log.debug("checkpoint.done", sequence=str(position or _ALL), seconds=seconds)
                 self._resolve(CheckpointOutcome.STORED)
             case ev.CheckpointRetrying(position, error, attempt, delay):
                 self.log.warning(
                     "checkpoint.retried",
-                    sequence=_shown(position),
+                    sequence=str(position or _ALL),
                     attempt=attempt,
                     delay_seconds=delay,
                     error=error,
                 )
             case ev.CheckpointFailed(position, error, attempts):
-                self.log.error("checkpoint.failed", sequence=_shown(position), attempts=attempts, error=error)
+                self.log.error(
+                    "checkpoint.failed", sequence=str(position or _ALL), attempts=attempts, error=error
+                )
                 self._resolve(CheckpointOutcome.FAILED)
             case ev.CheckpointsStopped(position):
-                self.log.warning("checkpoint.stopped", sequence=_shown(position))
+                self.log.warning("checkpoint.stopped", sequence=str(position or _ALL))
                 self._resolve(CheckpointOutcome.STOPPED)
             case ev.Failed(error):
                 self._tell_failed(error)
@@ -294,24 +282,25 @@ class Link(asyncio.BufferedProtocol):
     def _deliver(self, message: RequestMessage) -> None:
         if isinstance(message, ProcessRecords):
             # What came behind it may have ended the connection already.
-            if self._core.state is State.CLOSED or (self.at_once is not None and self.at_once(message.line)):
+            if self.core.state is State.CLOSED or (self.at_once is not None and self.at_once(message.line)):
                 return
         elif isinstance(message, Initialize):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
         self.wake(message)
 
-    def wake(self, message: RequestMessage) -> None:
+    def wake(self, message: RequestMessage | None) -> None:
         """Let ``request`` return this."""
         if isinstance(message, ProcessRecords):
             self.hold(len(message.line))
-        self._requests.put(message)
+        self._requests.append(message)
+        self._come.set()
 
-    def hold(self, size: int) -> None:
-        """Note that the line of a batch, of ``size`` bytes, is held while it is worked on."""
-        self._held += size
+    def hold(self, change: int) -> None:
+        """Note by how many bytes more, or less, the lines take that are held while they are worked on."""
+        self._held += change
         if not self._gone.up:
-            self._budget.set_whole(self, self._held)
+            self.budget.hold(change)
 
     def _resolve(self, outcome: CheckpointOutcome) -> None:
         if self._reply is not None and not self._reply.done():
@@ -323,7 +312,7 @@ class Link(asyncio.BufferedProtocol):
         trace = error if isinstance(error, InternalError) else None
         # What the core found wrong has closed the connection already: it says so where the error does not.
         told = {
-            "state": str(self._state_before or self._core.state),
+            "state": str(self._state_before or self.core.state),
             "peer": self.peer,
             "did": _CLOSED,
         } | error.told(_FLAT_FIELDS)
@@ -347,9 +336,9 @@ class Link(asyncio.BufferedProtocol):
         elif cut_off and reason in _BY_PEER:
             what = f"The peer closed inside a line; its {cut_off} bytes were dropped."
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
-        self._closed.set()
+        self.over.set()
         self._resolve(CheckpointOutcome.CLOSED)
-        self._requests.put(None)
+        self.wake(None)
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -364,7 +353,7 @@ class Link(asyncio.BufferedProtocol):
     def _fire(self, name: Timer) -> None:
         self._timers.pop(name, None)
         # While unread lines fill the memory, others wait for this one: then it must end in time, however it arrives.
-        self._core.timer_fired(name, patient=not self._budget.others_wait)
+        self.core.timer_fired(name, patient=not self.budget.paused)
         self._pump()
 
 
@@ -375,6 +364,7 @@ _FLAT_FIELDS: Final = frozenset(
     | {"handler", "hook", "sequence", "attempts", "traceback"}
 )
 """What ``connection.failed`` tells as fields of its own; where else an error was is in ``where``."""
+_ALL: Final = "everything delivered"
 _CLOSED: Final = "The connection was closed."
 _MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."
 PROVE: Final = (
@@ -382,7 +372,3 @@ PROVE: Final = (
 )
 _CUT: Final = "The server stops and cut the connection; what was not checkpointed will be delivered again."
 _STRANGER: Final = "Find out who connects to this port: it does not speak as a MultiLangDaemon does."
-
-
-def _shown(position: Sequence | None) -> str:
-    return "everything delivered" if position is None else str(position)

@@ -134,7 +134,7 @@ class MLDListener:
         return SourceStatus(
             None if self._stopped else self._listening_on,
             self._accepted,
-            Counter(str(link.state) for link, _ in serving),
+            Counter(str(link.core.state) for link, _ in serving),
             {conductor.shard_id: link.peer for link, conductor in serving if conductor.shard_id},
             {
                 conductor.shard_id: since

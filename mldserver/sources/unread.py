@@ -36,67 +36,56 @@ class ReadBudget:
         self.limit = limit
         self._step = step
         self._partial: dict[Reader, int] = {}  # in the order in which the lines began
-        self._whole: dict[Reader, int] = {}
-        self._paused: dict[Reader, None] = {}  # in the order in which they began to wait
-        self._held = 0
-
-    @property
-    def held(self) -> int:
-        """Bytes held in all."""
-        return self._held
+        self.paused: dict[Reader, None] = {}
+        """Who waits because of those that do not, in the order in which they began to; read only."""
+        self.held = 0
+        """Bytes held in all; read only."""
 
     @property
     def has_room(self) -> bool:
         """Whether the limit is not reached."""
-        return self._held < self.limit
-
-    @property
-    def others_wait(self) -> bool:
-        """Whether readers are paused because of those that are not."""
-        return bool(self._paused)
+        return self.held < self.limit
 
     def set_partial(self, reader: Reader, size: int) -> None:
         """Note the size of a reader's incomplete line; 0: it has none."""
-        if not size and reader in self._paused:
+        if not size and reader in self.paused:
             self._resume(reader)
-        self._set(self._partial, reader, size)
-
-    def set_whole(self, reader: Reader, size: int) -> None:
-        """Note the size of a reader's line that is being worked on; 0: none is any more."""
-        self._set(self._whole, reader, size)
-
-    def forget(self, reader: Reader) -> None:
-        """Note that a reader is gone."""
-        self._paused.pop(reader, None)
-        self._held -= self._partial.pop(reader, 0) + self._whole.pop(reader, 0)
+        self.held += size - self._partial.get(reader, 0)
+        if size:
+            self._partial[reader] = size
+        else:
+            self._partial.pop(reader, None)
         self._balance()
 
-    def _set(self, sizes: dict[Reader, int], reader: Reader, size: int) -> None:
-        self._held += size - sizes.get(reader, 0)
-        if size:
-            sizes[reader] = size
-        else:
-            sizes.pop(reader, None)
+    def hold(self, change: int) -> None:
+        """Note by how much more, or less, the lines take that are being worked on."""
+        self.held += change
+        self._balance()
+
+    def forget(self, reader: Reader, whole: int) -> None:
+        """Note that a reader is gone, with lines of ``whole`` bytes that are being worked on."""
+        self.paused.pop(reader, None)
+        self.held -= self._partial.pop(reader, 0) + whole
         self._balance()
 
     def _balance(self) -> None:
-        if self._held > self.limit:
+        if self.held > self.limit:
             # Only the oldest goes on.
             oldest = next(iter(self._partial), None)
-            if oldest in self._paused:
+            if oldest in self.paused:
                 self._resume(oldest)
-            if len(self._partial) - len(self._paused) > 1:
+            if len(self._partial) - len(self.paused) > 1:
                 for reader in [
-                    each for each in self._partial if each not in self._paused and each is not oldest
+                    each for each in self._partial if each not in self.paused and each is not oldest
                 ]:
-                    self._paused[reader] = None
+                    self.paused[reader] = None
                     reader.pause()
-        elif self._paused:
+        elif self.paused:
             # As many go on as there is room for.
-            room = 1 + (self.limit - self._held) // self._step
-            for _ in range(min(len(self._paused), room - len(self._partial) + len(self._paused))):
-                self._resume(next(iter(self._paused)))
+            room = 1 + (self.limit - self.held) // self._step
+            for _ in range(min(len(self.paused), room - len(self._partial) + len(self.paused))):
+                self._resume(next(iter(self.paused)))
 
     def _resume(self, reader: Reader) -> None:
-        del self._paused[reader]
+        del self.paused[reader]
         reader.resume()

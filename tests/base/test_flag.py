@@ -1,4 +1,4 @@
-"""Flags and slots."""
+"""Flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mldserver.base.clock import Flag, Slot
+from mldserver.base.clock import Flag
 
 
 async def test_a_flag_wakes_all_who_wait_and_lets_later_ones_pass_until_it_is_cleared() -> None:
@@ -41,14 +41,3 @@ async def test_who_gives_up_waiting_is_forgotten_and_harms_nobody() -> None:
     await second
     with pytest.raises(asyncio.CancelledError):
         await third
-
-
-async def test_a_slot_gives_items_in_order_as_they_come() -> None:
-    slot: Slot[int] = Slot()
-    slot.put(1)
-    slot.put(2)
-    assert [await slot.get(), await slot.get()] == [1, 2]
-    waiting = asyncio.create_task(slot.get())
-    await asyncio.sleep(0)
-    slot.put(3)
-    assert await waiting == 3

@@ -34,7 +34,7 @@ class Bench:
             self.work,
             late=lambda batch, result: self.note("late", result),
             failed=lambda error: self.note("failed", str(error)),
-            freed=self.freed.append,
+            hold=lambda change: self.freed.append(-change),
             has_room=lambda: self.room,
             goes_on=lambda: None,
             early=self.early,
@@ -87,7 +87,7 @@ def play(act: Act, *, deadline: float | None = 20) -> Bench:
 def submitted(*lines: str, deadline: float | None = 20) -> list[Any]:
     async def act(bench: Bench) -> None:
         await bench.submit(*lines)
-        await bench.under_way.idle()
+        await bench.under_way.idle.wait()
 
     return play(act, deadline=deadline).told
 
@@ -129,7 +129,7 @@ def test_without_room_for_more_the_answer_waits_until_there_is_some() -> None:
             group.create_task(bench.submit("100"))
             await bench.clock.sleep(60.5)
             bench.room = True
-        await bench.under_way.idle()
+        await bench.under_way.idle.wait()
 
     assert play(act).told == [(61, "answer", None), (100, "late", "100")]
 
@@ -149,7 +149,7 @@ def test_nothing_is_worked_on_behind_a_batch_that_failed() -> None:
         assert not bench.under_way.incomplete
         with pytest.raises(ValueError, match="30!"):
             await bench.submit("30!", "0", "0")
-        await bench.under_way.idle()
+        await bench.under_way.idle.wait()
         assert bench.under_way.incomplete
         with pytest.raises(RuntimeError, match="none may follow"):
             await bench.submit("0")
@@ -163,7 +163,7 @@ def test_nothing_is_worked_on_behind_a_batch_that_failed() -> None:
 def test_after_a_failure_nothing_is_worked_on_that_was_answered_already() -> None:
     async def act(bench: Bench) -> None:
         await bench.submit("50!", "0")
-        await bench.under_way.idle()
+        await bench.under_way.idle.wait()
         assert bench.under_way.incomplete
 
     bench = play(act)
@@ -188,7 +188,7 @@ def test_what_is_under_way_can_be_dropped_and_then_none_may_follow() -> None:
         assert (len(bench.under_way.batches), bench.under_way.bytes) == (2, 4)
         assert await bench.under_way.drop() == 2
         assert (bench.seconds(), bench.working, len(bench.under_way.batches)) == (40, 0, 0)
-        await bench.under_way.idle()
+        await bench.under_way.idle.wait()
         with pytest.raises(RuntimeError, match="none may follow"):
             await bench.under_way.submit(b"1", 0)
 
@@ -230,7 +230,7 @@ def test_whoever_waits_for_idleness_is_not_left_waiting_when_the_work_is_cancell
         running = asyncio.get_running_loop().create_task(bench.under_way.run())
         await bench.submit("100")
         running.cancel()
-        await bench.under_way.idle()
+        await bench.under_way.idle.wait()
         with pytest.raises(asyncio.CancelledError):
             await running
 

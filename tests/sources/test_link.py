@@ -10,7 +10,7 @@ import pytest
 
 from mldserver.errors import HandlerHalted, ProtocolViolation
 from mldserver.protocol.events import CloseReason, Timer
-from mldserver.protocol.messages import ProcessRecords
+from mldserver.protocol.messages import Initialize, ProcessRecords
 from mldserver.records import Sequence
 from mldserver.sources.link import CheckpointOutcome, Link
 from mldserver.sources.unread import ReadBudget
@@ -107,7 +107,7 @@ async def test_once_closed_every_command_does_nothing() -> None:
     link.answer()
     link.close()
     link.reject(ProtocolViolation("late"))
-    link.abort(HandlerHalted("late"))
+    link.close(HandlerHalted("late"))
     assert await link.checkpoint(Sequence(5)) is CheckpointOutcome.CLOSED
     assert transport.done == []
     assert link.close_reason is CloseReason.EOF_IN_REQUEST
@@ -164,7 +164,7 @@ async def test_a_line_that_goes_on_arriving_gets_its_time_again_but_not_while_ot
     link._fire(Timer.PARTIAL_LINE)
     assert set(link._timers) == {"partial_line"}
     other, _ = made()
-    link._budget = other._budget = ReadBudget(10)
+    link.budget = other.budget = ReadBudget(10)
     heard(link, b" " * 8)
     heard(other, b"{" * 2)
     heard(link, b" ")
@@ -172,7 +172,7 @@ async def test_a_line_that_goes_on_arriving_gets_its_time_again_but_not_while_ot
     assert link.close_reason is CloseReason.FAILED
     assert not other.closed
     link.connection_lost(None)
-    assert not other._budget.others_wait
+    assert not other.budget.paused
 
 
 @pytest.mark.parametrize("ending", [Link.close, lambda link: link._fire(Timer.PARTIAL_LINE)])
@@ -188,14 +188,37 @@ async def test_a_line_that_the_server_does_not_read_on_is_not_blamed_on_the_peer
     assert len(told) == (link.close_reason is CloseReason.FAILED)
 
 
+async def test_requests_are_given_in_order_as_they_come() -> None:
+    link, _ = initialized()
+    first, second = ProcessRecords(b"1"), ProcessRecords(b"2")
+    link.wake(first)
+    link.wake(second)
+    assert isinstance(await link.request(), Initialize)
+    assert [await link.request(), await link.request()] == [first, second]
+    waiting = asyncio.create_task(link.request())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    link.close()
+    assert await waiting is None
+
+
 async def test_a_batchs_line_counts_until_it_is_processed() -> None:
     link, _ = initialized()
     heard(link, BATCH + b"\n")
     assert await link.request() is not None
     assert await link.request() == ProcessRecords(BATCH)
-    assert link._budget.held == len(BATCH)
-    link.processed(len(BATCH))
-    assert link._budget.held == 0
+    assert link.budget.held == len(BATCH)
+    link.hold(-len(BATCH))
+    assert link.budget.held == 0
+
+
+async def test_a_batchs_line_counts_no_more_once_its_connection_is_gone() -> None:
+    link, _ = initialized()
+    heard(link, BATCH + b"\n")
+    link.connection_lost(None)
+    assert link.budget.held == 0
+    link.hold(-len(BATCH))
+    assert link.budget.held == 0
 
 
 async def test_nothing_is_written_to_a_transport_that_is_closing() -> None:
@@ -253,4 +276,4 @@ async def test_a_batch_that_goes_over_to_the_task_of_a_connection_that_is_gone_i
     link, _ = initialized()
     link.connection_lost(None)
     link.wake(ProcessRecords(BATCH))
-    assert link._budget.held == 0
+    assert link.budget.held == 0

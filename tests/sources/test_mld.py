@@ -86,7 +86,7 @@ async def test_a_peer_that_reads_no_answers_is_sent_away_before_they_fill_the_me
     asked = 0
     while not link.closed:
         await asyncio.sleep(0)
-        if link._core.state is State.IDLE and len(house.runtime.calls) == 1 + asked:
+        if link.core.state is State.IDLE and len(house.runtime.calls) == 1 + asked:
             asked += 1
             assert asked < 5_000
             await peer.send(b'{"action":"processRecords","records":[],"millisBehindLatest":0}\n')

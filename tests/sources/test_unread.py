@@ -31,11 +31,11 @@ def test_within_the_budget_nobody_waits() -> None:
 
 
 def test_beyond_the_budget_all_but_the_oldest_line_wait() -> None:
-    budget, old, young, whole = ReadBudget(10), Reader(), Reader(), Reader()
-    budget.set_whole(whole, 4)
+    budget, old, young = ReadBudget(10), Reader(), Reader()
+    budget.hold(4)
     budget.set_partial(old, 4)
     budget.set_partial(young, 4)
-    assert (old.paused, young.paused, whole.paused) == (False, True, False)
+    assert (old.paused, young.paused) == (False, True)
 
 
 def test_a_freed_byte_wakes_those_that_wait() -> None:
@@ -43,7 +43,7 @@ def test_a_freed_byte_wakes_those_that_wait() -> None:
     budget.set_partial(old, 8)
     budget.set_partial(young, 8)
     budget.set_partial(old, 0)
-    budget.set_whole(old, 2)
+    budget.hold(2)
     assert not young.paused
     assert budget.held == 10
 
@@ -52,7 +52,7 @@ def test_the_next_oldest_goes_on_when_the_oldest_is_gone() -> None:
     budget, first, second, third = ReadBudget(10), Reader(), Reader(), Reader()
     for reader in (first, second, third):
         budget.set_partial(reader, 20)
-    budget.forget(first)
+    budget.forget(first, 0)
     assert (second.paused, third.paused) == (False, True)
 
 
@@ -60,35 +60,36 @@ def test_a_reader_that_is_gone_is_not_called_any_more() -> None:
     budget, first, second = ReadBudget(10), Reader(), Reader()
     budget.set_partial(first, 20)
     budget.set_partial(second, 20)
-    budget.forget(second)
-    budget.forget(first)
+    budget.hold(3)
+    budget.forget(second, 0)
+    budget.forget(first, 3)
     assert second.paused
     assert budget.held == 0
 
 
 def test_as_many_go_on_as_there_is_room_for_those_first_that_wait_longest() -> None:
-    budget, whole = ReadBudget(100, step=20), Reader()
+    budget = ReadBudget(100, step=20)
     readers = [Reader() for _ in range(6)]
-    budget.set_whole(whole, 100)
+    budget.hold(100)
     for reader in readers:
         budget.set_partial(reader, 1)
     assert [reader.paused for reader in readers] == [False, True, True, True, True, True]
-    budget.set_whole(whole, 54)
+    budget.hold(-46)
     assert [reader.paused for reader in readers] == [False, False, False, True, True, True]
     budget.set_partial(readers[0], 0)
     assert [reader.paused for reader in readers] == [False, False, False, False, True, True]
 
 
 def test_a_line_that_is_done_wakes_a_few_of_a_thousand() -> None:
-    budget, whole = ReadBudget(10_000, step=100), Reader()
+    budget = ReadBudget(10_000, step=100)
     readers = [Reader() for _ in range(1000)]
     for reader in readers:
         budget.set_partial(reader, 9)
-    budget.set_whole(whole, 1200)
-    budget.set_whole(whole, 800)
+    budget.hold(1200)
+    budget.hold(-400)
     assert sum(not reader.paused for reader in readers) == 3
     calls = sum(reader.calls for reader in readers)
-    budget.set_whole(whole, 1200)
+    budget.hold(400)
     assert sum(not reader.paused for reader in readers) == 1
     assert sum(reader.calls for reader in readers) == calls + 2
 
@@ -118,13 +119,12 @@ def test_whoever_waits_there_are_always_as_many_that_go_on_as_there_is_room_for(
             if not size:
                 del partial[index]
         elif kind == "w":
-            budget.set_whole(readers[index], size)
+            budget.hold(size - whole.get(index, 0))
             whole[index] = size
         else:
-            budget.forget(readers[index])
+            budget.forget(readers[index], whole.pop(index, 0))
             readers[index].paused = False
             partial.pop(index, None)
-            whole[index] = 0
         assert budget.held == sum(partial.values()) + sum(whole.values())
         reading = list(partial)
         going = [index for index in reading if not readers[index].paused]
@@ -132,5 +132,5 @@ def test_whoever_waits_there_are_always_as_many_that_go_on_as_there_is_room_for(
             assert going == reading[:1]
         else:
             assert len(going) >= min(len(reading), 1 + (limit - budget.held) // step)
-        assert budget.others_wait == (len(going) < len(reading))
+        assert bool(budget.paused) == (len(going) < len(reading))
         assert all(not reader.paused for index, reader in enumerate(readers) if index not in reading)
