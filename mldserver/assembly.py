@@ -38,7 +38,7 @@ from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.sources.intake import SourceParts
-from mldserver.sources.listing import ShardPolling, StreamShards
+from mldserver.sources.listing import ShardPolling
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.windows import Tumbling
@@ -341,8 +341,9 @@ def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> S
     make = kinesis or partial(
         aws_client, "kinesis", region=settings.region, endpoint_url=settings.endpoint_url
     )
-    shards = StreamShards(settings.stream, make)
-    return ShardPolling(shards, interval_seconds=settings.list_shards_interval_seconds, clock=clock)
+    return ShardPolling(
+        settings.stream, make, interval_seconds=settings.list_shards_interval_seconds, clock=clock
+    )
 
 
 def store_of(settings: Settings) -> OutputStore:

@@ -89,7 +89,7 @@ class Redriver:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
         # What a ledger out of reach has left undone. A shard that is opened meanwhile learns its keys anew.
         for shard_id in tuple(self._asking):
-            claim = self.owners.current(shard_id)
+            claim = self.owners.claims.get(shard_id)
             if claim is None or not claim.opened:
                 del self._asking[shard_id]
                 continue
@@ -104,7 +104,7 @@ class Redriver:
         try:
             if self.why_not:
                 await self._refuse(letters, PeerError(self.why_not))
-            elif (claim := self.owners.current(shard_id)) is not None:
+            elif (claim := self.owners.claims.get(shard_id)) is not None:
                 if claim.opened:
                     async with claim.visit():
                         await self._run(shard_id, letters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import structlog
 
@@ -16,7 +16,6 @@ from mldserver.base.clock import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     from mldserver.base.clock import Clock
 
@@ -38,25 +37,49 @@ MakeKinesis: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[Ki
 """Makes a client, which is closed when its context ends."""
 
 
-class StreamShards:
-    """Lists a stream's shards, with one client: made at the first listing, kept until the context ends."""
+class ShardPolling:
+    """Lists a stream's shards every so often, and whenever it is asked to.
 
-    def __init__(self, stream: str, make_client: MakeKinesis) -> None:
-        """Name the stream; ``make_client`` is called again only when it failed."""
+    It is made before anything that asks it, and whom it tells is known only once it runs.
+    """
+
+    def __init__(
+        self, stream: str, make_client: MakeKinesis, *, interval_seconds: float, clock: Clock
+    ) -> None:
+        """List once ``run`` is called, with one client: made at the first listing, and again only when that failed."""
         self._stream = stream
         self._make_client = make_client
+        self._interval_seconds = interval_seconds
+        self._clock = clock
         self._client: KinesisClient | None = None
         self._resources = contextlib.AsyncExitStack()
+        self._asked: list[asyncio.Future[None]] = []
+        self._wake = asyncio.Event()
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
+        """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
+        async with self._resources:
+            while True:
+                self._wake.clear()
+                asked, self._asked = self._asked, []
+                listing = await self._list()
+                if listing is not None:
+                    tell(listing)
+                for waiting in asked:
+                    if not waiting.done():
+                        waiting.set_result(None)
+                await first_of(self._wake.wait(), self._clock.sleep(self._interval_seconds))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._resources.__aexit__(kind, error, trace)
+    async def ask(self) -> None:
+        """Return when a listing that began after this call was told, or has failed, or takes too long."""
+        listed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.append(listed)
+        self._wake.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await listed
 
-    async def list(self) -> dict[str, tuple[str, ...]] | None:
+    async def _list(self) -> dict[str, tuple[str, ...]] | None:
         """Return the parents of every shard of the stream, by its id; None when AWS does not say.
 
         They are none, one (after a split) or two (after a merge). A parent may have left the listing with its records.
@@ -80,41 +103,3 @@ class StreamShards:
             log.warning("stream.unlisted", stream=self._stream, error=type(error).__name__, what=str(error))
             return None
         return listing
-
-
-class ShardPolling:
-    """Lists a stream's shards every so often, and whenever it is asked to.
-
-    It is made before anything that asks it, and whom it tells is known only once it runs.
-    """
-
-    def __init__(self, shards: StreamShards, *, interval_seconds: float, clock: Clock) -> None:
-        """List ``shards`` once ``run`` is called, and close them when that ends."""
-        self._shards = shards
-        self._interval_seconds = interval_seconds
-        self._clock = clock
-        self._asked: list[asyncio.Future[None]] = []
-        self._wake = asyncio.Event()
-
-    async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
-        """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
-        async with self._shards:
-            while True:
-                self._wake.clear()
-                asked, self._asked = self._asked, []
-                listing = await self._shards.list()
-                if listing is not None:
-                    tell(listing)
-                for waiting in asked:
-                    if not waiting.done():
-                        waiting.set_result(None)
-                await first_of(self._wake.wait(), self._clock.sleep(self._interval_seconds))
-
-    async def ask(self) -> None:
-        """Return when a listing that began after this call was told, or has failed, or takes too long."""
-        listed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked.append(listed)
-        self._wake.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                await listed

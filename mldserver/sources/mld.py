@@ -230,9 +230,20 @@ class MLDListener:
                 self._address.path.unlink(missing_ok=True)
 
     async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
+        """Take a slot, then a connection; say so when a peer has to wait for one."""
         loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.remove_reader(listener)
+            log.warning("connection.refused", limit=self._connection_limit)
+
         while True:
-            await self._slot(listener)
+            if self._slots.locked():
+                loop.add_reader(listener, tell)
+            try:
+                await self._slots.acquire()
+            finally:
+                loop.remove_reader(listener)
             try:
                 peer_socket, peer = await loop.sock_accept(listener)
             except OSError as error:
@@ -246,23 +257,6 @@ class MLDListener:
                 group.create_task(self._serve(peer_socket, peer))
                 if self._tls is not None:
                     await self._clock.sleep(_HANDSHAKE_PAUSE_SECONDS)
-
-    async def _slot(self, listener: socket.socket) -> None:
-        """Take a slot for the next connection; say so when a peer has to wait for one."""
-        if not self._slots.locked():
-            await self._slots.acquire()
-            return
-        loop = asyncio.get_running_loop()
-
-        def tell() -> None:
-            loop.remove_reader(listener)
-            log.warning("connection.refused", limit=self._connection_limit)
-
-        loop.add_reader(listener, tell)
-        try:
-            await self._slots.acquire()
-        finally:
-            loop.remove_reader(listener)
 
     # Serving.
 

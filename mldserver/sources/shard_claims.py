@@ -146,25 +146,19 @@ class ShardOwners:
 
     def __init__(self) -> None:
         """Begin without any."""
-        self._claims: dict[str, tuple[Claim, asyncio.Lock]] = {}
+        self.claims: dict[str, Claim] = {}
+        """Of shards that somebody has; read only."""
 
     def take(self, shard_id: str) -> Claim:
         """Claim a shard; an earlier claim of it is superseded."""
-        before = self._claims.get(shard_id)
-        lock = asyncio.Lock() if before is None else before[1]
-        claim = Claim(lock)
-        self._claims[shard_id] = (claim, lock)
+        before = self.claims.get(shard_id)
+        claim = self.claims[shard_id] = Claim(asyncio.Lock() if before is None else before.lock)
         if before is not None:
-            before[0].supersede()
+            before.supersede()
         return claim
-
-    def current(self, shard_id: str) -> Claim | None:
-        """Return who has the shard; None: nobody."""
-        found = self._claims.get(shard_id)
-        return None if found is None else found[0]
 
     def release(self, shard_id: str, claim: Claim) -> None:
         """Let go of a claim; one that is not current changes nothing."""
         if claim.current:
             claim.current = False
-            del self._claims[shard_id]
+            del self.claims[shard_id]

@@ -152,7 +152,7 @@ async def test_letters_of_a_shard_that_nobody_has_run_on_a_handler_of_their_own(
     await house.redriver().round()
     assert house.handler.calls == [("open", "a"), ("process", "a", [1, 2, 9]), ("forget", "a")]
     assert house.left() == [(2, 5, False)], "the attempts of both runs"
-    assert house.owners.current("a") is None
+    assert house.owners.claims.get("a") is None
     assert not house.buffer
 
 
@@ -171,7 +171,7 @@ async def test_letters_of_a_connections_shard_run_on_its_handler(house: House) -
     await house.redriver(parks=True).round()
     assert house.handler.calls[0] == ("process", "a", [1, 2, 9])
     assert sorted(house.handler.calls[1:]) == [("unpark", "a", "k"), ("unpark", "a", "other")]
-    assert house.owners.current("a") is claim
+    assert house.owners.claims.get("a") is claim
 
 
 async def test_a_key_that_still_has_letters_stays_parked(house: House) -> None:
@@ -257,7 +257,7 @@ async def test_a_connection_that_comes_takes_the_shard_and_its_letters_stay_want
     await house.redriver().round()
     assert house.handler.calls[-1] == ("forget", "a")
     assert [wanted for _, _, wanted in house.left()] == [True, True, True]
-    current = house.owners.current("a")
+    current = house.owners.claims.get("a")
     assert current is not None
     assert current.current
 

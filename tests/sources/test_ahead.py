@@ -129,7 +129,7 @@ async def test_batches_are_answered_ahead_and_taken_in_order(stream: Stream) -> 
     # The shard is not silent while any of them is worked on.
     assert stream.shard.calls == DONE * 4
     assert stream.house.listener._budget.held == 0
-    assert not stream.house.listener.owners.current(SHARD).lock.locked()  # type: ignore[union-attr]  # it is there
+    assert not stream.house.listener.owners.claims.get(SHARD).lock.locked()  # type: ignore[union-attr]  # it is there
 
 
 async def test_the_runtime_is_told_for_which_the_daemon_does_not_wait(stream: Stream) -> None:
@@ -413,7 +413,7 @@ async def test_one_that_takes_long_is_answered_after_its_deadline(
 async def test_a_visitor_comes_between_two_batches(stream: Stream) -> None:
     await stream.warm_up()
     await stream.ahead(2, 3)
-    claim = stream.house.listener.owners.current(SHARD)
+    claim = stream.house.listener.owners.claims.get(SHARD)
     assert claim is not None
     seen: list[int] = []
 

@@ -408,7 +408,7 @@ async def test_a_daemon_does_not_wait_for_dead_letters_that_run_between_its_batc
 ) -> None:
     daemon = await house.connect()
     await daemon.initialize()
-    claim = house.listener.owners.current(SHARD)
+    claim = house.listener.owners.claims.get(SHARD)
     assert claim is not None
 
     async def redrive() -> None:
@@ -432,7 +432,7 @@ async def test_a_batch_that_waits_for_dead_letters_to_have_run_is_there_already(
     """Its shard is not silent: the clock must not carry the watermark past the rows that it has brought."""
     daemon = await house.connect()
     await daemon.initialize()
-    claim, [shard] = house.listener.owners.current(SHARD), house.intake.shards
+    claim, [shard] = house.listener.owners.claims.get(SHARD), house.intake.shards
     assert claim is not None
     async with asyncio.timeout(800):
         async with claim.visit():

@@ -12,11 +12,11 @@ import pytest
 
 from mldserver.base.aws import aws_client
 from mldserver.sources import listing
-from mldserver.sources.listing import ShardPolling, StreamShards
+from mldserver.sources.listing import ShardPolling
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:
@@ -67,19 +67,35 @@ class FakeClient:
         return PAGES[request.get("NextToken")]
 
 
+@contextlib.asynccontextmanager
+async def polling(
+    make: Callable[[], Any], tell: Callable[[Any], object]
+) -> AsyncIterator[tuple[ShardPolling, VirtualClock]]:
+    clock = VirtualClock()
+    polls = ShardPolling("flights", make, interval_seconds=30, clock=clock)
+    task = asyncio.create_task(polls.run(tell))
+    await clock.advance(0)
+    try:
+        yield polls, clock
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
 async def test_all_pages_are_read_and_the_token_excludes_the_name() -> None:
-    client = FakeClient()
-    async with StreamShards("flights", client.make) as shards:
-        assert await shards.list() == LISTING
+    client, told = FakeClient(), []
+    async with polling(client.make, told.append):
+        pass
+    assert told == [LISTING]
     assert client.requests == [{"StreamName": "flights"}, {"NextToken": "more"}]
 
 
 async def test_a_failure_is_logged_and_the_same_client_is_asked_again(logged: list[dict[str, Any]]) -> None:
-    client = FakeClient(failures=2)
-    async with StreamShards("flights", client.make) as shards:
-        listings = [await shards.list() for _ in range(4)]
+    client, told_of = FakeClient(failures=2), []
+    async with polling(client.make, told_of.append) as (_, clock):
+        await clock.advance(95)
         assert client.open
-    assert listings == [None, None, LISTING, LISTING]
+    assert (len(client.requests), told_of) == (6, [LISTING, LISTING])
     assert (client.made, client.open) == (1, False)
     told = [entry for entry in logged if entry["event"] == "stream.unlisted"]
     expected = ("flights", "ConnectionError", "no route")
@@ -97,9 +113,11 @@ async def test_a_client_that_cannot_be_made_is_tried_again_and_never_fatal(
             raise ValueError("no region")
         return client.make()
 
-    async with StreamShards("flights", make) as shards:
-        assert await shards.list() is None
-        assert await shards.list() == LISTING
+    told: list[Any] = []
+    async with polling(make, told.append) as (_, clock):
+        assert told == []
+        await clock.advance(31)
+        assert told == [LISTING]
     assert [entry["what"] for entry in logged if entry["event"] == "stream.unlisted"] == ["no region"]
 
 
@@ -117,23 +135,10 @@ class Listings(FakeClient):
         return {"Shards": [shard(number)]}
 
 
-@contextlib.asynccontextmanager
-async def polling(listings: Listings) -> AsyncIterator[tuple[ShardPolling, VirtualClock, list[str]]]:
-    clock, told = VirtualClock(), []
-    polls = ShardPolling(StreamShards("flights", listings.make), interval_seconds=30, clock=clock)
-    task = asyncio.create_task(polls.run(told.extend))
-    await clock.advance(0)
-    try:
-        yield polls, clock, told
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-
-
 async def test_a_stream_is_listed_every_so_often() -> None:
-    listings = Listings()
+    listings, told = Listings(), []
     listings.gate.set()
-    async with polling(listings) as (_, clock, told):
+    async with polling(listings.make, told.extend) as (_, clock):
         await clock.advance(61)
         assert listings.open
     assert told == ["shardId-1", "shardId-2", "shardId-3"]
@@ -141,8 +146,8 @@ async def test_a_stream_is_listed_every_so_often() -> None:
 
 
 async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None:
-    listings = Listings()
-    async with polling(listings) as (polls, clock, told):
+    listings, told = Listings(), []
+    async with polling(listings.make, told.extend) as (polls, clock):
         asking = [asyncio.create_task(polls.ask()) for _ in range(3)]
         await clock.advance(0)
         assert len(listings.requests) == 1
@@ -154,7 +159,7 @@ async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None
 async def test_whoever_asks_before_the_first_listing_waits_for_that() -> None:
     listings, told = Listings(), []
     listings.gate.set()
-    polls = ShardPolling(StreamShards("flights", listings.make), interval_seconds=30, clock=VirtualClock())
+    polls = ShardPolling("flights", listings.make, interval_seconds=30, clock=VirtualClock())
     asking = asyncio.create_task(polls.ask())
     await asyncio.sleep(0)
     running = asyncio.create_task(polls.run(told.extend))
@@ -165,17 +170,18 @@ async def test_whoever_asks_before_the_first_listing_waits_for_that() -> None:
 
 
 async def test_whoever_asks_goes_on_when_the_listing_fails() -> None:
-    listings = Listings()
+    listings, told = Listings(), []
     listings.failures = 2
     listings.gate.set()
-    async with polling(listings) as (polls, _, told):
+    async with polling(listings.make, told.extend) as (polls, _):
         await polls.ask()
         assert told == []
 
 
 async def test_whoever_asks_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "_PATIENCE_SECONDS", 0)
-    async with polling(Listings()) as (polls, _, told):
+    told: list[str] = []
+    async with polling(Listings().make, told.extend) as (polls, _):
         await polls.ask()
         assert told == []
 
@@ -213,7 +219,9 @@ async def test_the_real_client_asks_the_endpoint_that_it_was_given() -> None:
     targets: list[str] = []
     async with kinesis(targets) as address:
         make = partial(aws_client, "kinesis", region="eu-central-1", endpoint_url=address)
-        async with StreamShards("flights", make) as shards:
-            assert await shards.list() == LISTING
-            assert await shards.list() == LISTING
+        told: asyncio.Queue[Any] = asyncio.Queue()
+        async with polling(make, told.put_nowait) as (polls, _), asyncio.TaskGroup() as group:
+            assert await told.get() == LISTING
+            group.create_task(polls.ask())
+            assert await told.get() == LISTING
     assert targets == ["Kinesis_20131202.ListShards"] * 4
