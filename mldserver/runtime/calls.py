@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import math
 import os
 import threading
@@ -111,7 +110,7 @@ class Deadlines:
         if watch.task is not None or watch.started_ms is None:
             self._watches.discard(watch)
         else:
-            self._forget_ended()
+            self._watches -= {each for each in self._watches if each.abandoned and each.started_ms is None}
 
     def tell_here(self) -> None:
         """Tell once of a call that holds up the event loop for longer than it may: when it is done, or beside it."""
@@ -124,9 +123,12 @@ class Deadlines:
         took_ms = self._clock.steady_ms() - started_ms
         if took_ms >= self.limit_ms:
             here.told_ms = started_ms + took_ms
-            self._tell_slow(
-                here,
-                took_ms / 1000,
+            log.warning(
+                "handler.slow",
+                shard=here.shard,
+                handler=self._handler,
+                hook=here.hook,
+                seconds=took_ms / 1000,
                 did="The call holds up every shard of its process.",
                 advice="Give the handler's own calls time-outs, or write blocking = True in it.",
             )
@@ -154,48 +156,42 @@ class Deadlines:
             return
         try:
             while True:
-                self._forget_ended()
-                if not self._watches:
+                self._watches -= {
+                    each for each in self._watches if each.abandoned and each.started_ms is None
+                }
+                if self._watches:
+                    # Calls that begin meanwhile are due later than the first of those that run.
+                    await self._clock.sleep(self._look() / 1000)
+                else:
                     self._come.clear()
                     await self._come.wait()
-                    continue
-                for watch in [watch for watch in self._watches if self._left(watch, self.seconds) <= 0]:
-                    watch.told_ms = self._clock.steady_ms()
-                    if not _expire(watch, watch.told_ms):
-                        # It cannot be stopped, or does not let itself be cancelled.
-                        self._tell_slow(
-                            watch,
-                            _running(watch, watch.told_ms),
-                            did="The call cannot be stopped; it is waited for.",
-                            advice="Give the handler's own calls time-outs.",
-                        )
-                # Calls that begin meanwhile are due later than the first of those that run.
-                await self._clock.sleep(min(self._left(watch, self.seconds) for watch in self._watches))
         finally:
             now_ms = self._clock.steady_ms()
             for watch in self._watches:
                 _expire(watch, now_ms)
 
-    def _forget_ended(self) -> None:
-        self._watches -= {watch for watch in self._watches if watch.abandoned and watch.started_ms is None}
-
-    def _left(self, watch: Watch, seconds: float) -> float:
-        """Return the seconds until a watch must be looked at."""
-        now_ms = self._clock.steady_ms()
-        left = seconds - _running(watch, now_ms)
-        if watch.told_ms is not None:
-            left = max(left, seconds - (now_ms - watch.told_ms) / 1000)
-        return left
-
-    def _tell_slow(self, watch: Watch, seconds: float, **told: str) -> None:
-        log.warning(
-            "handler.slow",
-            shard=watch.shard,
-            handler=self._handler,
-            hook=watch.hook,
-            seconds=seconds,
-            **told,
-        )
+    def _look(self) -> float:
+        """Cancel calls that are overdue, or tell of them; return in how many milliseconds the next one is."""
+        now_ms, next_ms = self._clock.steady_ms(), math.inf
+        for watch in self._watches:
+            started_ms = watch.started_ms  # once: its thread may end it meanwhile
+            began_ms = now_ms if started_ms is None else started_ms
+            since_ms = began_ms if watch.told_ms is None else max(began_ms, watch.told_ms)
+            if now_ms - since_ms >= self.limit_ms:
+                watch.told_ms = since_ms = now_ms
+                if not _expire(watch, now_ms):
+                    # It cannot be stopped, or does not let itself be cancelled.
+                    log.warning(
+                        "handler.slow",
+                        shard=watch.shard,
+                        handler=self._handler,
+                        hook=watch.hook,
+                        seconds=(now_ms - began_ms) / 1000,
+                        did="The call cannot be stopped; it is waited for.",
+                        advice="Give the handler's own calls time-outs.",
+                    )
+            next_ms = min(next_ms, since_ms + self.limit_ms)
+        return next_ms - now_ms
 
 
 def _expire(watch: Watch, now_ms: int) -> bool:
@@ -206,11 +202,6 @@ def _expire(watch: Watch, now_ms: int) -> bool:
     # In the loop's next turn: one that comes together with the cancellation of the batch would be one with it.
     asyncio.get_running_loop().call_soon(watch.task.cancel)
     return True
-
-
-def _running(watch: Watch, now_ms: int) -> float:
-    started = watch.started_ms
-    return 0.0 if started is None else (now_ms - started) / 1000
 
 
 class Caller:
@@ -238,15 +229,9 @@ class Caller:
         self._mark = mark
         self.watched = watched
         self._pid = os.getpid()
-        self._thread = thread
+        self.thread = thread
         self.deadlines = deadlines
         self._clock = clock
-
-    def on(self, thread: WorkerThread) -> Caller:
-        """Return one that calls on another thread."""
-        other = copy.copy(self)
-        other._thread = thread  # noqa: SLF001  # its own class
-        return other
 
     async def run(self, hook: BoundHook, arguments: Iterable[Any], *, shard: str) -> Returned:
         """Call ``hook`` with each argument in turn; stop at the first failure.
@@ -254,14 +239,36 @@ class Caller:
         An asynchronous call beyond its deadline is cancelled and has failed. A synchronous one cannot be stopped:
         it is told in the log (``handler.slow``) for as long as it runs.
         """
-        if hook.is_async:
-            return await self._run_async(hook, arguments, shard)
+        if not hook.is_async:
 
-        def call(watch: Watch) -> Returned:
-            with self.in_hand(watch):
-                return self.call_sync(hook, arguments, watch)
+            def call(watch: Watch) -> Returned:
+                with self.in_hand(watch):
+                    return self.call_sync(hook, arguments, watch)
 
-        return await self.on_thread(call, hook, shard=shard)
+            return await self.on_thread(call, hook, shard=shard)
+        caller = asyncio.current_task()
+        assert caller is not None, "coroutines of the runtime run in tasks"
+        before = caller.cancelling()
+
+        def given_up() -> bool:
+            return caller.cancelling() > before
+
+        returned, watch = Returned(), Watch(hook.name, shard)
+        watch.task = asyncio.create_task(self._call_each(hook, arguments, watch, returned, given_up))
+        self.deadlines.begin(watch)
+        self._mark(1)
+        try:
+            # Whoever cancels the caller cancels that task, and waits for its end.
+            await watch.task
+        except asyncio.CancelledError as error:
+            if not given_up():
+                returned.failure = describe(error)
+        finally:
+            self._mark(-1)
+            self.deadlines.end(watch)
+        if given_up():
+            raise asyncio.CancelledError
+        return returned
 
     async def on_thread(
         self,
@@ -275,7 +282,7 @@ class Caller:
 
         One hop to the thread costs more than a small batch does: whoever has more to do there does it in one.
         """
-        thread = thread or self._thread
+        thread = thread or self.thread
         if thread is None:
             return self.here(function, hook, shard=shard)
         watch = Watch(hook.name, shard)
@@ -322,7 +329,7 @@ class Caller:
                 os._exit(1)  # the hook has forked: its child may not go on as another of this process
             if self.is_operators(error):
                 raise
-            returned.failure = _failure(error)
+            returned.failure = bad_row(str(error)) if type(error) is BadRow else describe(error)
         finally:
             asyncio._set_running_loop(loop)  # noqa: SLF001  # see above
         return returned
@@ -347,31 +354,6 @@ class Caller:
             and threading.current_thread() is threading.main_thread()
         )
 
-    async def _run_async(self, hook: BoundHook, arguments: Iterable[Any], shard: str) -> Returned:
-        caller = asyncio.current_task()
-        assert caller is not None, "coroutines of the runtime run in tasks"
-        before = caller.cancelling()
-
-        def given_up() -> bool:
-            return caller.cancelling() > before
-
-        returned, watch = Returned(), Watch(hook.name, shard)
-        watch.task = asyncio.create_task(self._call_each(hook, arguments, watch, returned, given_up))
-        self.deadlines.begin(watch)
-        self._mark(1)
-        try:
-            # Whoever cancels the caller cancels that task, and waits for its end.
-            await watch.task
-        except asyncio.CancelledError as error:
-            if not given_up():
-                returned.failure = describe(error)
-        finally:
-            self._mark(-1)
-            self.deadlines.end(watch)
-        if given_up():
-            raise asyncio.CancelledError
-        return returned
-
     async def _call_each(
         self,
         hook: BoundHook,
@@ -382,7 +364,7 @@ class Caller:
     ) -> None:
         """Make the calls; ``given_up``: whether nobody wants them any more, once this task is cancelled."""
         task, now_ms = asyncio.current_task(), self._clock.steady_ms
-        assert task is not None, "see _run_async"
+        assert task is not None, "see run"
         cancelling, plain, turned_ms = task.cancelling, hook.plain, now_ms()
         for argument in arguments:
             started_ms = now_ms()
@@ -401,7 +383,7 @@ class Caller:
             except BaseException as error:  # the user's code may raise anything; see the module
                 if self.is_operators(error):
                     raise
-                failure, value = _failure(error), None
+                failure, value = bad_row(str(error)) if type(error) is BadRow else describe(error), None
             if cancelling():
                 late = await _take_back(task)
                 if given_up():
@@ -430,7 +412,3 @@ async def _take_back(task: asyncio.Task[Any]) -> asyncio.CancelledError | None:
     while task.uncancel():
         pass
     return late
-
-
-def _failure(error: BaseException) -> Failure:
-    return bad_row(str(error)) if type(error) is BadRow else describe(error)

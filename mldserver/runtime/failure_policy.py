@@ -13,8 +13,7 @@ Of each failed call the policy says whether the record is called again, and if n
 from __future__ import annotations
 
 import enum
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.backoff import backoff
@@ -23,7 +22,7 @@ from mldserver.config.settings import FailureSettings
 from mldserver.handler.failure import Failure, Wish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
 __all__ = ["FailureRule", "OnFailure", "OnKeyFailure", "failure_rule"]  # what a policy is made of
 
@@ -88,50 +87,45 @@ class FailurePolicy(FailureSettings):
         """Return how a record ends whose ``calls`` so far have all failed, now with ``failure``; None: call it again."""
         if failure.wish is Wish.DISCARD:
             return Ending.DISCARD
-        rule = self.rule_for(failure.names)
+        rule = None
+        for dotted in failure.names if self.failure_rules else ():
+            # The nearest class; of two rules that name the same class, the one that says more of it.
+            about = [each for each in self.failure_rules if each.matches(dotted)]
+            if about:
+                rule = max(about, key=lambda each: each.name.count("."))
+                break
         if rule is not None and rule.on_failure is not None:
             return Ending(rule.on_failure)
         if rule is not None and rule.attempts is not None:
             attempts = rule.attempts
         else:
-            hopeless = rule is None and failure.wish is None and _repeats(failure.names)
+            nearest = next(
+                (name for name in failure.names if name in REPEATING or name == _OSERROR), _OSERROR
+            )
+            hopeless = rule is None and failure.wish is None and nearest != _OSERROR
             attempts = 1 if hopeless else self.attempts
         too_old = self.max_age_ms is not None and age_ms >= self.max_age_ms
         if failure.wish is Wish.FATAL or calls >= attempts or too_old:
             return Ending(self.on_failure)
         return None
 
-    def rule_for(self, names: Iterable[str]) -> FailureRule | None:
-        """Return the rule of the nearest class; of two that name the same class, the one that says more of it."""
-        for dotted in names if self.failure_rules else ():
-            found = [rule for rule in self.failure_rules if rule.matches(dotted)]
-            if found:
-                return max(found, key=lambda rule: rule.name.count("."))
-        return None
 
-
-@functools.lru_cache(maxsize=256)
-def _repeats(names: tuple[str, ...]) -> bool:
-    nearest = next((name for name in names if name in REPEATING or name == _OSERROR), _OSERROR)
-    return nearest != _OSERROR
-
-
+@dataclass(slots=True)
 class FailureNotices:
     """Which failures the log has told of: the same one is told once a minute, and counted meanwhile."""
 
-    def __init__(self, now_ms: Callable[[], int], *, most: int = _REMEMBERED) -> None:
-        """Measure time by ``now_ms``; beyond ``most`` failures the one that was not seen for longest is forgotten."""
-        self._now_ms = now_ms
-        self._most = most
-        self._seen: dict[Hashable, tuple[int, int]] = {}
-        """Of each failure: when it was told, and how often it has come since."""
+    now_ms: Callable[[], int]
+    most: int = _REMEMBERED
+    """Beyond so many failures the one that was not seen for longest is forgotten."""
+    _seen: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    """Of each failure: when it was told, and how often it has come since."""
 
     def times(self, failure: Hashable) -> int:
         """Return how often it has come since it was last told, now included; 0: it is not to be told yet."""
-        now_ms = self._now_ms()
+        now_ms = self.now_ms()
         told_ms, since = self._seen.pop(failure, (now_ms - _TOLD_EVERY_MS, 0))
         due = now_ms - told_ms >= _TOLD_EVERY_MS
         self._seen[failure] = (now_ms, 0) if due else (told_ms, since + 1)
-        if len(self._seen) > self._most:
+        if len(self._seen) > self.most:
             del self._seen[next(iter(self._seen))]
         return since + 1 if due else 0

@@ -11,6 +11,7 @@ server, whose ledger makes up for it at the next start.
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,8 @@ class InlineRuntime:
         if tools.spec.kind is HandlerKind.PROCESSOR:
             # It may wait for much: on a thread of its own.
             thread = await self._shard_threads.take(shard.id)
-            tools = replace(tools, caller=tools.caller.on(thread), threads=(thread,))
+            tools = replace(tools, caller=copy.copy(tools.caller), threads=(thread,))
+            tools.caller.thread = thread
         while (failed := await self._try_open(shard, tools)) is not None:
             hook, failure = failed
             failures += 1
@@ -256,14 +258,21 @@ class InlineRuntime:
         """Make a handler and run ``initialize``; return the hook that failed, and why."""
         spec = tools.spec
         instance: Any = spec.target
+
+        def make(_: Shard) -> list[Any]:
+            # What a class makes, and what that has, is up to the user's code. It comes back in a list of one: hooks may
+            # not return objects of their own to the runtime.
+            made = spec.target()
+            return [(made, {name: getattr(made, name) for name in spec.hooks})]
+
         if spec.kind is HandlerKind.MODULE:
-            functions = _functions(spec, instance)
+            functions = {name: getattr(instance, name) for name in spec.hooks}
         else:
-            # The instance comes back in a list of one: hooks may not return objects of their own to the runtime.
-            make = BoundHook("__init__", lambda _: [_made(spec)], is_async=False)
-            made = await tools.caller.run(make, [shard], shard=shard.id)
+            made = await tools.caller.run(
+                BoundHook("__init__", make, is_async=False), [shard], shard=shard.id
+            )
             if made.failure is not None:
-                return make.name, made.failure
+                return "__init__", made.failure
             instance, functions = made.values[0][0]
         hooks = {name: BoundHook(name, functions[name], hook.is_async) for name, hook in spec.hooks.items()}
         name = spec.record_hook
@@ -329,13 +338,3 @@ class InlineRuntime:
         if opened is None:
             raise InternalError("A shard is used that is not open.", shard=shard_id)
         return opened
-
-
-def _made(spec: HandlerSpec) -> tuple[Any, dict[str, Any]]:
-    """Return a new instance and its hooks by name: what a class makes, and what that has, is up to the user's code."""
-    instance = spec.target()
-    return instance, _functions(spec, instance)
-
-
-def _functions(spec: HandlerSpec, instance: Any) -> dict[str, Any]:
-    return {name: getattr(instance, name) for name in spec.hooks}
