@@ -167,7 +167,7 @@ class Lane:
                 "warning",
                 "handler.failed",
                 again.failure,
-                self.taken.sequence(again.index),
+                self.taken.fresh[again.index].sequence,
                 hook=self.hook.name,
                 attempt=again.attempt,
                 delay_seconds=delay,
@@ -205,7 +205,7 @@ class Lane:
             if failed and failure is not None:
                 again = self.plan.failed_at(step, done, failure, self.tools.clock.now_ms())
                 self.again += [] if again is None else [again]
-        if self.returned and (self.plan.idle or step.halved):
+        if self.returned and (not self.plan.todo or step.halved):
             # Rows of single calls are built once: a table for what stands between two failures would cost far more.
             made, self.returned = self.returned, []
             indices = made[0][0] if len(made) == 1 else [index for each, _ in made for index in each]

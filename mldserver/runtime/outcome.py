@@ -18,7 +18,6 @@ from mldserver.runtime.interface import BatchOutline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mldserver import records
     from mldserver.handler.failure import Failure
     from mldserver.protocol.batch_decoder import BatchDecoder
     from mldserver.records import Record
@@ -42,18 +41,6 @@ class Taken(msgspec.Struct, frozen=True):
         """Return for each fresh record its ``_time`` (numpy, int64): the running maximum of the arrival times."""
         times_ms = np.maximum.accumulate(np.array(self.arrivals_ms, np.int64))
         return times_ms[len(times_ms) - len(self.fresh) :]
-
-    def arrival_ms(self, index: int) -> int:
-        """Return when a fresh record arrived; the time of receipt where the daemon does not say."""
-        return self.arrivals_ms[len(self.arrivals_ms) - len(self.fresh) + index]
-
-    def key(self, index: int) -> str | None:
-        """Return a fresh record's partition key."""
-        return self.fresh[index].partition_key
-
-    def sequence(self, index: int) -> records.Sequence:
-        """Return a fresh record's place in its shard."""
-        return self.fresh[index].sequence
 
 
 def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:

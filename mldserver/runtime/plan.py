@@ -19,7 +19,7 @@ The shell asks the plan for the next call (``BatchPlan.step``), makes it, and te
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
     from mldserver import records
     from mldserver.runtime.failure_policy import FailurePolicy
-
-
-class Facts(Protocol):
-    """What a plan must know of a batch's records, by their index; asked only when something failed."""
-
-    def arrival_ms(self, index: int) -> int:
-        """Return when the record arrived."""
-
-    def key(self, index: int) -> str | None:
-        """Return its partition key."""
-
-    def sequence(self, index: int) -> records.Sequence:
-        """Return its place in the shard."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -84,7 +71,10 @@ class BatchPlan:
 
     indices: Sequence[int]
     policy: FailurePolicy
-    facts: Facts
+    fresh: Sequence[records.Record]
+    """The batch's records. Looked at only when something failed, as are ``arrivals_ms``."""
+    arrivals_ms: Sequence[int]
+    """When each of them arrived; the time of receipt where the daemon does not say."""
     ends: dict[int, End] = field(default_factory=dict)
     """The records that ended without rows."""
     halted: Again | None = None
@@ -93,8 +83,8 @@ class BatchPlan:
     """Whether ``step`` has said that every record is decided: until then a call may be under way."""
     parked: dict[str, records.Sequence] = field(default_factory=dict)
     """The keys with a dead letter of this batch, with its sequence; only when keys are parked."""
-    _todo: list[Step] = field(default_factory=list)
-    """A stack: the next call is the last."""
+    todo: list[Step] = field(default_factory=list)
+    """A stack: the next call is the last. Empty: every record is decided, unless a call is under way."""
     _calls: dict[int, int] = field(default_factory=dict)
     """Failed calls of each record that has any."""
     _suspect: Step | None = None
@@ -107,7 +97,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         """Begin with one call for all records."""
         if self.indices:
-            self._todo.append(Step(self.indices))
+            self.todo.append(Step(self.indices))
 
     @property
     def attempts(self) -> int:
@@ -116,17 +106,12 @@ class BatchPlan:
             return 1
         return max(calls + (index not in self.ends) for index, calls in self._calls.items())
 
-    @property
-    def idle(self) -> bool:
-        """Whether no call is planned: every record is decided, unless one is under way."""
-        return not self._todo
-
     def step(self) -> Step | None:
         """Take the next call out of the plan; None when every record is decided, or the shard stops."""
         if self.halted is not None:
             return None
-        while self._todo:
-            step = self._todo.pop()
+        while self.todo:
+            step = self.todo.pop()
             if step is not self._suspect or len(step.indices) == 1:
                 return step
             self._halve(step)
@@ -136,17 +121,22 @@ class BatchPlan:
     def condemn(self, faults: Mapping[int, Failure], now_ms: int) -> None:
         """Records that cannot be called at all end before the first call: trying again cannot help, whatever a rule says."""
         for index in self._drop(faults):
-            failure = faults[index]
-            self._count((index,))
-            ending = self.policy.ending(
-                failure, calls=self.policy.attempts, age_ms=self._age((index,), now_ms)
-            )
-            self._end(index, ending or Ending(self.policy.on_failure), failure)
+            ending = self._ending((index,), faults[index], now_ms)
+            self._end(index, ending or Ending(self.policy.on_failure), faults[index])
 
-    def park(self, keys: Mapping[str, records.Sequence]) -> None:
-        """Records of keys that have a dead letter from earlier are dead letters too, before the first call."""
+    def park(self, keys: Mapping[str, records.Sequence], *, behind: int = -1) -> None:
+        """Records of these keys are dead letters too, unless they were handed over: they wait behind one of their key.
+
+        Those up to the index ``behind`` are no concern.
+        """
+        if self._by_key is None:
+            self._by_key = {}
+            for index in self.indices:
+                self._by_key.setdefault(self.fresh[index].partition_key, []).append(index)
         for key, sequence in keys.items():
-            self._park(self._of_key(key), sequence)
+            for index in self._drop([each for each in self._by_key.get(key, ()) if each > behind]):
+                failure = Failure(f"Parked: it waits behind {sequence}, a dead letter of its partition key")
+                self.ends[index] = End(Ending.DEAD_LETTER, failure, self._calls.get(index, 0), sequence)
 
     def failed_at(self, step: Step, place: int, failure: Failure, now_ms: int) -> Again | None:
         """The call for one record of a step failed; those before it are done, those behind it were not called.
@@ -155,7 +145,7 @@ class BatchPlan:
         """
         rest = step.indices[place + 1 :]
         if rest:
-            self._todo.append(Step(rest))
+            self.todo.append(Step(rest))
         return self.failed(Step(step.indices[place : place + 1]), failure, now_ms)
 
     def failed(self, step: Step, failure: Failure, now_ms: int) -> Again | None:
@@ -168,11 +158,10 @@ class BatchPlan:
         if step is self._merged:
             self._merging = False
         indices, first = step.indices, step.indices[0]
-        self._count(indices)
+        ending = self._ending(indices, failure, now_ms)
         again = Again(first, failure, self._calls[first])
-        ending = self.policy.ending(failure, calls=again.attempt, age_ms=self._age(indices, now_ms))
         if ending is None and (len(indices) == 1 or not step.halved):
-            self._todo.append(Step(indices, again.attempt, failure.after_seconds, step.halved))
+            self.todo.append(Step(indices, again.attempt, failure.after_seconds, step.halved))
             return again
         if ending is Ending.HALT:
             self.halted = again
@@ -191,7 +180,7 @@ class BatchPlan:
         named = sorted(set(indices))
         rest = [index for index in step.indices if index not in set(named)]
         if rest:
-            self._todo.append(Step(rest, halved=step.halved))
+            self.todo.append(Step(rest, halved=step.halved))
         return self.faulty(step, dict.fromkeys(named, failure), now_ms)
 
     def faulty(self, step: Step, faults: Mapping[int, Failure], now_ms: int) -> list[Again]:
@@ -200,13 +189,7 @@ class BatchPlan:
         Returns what will be tried again.
         """
         indices, self._suspect = sorted(faults), None
-        self._count(indices)
-        endings = {
-            index: self.policy.ending(
-                faults[index], calls=self._calls[index], age_ms=self._age((index,), now_ms)
-            )
-            for index in indices
-        }
+        endings = {index: self._ending((index,), faults[index], now_ms) for index in indices}
         again = [
             Again(index, faults[index], self._calls[index]) for index in indices if endings[index] is None
         ]
@@ -214,7 +197,7 @@ class BatchPlan:
             waits = [one.failure.after_seconds for one in again if one.failure.after_seconds is not None]
             failures = max(one.attempt for one in again)
             after = max(waits) if len(waits) == len(again) else None
-            self._todo.append(Step([one.index for one in again], failures, after, step.halved))
+            self.todo.append(Step([one.index for one in again], failures, after, step.halved))
         for index, ending in endings.items():
             if ending is not None:
                 self._end(index, ending, faults[index])
@@ -224,28 +207,27 @@ class BatchPlan:
         """Plan two calls in place of one that failed, or would."""
         middle = len(step.indices) // 2
         self._suspect = Step(step.indices[middle:], halved=True)
-        self._todo += [self._suspect, Step(step.indices[:middle], halved=True)]
+        self.todo += [self._suspect, Step(step.indices[:middle], halved=True)]
 
     def _merge(self) -> None:
         """A bad record was found: what is left of the search may well be good, all of it."""
         if not self._merging:
             return
         rest: list[int] = []
-        while self._todo and self._todo[-1].halved and not self._todo[-1].failures:
-            rest += self._todo.pop().indices
+        while self.todo and self.todo[-1].halved and not self.todo[-1].failures:
+            rest += self.todo.pop().indices
         if rest:
             self._merged = Step(rest, halved=True)
-            self._todo.append(self._merged)
+            self.todo.append(self._merged)
 
-    def _count(self, indices: Iterable[int]) -> None:
+    def _ending(self, indices: Sequence[int], failure: Failure, now_ms: int) -> Ending | None:
+        """Count a call for these records that failed; return how they end, None when they are called again."""
         for index in indices:
             self._calls[index] = self._calls.get(index, 0) + 1
-
-    def _age(self, indices: Iterable[int], now_ms: int) -> int:
-        """Return the age of the oldest; not looked at when it does not matter."""
-        if self.policy.max_age_ms is None:
-            return 0
-        return now_ms - min(map(self.facts.arrival_ms, indices))
+        # The oldest of them; not looked at when it does not matter.
+        aged = self.policy.max_age_ms is not None
+        age_ms = now_ms - min(map(self.arrivals_ms.__getitem__, indices)) if aged else 0
+        return self.policy.ending(failure, calls=self._calls[indices[0]], age_ms=age_ms)
 
     def _end(self, index: int, ending: Ending, failure: Failure) -> None:
         if ending is Ending.HALT:
@@ -253,23 +235,10 @@ class BatchPlan:
             return
         self.ends[index] = End(ending, failure, self._calls[index])
         if ending is Ending.DEAD_LETTER and self.policy.parks:
-            key = self.facts.key(index)
+            key, sequence = self.fresh[index].partition_key, self.fresh[index].sequence
             if key is not None:
-                sequence = self.facts.sequence(index)
                 self.parked.setdefault(key, sequence)
-                self._park([other for other in self._of_key(key) if other > index], sequence)
-
-    def _of_key(self, key: str | None) -> list[int]:
-        if self._by_key is None:
-            self._by_key = {}
-            for index in self.indices:
-                self._by_key.setdefault(self.facts.key(index), []).append(index)
-        return self._by_key.get(key, [])
-
-    def _park(self, indices: Sequence[int], behind: records.Sequence) -> None:
-        for index in self._drop(indices):
-            failure = Failure(f"Parked: it waits behind {behind}, a dead letter of its partition key")
-            self.ends[index] = End(Ending.DEAD_LETTER, failure, self._calls.get(index, 0), behind)
+                self.park({key: sequence}, behind=index)
 
     def _drop(self, indices: Iterable[int]) -> list[int]:
         """Take records out of the calls that are planned; return those that were there."""
@@ -277,12 +246,12 @@ class BatchPlan:
         if not unwanted:
             return found
         kept = []
-        for step in self._todo:
+        for step in self.todo:
             found += [index for index in step.indices if index in unwanted]
             left = [index for index in step.indices if index not in unwanted]
             if left:
                 # A copy is no suspect any more: the failure may have been of what was taken out.
                 same = len(left) == len(step.indices)
                 kept.append(step if same else msgspec.structs.replace(step, indices=left))
-        self._todo = kept
+        self.todo = kept
         return found

@@ -178,7 +178,7 @@ class BatchWork:
                     shard=self.delivery.shard_id,
                     handler=self.tools.spec.path,
                     attempts=again.attempt,
-                    sequence=str(self.taken.sequence(again.index)),
+                    sequence=str(self.taken.fresh[again.index].sequence),
                 )
         if not all(lane.plan.exhausted for lane in self.lanes):
             # A group takes a lane that was cancelled for one that came to its end.
@@ -248,17 +248,16 @@ class BatchWork:
                 await self._together(partial(Lane.run_async, near=self._near))
             await self._near(lambda _: self._join())
             return
+        on_thread = self.tools.caller.on_thread
         if step is None:
-            step = await self._on_thread(self._begin)
+            step = await on_thread(self._begin, self.hook, shard=self.delivery.shard_id)
         if len(self.lanes) > 1:
             await self._together(Lane.run_sync)
             await self._near(lambda _: self._join())
         while step is not None:
             await self.lanes[0].pause(step)
-            step = await self._on_thread(partial(self._advance, step))
-
-    async def _on_thread(self, function: Callable[[Watch], Step | None]) -> Step | None:
-        return await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
+            work = partial(self._advance, step)
+            step = await on_thread(work, self.hook, shard=self.delivery.shard_id)
 
     def _begin(self, watch: Watch) -> Step | None:
         with self.tools.caller.in_hand(watch):
@@ -311,13 +310,14 @@ class BatchWork:
             for index, record in enumerate(fresh):
                 keyed.setdefault(lane_of(record.partition_key, tools.lanes), []).append(index)
             of_lane = dict(sorted(keyed.items()))
+        arrivals_ms = self.taken.arrivals_ms[len(self.taken.arrivals_ms) - len(fresh) :]
         self.rows = None
         self.lanes = [
             Lane(
                 tools,
                 self.hook,
                 self.taken,
-                BatchPlan(indices, tools.policy, self.taken),
+                BatchPlan(indices, tools.policy, fresh, arrivals_ms),
                 delivery.shard_id,
                 tools.threads[place % len(tools.threads)],
             )

@@ -17,7 +17,7 @@ import contextlib
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -29,7 +29,7 @@ from mldserver.records import Hook
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.outcome import halted
-from mldserver.runtime.plan import BatchPlan, Facts
+from mldserver.runtime.plan import BatchPlan
 from mldserver.workers import wire
 from mldserver.workers.process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of, sent
 from mldserver.workers.reload import Reload
@@ -301,8 +301,8 @@ class WorkerRuntime:
         parts = [await self._surely(replace(delivery, part=range(0)), held)]
         outline = parts[0].outline
         fresh = range(outline.records - outline.duplicates) if delivery.part is None else delivery.part
-        # It asks nothing of the records: no age and no key makes a difference here.
-        plan = BatchPlan(fresh, _ONCE, cast("Facts", None))
+        # It looks at none of the records: no age and no key makes a difference here.
+        plan = BatchPlan(fresh, _ONCE, (), ())
         while (step := plan.step()) is not None:
             # Steps of halving never leave a record out.
             part = replace(delivery, part=range(step.indices[0], step.indices[-1] + 1))

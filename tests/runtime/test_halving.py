@@ -41,8 +41,10 @@ CASES = [
 
 def in_one_process(count: int, bad: set[int]) -> None:
     """Every record is processed once, or has one end; the bad ones have."""
-    facts = SimpleNamespace(arrival_ms=lambda index: 0, key=str, sequence=lambda index: Sequence(index + 1))
-    plan = BatchPlan(range(count), POLICY, facts)
+    fresh: list[Any] = [
+        SimpleNamespace(partition_key=str(index), sequence=Sequence(index + 1)) for index in range(count)
+    ]
+    plan = BatchPlan(range(count), POLICY, fresh, [0] * count)
     done: list[int] = []
     while (step := plan.step()) is not None:
         if bad.isdisjoint(step.indices):
@@ -106,7 +108,7 @@ def the_last_record_is_dropped(patch: pytest.MonkeyPatch) -> None:
         middle = len(step.indices) // 2
         stop = len(step.indices) - (len(step.indices) > 500)
         plan._suspect = Step(step.indices[middle:stop], halved=True)
-        plan._todo += [plan._suspect, Step(step.indices[:middle], halved=True)]
+        plan.todo += [plan._suspect, Step(step.indices[:middle], halved=True)]
 
     patch.setattr(BatchPlan, "_halve", halve)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,25 +25,15 @@ PARK = {"on_key_failure": OnKeyFailure.PARK}
 NOW = 10_000
 
 
-@dataclass
-class Facts:
-    """Records 0, 1, 2 … whose sequences are 100, 101, 102 …"""
-
-    keys: Any = field(default_factory=dict)
-    arrivals: Any = field(default_factory=dict)
-
-    def arrival_ms(self, index: int) -> int:
-        return self.arrivals.get(index, NOW)
-
-    def key(self, index: int) -> Any:
-        return self.keys[index] if self.keys else f"key-{index}"
-
-    def sequence(self, index: int) -> Sequence:
-        return Sequence(100 + index)
+def fresh(count: int, keys: Any = None) -> list[Any]:
+    """Return records 0, 1, 2 … whose sequences are 100, 101, 102 …"""
+    keys = keys or [f"key-{index}" for index in range(count)]
+    return [SimpleNamespace(partition_key=keys[n], sequence=Sequence(100 + n)) for n in range(count)]
 
 
-def plan(count: int, facts: Any = None, **policy: Any) -> BatchPlan:
-    return BatchPlan(range(count), FailurePolicy(**policy), facts or Facts())
+def plan(count: int, keys: Any = None, arrivals: Any = None, **policy: Any) -> BatchPlan:
+    arrivals_ms = [(arrivals or {}).get(index, NOW) for index in range(count)]
+    return BatchPlan(range(count), FailurePolicy(**policy), fresh(count, keys), arrivals_ms)
 
 
 def at_work(calls: BatchPlan) -> Step:
@@ -202,7 +192,7 @@ def test_a_whole_batch_that_is_fatal_or_to_discard_is_searched_at_once(failure: 
 
 
 def test_a_batch_whose_oldest_record_is_too_old_is_not_called_again_as_a_whole() -> None:
-    calls = plan(2, Facts(arrivals={0: NOW - 500}), max_age_ms=500)
+    calls = plan(2, arrivals={0: NOW - 500}, max_age_ms=500)
     calls.failed(at_work(calls), BOOM, NOW)
     assert calls.step() == Step(range(1), halved=True)
     assert calls.failed(Step(range(1), halved=True), BOOM, NOW) is None
@@ -292,7 +282,7 @@ def test_a_rule_that_says_halt_stops_the_plan_at_once_and_others_do_not_need_to(
 
 
 def test_records_behind_a_dead_letter_of_their_key_are_parked() -> None:
-    calls = plan(6, Facts(list("abcaba")), attempts=1, **PARK)
+    calls = plan(6, list("abcaba"), attempts=1, **PARK)
     calls.failed_at(at_work(calls), 0, BOOM, NOW)
     assert calls.step() == Step([1, 2, 4])
     assert {index: (end.ending, end.attempts, end.behind) for index, end in calls.ends.items()} == {
@@ -306,19 +296,19 @@ def test_records_behind_a_dead_letter_of_their_key_are_parked() -> None:
 
 @pytest.mark.parametrize("failure", [DISCARD, KEY])
 def test_nothing_is_parked_behind_a_record_that_left_no_dead_letter(failure: Any) -> None:
-    calls = plan(2, Facts("aa"), failure_rules=(failure_rule("KeyError=skip"),), **PARK)
+    calls = plan(2, "aa", failure_rules=(failure_rule("KeyError=skip"),), **PARK)
     calls.failed_at(at_work(calls), 0, failure, NOW)
     assert (calls.step(), calls.parked) == (Step(range(1, 2)), {})
 
 
 def test_records_without_a_key_are_not_parked() -> None:
-    calls = plan(2, Facts([None, None]), attempts=1, **PARK)
+    calls = plan(2, [None, None], attempts=1, **PARK)
     calls.failed_at(at_work(calls), 0, BOOM, NOW)
     assert (calls.step(), calls.parked) == (Step(range(1, 2)), {})
 
 
 def test_records_of_keys_that_are_parked_from_earlier_are_not_called() -> None:
-    calls = plan(3, Facts("aba"), **PARK)
+    calls = plan(3, "aba", **PARK)
     calls.park({"a": Sequence(7), "z": Sequence(8)})
     assert calls.step() == Step([1])
     assert [calls.ends[index].behind for index in (0, 2)] == [Sequence(7), Sequence(7)]
@@ -326,14 +316,14 @@ def test_records_of_keys_that_are_parked_from_earlier_are_not_called() -> None:
 
 
 def test_records_that_were_done_in_the_same_call_are_not_parked_those_that_wait_are() -> None:
-    calls = plan(4, Facts("aaaa"), **PARK)
+    calls = plan(4, "aaaa", **PARK)
     again = calls.faulty(at_work(calls), {0: FATAL, 3: BOOM}, NOW)
     assert (again, calls.step()) == ([], None)
     assert {index: end.behind for index, end in calls.ends.items()} == {0: None, 3: Sequence(100)}
 
 
 def test_a_half_that_lost_its_parked_records_is_called_before_it_is_suspected() -> None:
-    calls = plan(4, Facts("aaba"), attempts=1, **PARK)
+    calls = plan(4, "aaba", attempts=1, **PARK)
     made, done = search(calls, {0, 3})
     assert made == [([0, 1, 2, 3], 0), ([0, 1], 0), ([0], 0), ([2], 0)]
     assert done == [2]
@@ -400,17 +390,15 @@ def naively(records: Any, policy: FailurePolicy) -> Any:
     return script.calls, ends, done, None
 
 
-def facts_of(records: Any) -> Facts:
-    return Facts(
-        [key for key, *_ in records], {index: NOW - age for index, (_, age, *_) in enumerate(records)}
-    )
+def facts_of(records: Any) -> tuple[list[Any], list[int]]:
+    return fresh(len(records), [key for key, *_ in records]), [NOW - age for _, age, *_ in records]
 
 
 @given(stories())
 def test_one_record_a_call_is_what_one_would_do_naively(story: Any) -> None:
     records, policy = story
     script, done = Script(records), []
-    calls = BatchPlan(range(len(records)), policy, facts_of(records))
+    calls = BatchPlan(range(len(records)), policy, *facts_of(records))
     while (step := calls.step()) is not None:
         for place, index in enumerate(step.indices):
             failure = script.call(index)
@@ -432,7 +420,7 @@ def test_a_whole_batch_a_call_decides_every_record_once_and_in_order_of_its_key(
 ) -> None:
     records, policy = story
     script, decided = Script(records), []
-    calls = BatchPlan(range(len(records)), policy, facts_of(records))
+    calls = BatchPlan(range(len(records)), policy, *facts_of(records))
     made = 0
     while (step := calls.step()) is not None:
         made += 1
