@@ -9,23 +9,24 @@ fault is named with its column and value, and all others keep their rows.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import types
 
 from mldserver.handler.failure import Failure, describe, printed
 from mldserver.records import Record
-from mldserver.runtime.values import converter, holds_more, owned, settled, shown
+from mldserver.runtime.values import converter, owned, settled, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.handler.spec import Column, Schema
+    from mldserver.handler.spec import Schema
     from mldserver.records import BatchResult
-    from mldserver.runtime.values import Converter
 
 
 @dataclass(slots=True)
@@ -54,10 +55,6 @@ class _Fault:
 _TUPLES: Final = {tuple}
 
 
-def _fits(convert: Converter, value: object) -> bool:
-    return convert.fits(value)
-
-
 class RowBuilder:
     """Builds rows for one handler."""
 
@@ -69,14 +66,25 @@ class RowBuilder:
         ``at_once``: ``take`` is to find every fault.
         """
         self._schema = schema
-        self._columns = () if schema is None else schema.columns
-        self._names = tuple(column.name for column in self._columns)
+        columns = () if schema is None else schema.columns
+        self._names = tuple(column.name for column in columns)
         self._known = frozenset(self._names)
         self._width = -1 if schema is None else len(self._names)
-        self._converters = [converter(column.sql, column.type) for column in self._columns]
-        self._time_column = time_column
+        self._converters = [converter(column.sql, column.type) for column in columns]
+        self._fits = [convert.fits for convert in self._converters]
+        self._null_faults = [
+            None if each.nullable else "it is null, but declared NOT NULL" for each in columns
+        ]
+        """Of each column: why it cannot hold null."""
+        if time_column in self._names:
+            self._null_faults[self._names.index(time_column)] = "it is null, but windows are cut on it"
         self._at_once = at_once
-        self._copied = [place for place, column in enumerate(self._columns) if holds_more(column.type)]
+        self._copied = [
+            place
+            for place, column in enumerate(columns)
+            if types.is_nested(column.type) or types.is_binary(column.type)
+        ]
+        """Columns whose values may be of Python types that can be changed."""
         self.plain: frozenset[type] = frozenset(
             {type(None)} if at_once or self._copied else {type(None), tuple}
         )
@@ -94,14 +102,12 @@ class RowBuilder:
             value, kind = tuple(map(value.get, self._names)), tuple
         if kind is tuple and len(value) == self._width:
             row = value if not self._copied else self._own(value)
-            if not self._at_once or all(map(_fits, self._converters, row)):
+            if not self._at_once or all(map(operator.call, self._fits, row)):
                 return row
         elif kind is list and not (self._at_once or self._copied) and set(map(type, value)) == _TUPLES:
             # Some may be of another width, but none can change.
             return value[0] if len(value) == 1 else value[:]
-        return self._take_slowly(settled(value))
-
-    def _take_slowly(self, value: Any) -> Any:
+        value = settled(value)
         if value is None:
             return None
         try:
@@ -169,10 +175,11 @@ class RowBuilder:
         if self._schema is None:
             raise BadRow(f"returned {shown(value)}, but the handler declares no schema")
         if isinstance(value, tuple):
-            if len(value) != len(self._names):
+            had, wanted = len(value), len(self._names)
+            if had != wanted:
                 raise BadRow(
-                    f"returned {_count(len(value), 'value')} for "
-                    f"{_count(len(self._names), 'column')} ({', '.join(self._names)})"
+                    f"returned {had} value{'' if had == 1 else 's'} for "
+                    f"{wanted} column{'' if wanted == 1 else 's'} ({', '.join(self._names)})"
                 )
             return value
         if isinstance(value, Mapping):
@@ -185,12 +192,12 @@ class RowBuilder:
     def _arrays(self, rows: Sequence[tuple[Any, ...]]) -> list[Any] | None:
         """Return one array a column, or None when some value is at fault."""
         arrays = []
-        for place, (column, convert) in enumerate(zip(self._columns, self._converters, strict=True)):
+        for place, (convert, null_fault) in enumerate(zip(self._converters, self._null_faults, strict=True)):
             try:
                 array = convert.array([row[place] for row in rows])
             except Exception:  # noqa: BLE001  # Arrow and the values' own code may raise anything
                 return None
-            if array.null_count and self._null_fault(column):
+            if array.null_count and null_fault:
                 return None
             arrays.append(array)
         return arrays
@@ -198,21 +205,16 @@ class RowBuilder:
     def _row_fault(self, row: tuple[Any, ...]) -> str:
         """Return what is wrong with a row; empty when nothing is."""
         problems = []
-        for column, convert, value in zip(self._columns, self._converters, row, strict=True):
+        columns = zip(self._names, self._converters, self._null_faults, row, strict=True)
+        for name, convert, null_fault, value in columns:
             if convert.fits(value):
                 continue
             problem = convert.fault(value)
             if problem is None and convert.one(value) is None:
-                problem = self._null_fault(column)
+                problem = null_fault
             if problem:
-                problems.append(f"column {column.name}: {problem}")
+                problems.append(f"column {name}: {problem}")
         return "; ".join(problems)
-
-    def _null_fault(self, column: Column) -> str | None:
-        """Return why the column cannot hold null, or None when it can."""
-        if column.name == self._time_column:
-            return "it is null, but windows are cut on it"
-        return None if column.nullable else "it is null, but declared NOT NULL"
 
 
 def unknown_columns(unknown: Sequence[Any], known: Sequence[str]) -> str:
@@ -220,10 +222,6 @@ def unknown_columns(unknown: Sequence[Any], known: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(unknown[0]), known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"its columns are {', '.join(known)}"
     return f"the schema has no column {shown(unknown[0])}; {hint}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def failed_records(result: BatchResult, records: Sequence[Record]) -> dict[int, Failure]:

@@ -131,32 +131,30 @@ def _kind_problem(held: Any, wanted: Any, sql: str) -> str | None:
         return f"{held} {'has a' if held.tz else 'has no'} time zone, so it is not {sql}"
     if types.is_struct(held) and types.is_struct(wanted):
         lost = [field.name for field in held if wanted.get_field_index(field.name) < 0]
-        parts = [(field.type, wanted.field(field.name).type) for field in held if field.name not in lost]
-        return f"{sql} has no field {lost[0]!r}" if lost else _part_problem(parts, sql)
-    if types.is_map(held) and types.is_map(wanted):
-        return _part_problem([(held.key_type, wanted.key_type), (held.item_type, wanted.item_type)], sql)
-    if _is_list(held) and types.is_list(wanted):
-        return _kind_problem(held.value_type, wanted.value_type, sql)
-    return f"{held} is not {sql}" if _other_meaning(held, wanted) else None
-
-
-def _part_problem(parts: Sequence[tuple[Any, Any]], sql: str) -> str | None:
-    problems = (_kind_problem(held, wanted, sql) for held, wanted in parts)
+        if lost:
+            return f"{sql} has no field {lost[0]!r}"
+        parts = [(field.type, wanted.field(field.name).type) for field in held]
+    elif types.is_map(held) and types.is_map(wanted):
+        parts = [(held.key_type, wanted.key_type), (held.item_type, wanted.item_type)]
+    elif _is_list(held) and types.is_list(wanted):
+        parts = [(held.value_type, wanted.value_type)]
+    else:
+        # One of two simple types may be a time, a date, or a truth value, and the other none.
+        is_text = types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)
+        if types.is_null(held) or is_text or types.is_string(wanted):
+            return None
+        kinds = (types.is_timestamp, types.is_date, types.is_temporal)
+        if types.is_boolean(wanted):
+            other = not types.is_boolean(held)
+        else:
+            other = any(kind(held) != kind(wanted) for kind in kinds)
+        return f"{held} is not {sql}" if other else None
+    problems = (_kind_problem(part, of, sql) for part, of in parts)
     return next(filter(None, problems), None)
 
 
 def _is_list(type_: Any) -> bool:
     return bool(types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_))
-
-
-def _other_meaning(held: Any, wanted: Any) -> bool:
-    """Whether one of two simple types is a time, a date, or a truth value, and the other is none."""
-    is_text = types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)
-    if types.is_null(held) or is_text or types.is_string(wanted):
-        return False
-    if types.is_boolean(wanted):
-        return not types.is_boolean(held)
-    return any(test(held) != test(wanted) for test in (types.is_timestamp, types.is_date, types.is_temporal))
 
 
 def _whole(held: Any, column: Column, time_column: str | None) -> Any:

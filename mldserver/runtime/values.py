@@ -69,11 +69,6 @@ def owned(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def holds_more(type_: Any) -> bool:
-    """Whether values of a column's type may be of Python types that can be changed."""
-    return bool(types.is_nested(type_) or types.is_binary(type_))
-
-
 @dataclass(frozen=True, slots=True)
 class Converter:
     """Turns the values of one column into an Arrow array."""
