@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -176,7 +177,7 @@ spark_lost_total  totals.spark_lost
 """Of each metric: its name without ``PREFIX``, the field of ``Status`` that it is read from, and below what it means.
 
 A field in ms is exposed in seconds. ``shards.…``, ``workers.…`` and ``budgets.…`` are a series for each; what stands in
-capitals has a function of its own.
+capitals is made of several.
 """
 
 
@@ -197,53 +198,20 @@ class Metric(NamedTuple):
     """Returns nothing where there is nothing to tell."""
 
 
-def _info(status: Status) -> list[Series]:
-    names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
-    return [((), {name: getattr(status, name) for name in names})]
-
-
-def _by(counts: Mapping[str, float]) -> list[Series]:
-    return [((name,), count) for name, count in counts.items()]
-
-
-def _outcomes(status: Status) -> list[Series]:
-    totals = status.totals
-    return _by({"dead_letter": totals.dead_letters, "skipped": totals.skipped, "discarded": totals.discarded})
-
-
-def _shard_states(status: Status) -> list[Series]:
-    states = Counter(shard.state for shard in status.shards)
-    return _by(
-        {name: states[name] for name in ("connected", "held", "paused", "missing", "left_out", "ended")}
-    )
-
-
-def _window_states(status: Status) -> list[Series]:
-    windows = status.windows
-    return _by({"open": windows.open, "computing": windows.waiting, "halted": len(windows.halted)})
-
-
-def _holder(status: Status) -> list[Series]:
-    mark = status.watermark
-    return [((mark.held_by or "", mark.server or "", mark.reason), 1)]
-
-
-def _watermark_lag(status: Status) -> list[Series]:
-    at_ms = status.watermark.at_ms
-    return [] if at_ms is None else [((), (status.taken_ms - at_ms) / 1000)]
-
-
-_OWN: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Status], list[Series]]]]] = {
-    "INFO": ((), _info),
-    "OUTCOMES": (("outcome",), _outcomes),
-    "SHARDS": (("state",), _shard_states),
-    "WINDOWS": (("state",), _window_states),
-    "HOLDER": (("shard", "server", "reason"), _holder),
-    "WATERMARK_LAG": ((), _watermark_lag),
-    "SERVERS": ((), lambda status: [((), len(status.servers))]),
-    "failures": (("error",), lambda status: _by(status.failures)),
-    "connections": (("state",), lambda status: _by(status.connections)),
+_LABELS: Final = {
+    "OUTCOMES": ("outcome",),
+    "SHARDS": ("state",),
+    "WINDOWS": ("state",),
+    "HOLDER": ("shard", "server", "reason"),
+    "failures": ("error",),
+    "connections": ("state",),
+    "shards": ("shard",),
+    "workers": ("worker",),
+    "budgets": ("budget",),
 }
+"""Of a field of the table that has any: by its name, or the name before its dot."""
+_KINDS: Final = {"batch_seconds": "histogram", "window_seconds": "histogram", "info": "info"}
+"""Of metrics that are neither counters nor gauges."""
 
 
 def _found(within: Any, field: str) -> Any:
@@ -253,42 +221,70 @@ def _found(within: Any, field: str) -> Any:
     return within / 1000 if field.endswith("_ms") and within is not None else within
 
 
-def _reader(field: str) -> tuple[tuple[str, ...], Callable[[Status], list[Series]]]:
-    """Return the labels of a row of the table, and what reads it."""
+def _alone(field: str, status: Status) -> Any:
+    """Return the value of a metric that has one series at most; None where there is nothing to tell."""
+    if field == "INFO":
+        names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
+        return {name: getattr(status, name) for name in names}
+    if field == "SERVERS":
+        return len(status.servers)
+    if field == "WATERMARK_LAG":
+        at_ms = status.watermark.at_ms
+        return None if at_ms is None else (status.taken_ms - at_ms) / 1000
+    return _found(status, field)
+
+
+def _read(field: str, status: Status) -> list[Series]:
+    """Return what a row of the table shows of a document."""
     room, _, inner = field.partition(".")
-
-    def of_shards(status: Status) -> list[Series]:
-        known = [(shard.id, value) for shard in status.shards if (value := _found(shard, inner)) is not None]
-        # A shard may be called so: among others it is one of them.
-        known.sort(key=lambda one: one[0] == "other")
-        others = [value for _, value in known[MOST_SHARDS:]]
-        worst = [("other", max(others))] if others else []
-        return [((name,), value) for name, value in known[:MOST_SHARDS] + worst]
-
-    def of_workers(status: Status) -> list[Series]:
-        return [((str(worker.number),), _found(worker, inner)) for worker in status.workers]
-
-    def of_budgets(status: Status) -> list[Series]:
-        return [((name,), _found(budget, inner)) for name, budget in status.budgets.items()]
-
-    def alone(status: Status) -> list[Series]:
-        return [] if (value := _found(status, field)) is None else [((), value)]
-
-    if field in _OWN:
-        return _OWN[field]
-    rooms = {"shards": of_shards, "workers": of_workers, "budgets": of_budgets}
-    return ((room.removesuffix("s"),), rooms[room]) if room in rooms else ((), alone)
-
-
-def _kind(name: str) -> str:
-    histograms = {"batch_seconds": "histogram", "window_seconds": "histogram", "info": "info"}
-    return "counter" if name.endswith("_total") else histograms.get(name, "gauge")
+    counts: Mapping[str, float]
+    match room:
+        case "shards":
+            known = [
+                (shard.id, value) for shard in status.shards if (value := _found(shard, inner)) is not None
+            ]
+            # A shard may be called so: among others it is one of them.
+            known.sort(key=lambda one: one[0] == "other")
+            others = [value for _, value in known[MOST_SHARDS:]]
+            counts = dict(known[:MOST_SHARDS]) | ({"other": max(others)} if others else {})
+        case "workers":
+            counts = {str(worker.number): _found(worker, inner) for worker in status.workers}
+        case "budgets":
+            counts = {name: _found(budget, inner) for name, budget in status.budgets.items()}
+        case "OUTCOMES":
+            totals = status.totals
+            counts = {
+                "dead_letter": totals.dead_letters,
+                "skipped": totals.skipped,
+                "discarded": totals.discarded,
+            }
+        case "SHARDS":
+            states = Counter(shard.state for shard in status.shards)
+            names = ("connected", "held", "paused", "missing", "left_out", "ended")
+            counts = {name: states[name] for name in names}
+        case "WINDOWS":
+            windows = status.windows
+            counts = {"open": windows.open, "computing": windows.waiting, "halted": len(windows.halted)}
+        case "failures" | "connections":
+            counts = getattr(status, field)
+        case "HOLDER":
+            mark = status.watermark
+            return [((mark.held_by or "", mark.server or "", mark.reason), 1)]
+        case _:
+            value = _alone(field, status)
+            return [] if value is None else [((), value)]
+    return [((name,), count) for name, count in counts.items()]
 
 
 METRICS: Final = {
-    PREFIX + name: Metric(PREFIX + name, _kind(name), labels, meaning, read)
+    PREFIX + name: Metric(
+        PREFIX + name,
+        _KINDS.get(name, "counter" if name.endswith("_total") else "gauge"),
+        _LABELS.get(field.partition(".")[0], ()),
+        meaning,
+        partial(_read, field),
+    )
     for name, field, meaning in re.findall(r"^(\w+)  ([\w.]+)\n    (.+)$", TABLE, re.MULTILINE)
-    for labels, read in (_reader(field),)
 }
 
 OPENMETRICS: Final = openmetrics.CONTENT_TYPE_LATEST
