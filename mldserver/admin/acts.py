@@ -23,8 +23,6 @@ from mldserver.sources.link import Link
 from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from mldserver.assembly import Parts
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.sessions import Session
@@ -93,7 +91,8 @@ class _Acts:
                 "All shards are paused.", advice="Resume without a shard lets all of them go on."
             )
         if shard_id and shard_id not in held.paused_shards:
-            raise OperatorError(f"Shard {shard_id} is not paused.", advice=_there_are(held.paused_shards))
+            paused = ", ".join(sorted(held.paused_shards)) or "none"
+            raise OperatorError(f"Shard {shard_id} is not paused.", advice=f"There are {paused}.")
         if not shard_id and not (held.paused or held.paused_shards):
             return "Nothing was paused."
         held.paused = False
@@ -175,11 +174,6 @@ class _Acts:
         session = self._shards.sessions.live(shard_id)
         if session is None:
             where = f"No shard {shard_id!r} is connected to this server." if shard_id else "Which shard?"
-            raise OperatorError(
-                where, advice=_there_are(node.id for node in self._shards.lineage.connected())
-            )
+            connected = sorted(node.id for node in self._shards.lineage.connected())
+            raise OperatorError(where, advice=f"There are {', '.join(connected) or 'none'}.")
         return session
-
-
-def _there_are(shard_ids: Iterable[str]) -> str:
-    return f"There are {', '.join(sorted(shard_ids)) or 'none'}."

@@ -286,11 +286,6 @@ class Endpoint:
                 clients[client] = group.create_task(client.run())
                 clients[client].add_done_callback(partial(clients.pop, client))
 
-    @property
-    def silent_seconds(self) -> float:
-        """How long no document has come."""
-        return self._loop.time() - self._taken
-
     # Requests.
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -340,14 +335,14 @@ class Endpoint:
             return await self._steer(request, connection, who)
         if path == "/events" and request.method == "GET":
             return await self._stream(request, connection)
-        for _ in range(5 if self.silent_seconds >= _SILENT_SECONDS else 0):
+        for _ in range(5 if self._loop.time() - self._taken >= _SILENT_SECONDS else 0):
             # It may be this process that stood still: a document that waits already is taken first.
             await asyncio.sleep(0)
         may_read = self._may(self.listener, credential, Act.READ) is None
         return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=may_read)
 
     def _read(self, path: str, accept: str, *, may_read: bool) -> web.Response:
-        silent = self.silent_seconds
+        silent = self._loop.time() - self._taken
         turns = silent < _SILENT_SECONDS
         still = f"the server's event loop has not turned for {silent:.0f} s"
         if path == "/livez":
@@ -423,13 +418,11 @@ class Endpoint:
 
 def _policy(page: bytes) -> str:
     """Return what a browser lets the page do: run and draw what stands in it, and ask this endpoint; nothing else."""
-
-    def allowed(tag: bytes) -> str:
-        parts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
-        return " ".join(f"'sha256-{b64encode(sha256(part).digest()).decode()}'" for part in parts)
-
+    allowed = {b"script": "", b"style": ""}
+    for tag, part in re.findall(rb"<(script|style)>(.*?)</\1>", page, re.DOTALL):
+        allowed[tag] += f" 'sha256-{b64encode(sha256(part).digest()).decode()}'"
     return (
-        f"default-src 'none'; script-src {allowed(b'script')}; style-src {allowed(b'style')}; img-src data:; "
+        f"default-src 'none'; script-src{allowed[b'script']}; style-src{allowed[b'style']}; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 

@@ -158,11 +158,6 @@ class AdminEndpoint:
                 error.did = "Nobody can steer over loopback; all else goes on."
                 log.warning("admin.token_unusable", **error.told())
 
-    @property
-    def pid(self) -> int | None:
-        """Its process's id, while there is one."""
-        return None if self._child is None else self._child.pid
-
     def renew(self) -> None:
         """Read certificates again."""
         if self._channel is not None:

@@ -7,9 +7,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections import Counter, defaultdict, deque
-from dataclasses import asdict
-from itertools import islice
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,15 +22,14 @@ from mldserver.sources.progress_log import ShardCounts
 from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from mldserver.assembly import Parts
     from mldserver.base.clock import Clock, Durations
     from mldserver.config.settings import Settings
     from mldserver.coordinator.reports import CoordinatorStatus
-    from mldserver.records import DeadLetter, Sequence
+    from mldserver.records import Sequence
     from mldserver.sources.intake import SourceStatus
-    from mldserver.sources.progress_log import ProgressLog
     from mldserver.workers.worker import Worker
 
 log = structlog.get_logger("mldserver")
@@ -45,20 +43,24 @@ _FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
 _ENDED: Final = 100
 _NOTHING: Final = ShardCounts()
 _OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
+_OF_ALL: Final = ("duplicates", "retries", "skipped", "discarded", "checkpoints")
+"""Totals that a source knows: of each shard, and of all together."""
 _SAMPLES: Final = 65
 _STATM: Final = Path("/proc/self/statm")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(slots=True)
 class Readiness:
-    """Green once every part works; red while something needs a person or a restart."""
+    """Green once every part works; red while something needs a person or a restart.
 
-    def __init__(self) -> None:
-        """Start red, silently: a server that starts is not broken."""
-        self.green = asyncio.Event()
-        """Set while everything works; read only."""
-        self._told_broken = False
-        """Whether it was told, since it was green last, that something is broken."""
+    It starts red, silently: a server that starts is not broken.
+    """
+
+    green: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while everything works; read only."""
+    _told_broken: bool = False
+    """Whether it was told, since it was green last, that something is broken."""
 
     def look(self, parts: Parts) -> str | None:
         """Look at the parts; return a change that is worth telling: why it turned red, or nothing (``""``) where it turned green."""
@@ -115,15 +117,14 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
     return found
 
 
+@dataclass(slots=True)
 class EventTally:
     """Counts what the log tells of: an observer for ``logging_to``, called by whatever thread logs."""
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.counts: Counter[str] = Counter()
-        """Events by their name; a reload that was refused as ``refused``."""
-        self.lines_lost = 0
-        """Lines of floods that were cut."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Events by their name; a reload that was refused as ``refused``."""
+    lines_lost: int = 0
+    """Lines of floods that were cut."""
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Count one event."""
@@ -135,24 +136,20 @@ class EventTally:
         self.counts[name] += 1
 
 
-class Waiting:
-    """How long what is not settled yet has waited, from looks a second apart: nothing is noted with every batch."""
+def waited_seconds(
+    seen: list[tuple[int, Sequence]], reached: Sequence | None, settled: Sequence | None, now_ms: int
+) -> float | None:
+    """Return for how long the oldest position up to ``reached`` waits that lies beyond ``settled``; None: none does.
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self._seen: deque[tuple[int, Sequence]] = deque()
-        """When a position was first seen to be reached."""
-
-    def seconds(self, reached: Sequence | None, settled: Sequence | None, now_ms: int) -> float | None:
-        """Return for how long the oldest position up to ``reached`` waits that lies beyond ``settled``; None: none does."""
-        seen = self._seen
-        if reached is not None and (not seen or seen[-1][1] < reached):
-            seen.append((now_ms, reached))
-            if len(seen) > _SAMPLES:  # an odd number: the first stays, and so does the last
-                self._seen = seen = deque(islice(seen, 0, None, 2))
-        while seen and settled is not None and seen[0][1] <= settled:
-            seen.popleft()
-        return (now_ms - seen[0][0]) / 1000 if seen else None
+    ``seen`` keeps when a position was first seen to be reached, by looks a second apart: nothing is noted with every batch.
+    """
+    if reached is not None and (not seen or seen[-1][1] < reached):
+        seen.append((now_ms, reached))
+        if len(seen) > _SAMPLES:  # an odd number: the first stays, and so does the last
+            del seen[1::2]
+    while seen and settled is not None and seen[0][1] <= settled:
+        del seen[0]
+    return (now_ms - seen[0][0]) / 1000 if seen else None
 
 
 class Gatherer:
@@ -164,8 +161,10 @@ class Gatherer:
         self._started_ms = clock.now_ms()
         self._late_ms = 0
         self._slept_ms: int | None = None
-        self._undurable: defaultdict[str, Waiting] = defaultdict(Waiting)
-        self._unstored: defaultdict[str, Waiting] = defaultdict(Waiting)
+        self._undurable: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
+        """Of each shard, what ``waited_seconds`` has seen of positions that are not durable."""
+        self._unstored: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
+        """And of durable ones that no checkpoint covers."""
 
     async def pause(self, seconds: float = 1.0) -> None:
         """Sleep, longer where what is done between takes more than a hundredth of that; see how late the event loop is."""
@@ -252,8 +251,15 @@ class Gatherer:
 
     def _totals(self, parts: Parts, source: SourceStatus, told: CoordinatorStatus) -> document.Totals:
         seen, ledger, counts = self._tally.counts, parts.ledger, source.counts
+        batches: dict[str, Any] = {}
+        if counts is not None:
+            of_shards = [counts.gone, *counts.shards.values()]
+            batches = {name: sum([getattr(each, name) for each in of_shards]) for name in _OF_SHARDS}
+            batches |= {name: getattr(counts, name) for name in _OF_ALL}
+            batches["handler_seconds"] = counts.handler_ms / 1000
+            batches["held_seconds"] = counts.held_ms / 1000
         return document.Totals(
-            **({} if counts is None else _of_batches(counts)),
+            **batches,
             rows_durable=told.rows_durable,
             segments=told.segments,
             segment_bytes=told.segment_bytes_written,
@@ -326,9 +332,9 @@ class Gatherer:
         if session is not None:
             position = session.position
             durable, checkpoint = position.durable, position.checkpointed
-            durable_age = self._undurable[shard_id].seconds(position.accepted, durable, now_ms)
+            durable_age = waited_seconds(self._undurable[shard_id], position.accepted, durable, now_ms)
             if peer is not None:  # who else would checkpoint
-                checkpoint_age = self._unstored[shard_id].seconds(position.due(), checkpoint, now_ms)
+                checkpoint_age = waited_seconds(self._unstored[shard_id], position.due(), checkpoint, now_ms)
         if (since_ms := source.since_ms.get(shard_id)) is not None:
             durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
         paused = session is not None and held.is_paused(shard_id) and not session.finishing
@@ -347,18 +353,6 @@ class Gatherer:
             bytes=counts.bytes,
             worker=worker,
         )
-
-
-def _of_batches(counts: ProgressLog) -> dict[str, Any]:
-    """Return the totals that a source knows."""
-    of_shards = [counts.gone, *counts.shards.values()]
-    of_all = ("duplicates", "retries", "skipped", "discarded", "checkpoints")
-    return {
-        **{name: sum([getattr(each, name) for each in of_shards]) for name in _OF_SHARDS},
-        **{name: getattr(counts, name) for name in of_all},
-        "handler_seconds": counts.handler_ms / 1000,
-        "held_seconds": counts.held_ms / 1000,
-    }
 
 
 def _histogram(durations: Durations) -> document.Histogram:
@@ -414,40 +408,37 @@ def _worker(worker: Worker) -> document.Worker:
 
 def _dead_letters(parts: Parts, told: CoordinatorStatus) -> document.DeadLetters:
     state = parts.coordinator.shards.state
-
-    def shown(letter: DeadLetter) -> document.DeadLetter:
-        return document.DeadLetter(
-            at_ms=letter.at_ms,
-            shard=letter.shard_id,
-            sequence=str(letter.sequence),
-            error=letter.error,
-            traceback=letter.traceback,
-            attempts=letter.attempts,
-        )
-
     return document.DeadLetters(
         waiting=state.dead_letters if parts.letters is None else None,
         redriving=state.redrives,
-        latest=tuple(map(shown, told.latest_letters)),
+        latest=tuple(
+            document.DeadLetter(
+                at_ms=letter.at_ms,
+                shard=letter.shard_id,
+                sequence=str(letter.sequence),
+                error=letter.error,
+                traceback=letter.traceback,
+                attempts=letter.attempts,
+            )
+            for letter in told.latest_letters
+        ),
     )
 
 
 def _servers(parts: Parts, now_ms: int) -> tuple[document.Peer, ...]:
     """Return the servers on the ledger, as this one looked at it last."""
-    membership, own_id = parts.coordinator.shards.membership, parts.ledger.server_id
-
-    def shown() -> Iterator[document.Peer]:
-        told = parts.coordinator.shards.state.servers.get(own_id)
-        for server in (*membership.peers.states(), *([] if told is None else [told])):
-            own, name = server is told, server.server_id
-            silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms[name]
-            yield document.Peer(
-                id=name,
-                this=own,
-                beat_age_seconds=silent_ms / 1000,
-                watermark_ms=server.watermark_ms,
-                idle=server.idle,
-                reason=server.reason,
-            )
-
-    return tuple(sorted(shown(), key=lambda peer: peer.id))
+    membership, shown = parts.coordinator.shards.membership, []
+    told = parts.coordinator.shards.state.servers.get(parts.ledger.server_id)
+    for server in (*membership.peers.states(), *([] if told is None else [told])):
+        own, name = server is told, server.server_id
+        silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms[name]
+        peer = document.Peer(
+            id=name,
+            this=own,
+            beat_age_seconds=silent_ms / 1000,
+            watermark_ms=server.watermark_ms,
+            idle=server.idle,
+            reason=server.reason,
+        )
+        shown.append(peer)
+    return tuple(sorted(shown, key=lambda peer: peer.id))

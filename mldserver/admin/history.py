@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -40,15 +41,15 @@ class Point(msgspec.Struct, frozen=True, gc=False):
     resident_bytes: int
 
 
+@dataclass(slots=True)
 class History:
     """The points of the last hour, in bounded memory."""
 
-    def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=POINTS)
-        self._begin: Status | None = None
-        self._ready = True
-        self._lag_ms: int | None = None
-        self._loop_lag_seconds = 0.0
+    _points: deque[Point] = field(default_factory=lambda: deque(maxlen=POINTS))
+    _begin: Status | None = None
+    _ready: bool = True
+    _lag_ms: int | None = None
+    _loop_lag_seconds: float = 0.0
 
     def add(self, status: Status) -> None:
         """Take in a document; ten seconds of them make a point."""
@@ -56,45 +57,39 @@ class History:
         if begin is None or status.started_ms != begin.started_ms or status.taken_ms < begin.taken_ms:
             # Counts of another server, or a clock that was set back, make no rate: the hour begins anew.
             self._points.clear()
-            self._next(status)
-            return
-        self._ready &= status.ready
-        self._lag_ms = max(
-            (lag for lag in (self._lag_ms, *(shard.lag_ms for shard in status.shards)) if lag is not None),
-            default=None,
-        )
-        self._loop_lag_seconds = max(self._loop_lag_seconds, status.loop_lag_seconds)
-        if status.taken_ms - begin.taken_ms < POINT_MS:
-            return
-        seconds = (status.taken_ms - begin.taken_ms) / 1000
-        before, now = begin.totals, status.totals
-        self._points.append(
-            Point(
-                at_ms=status.taken_ms,
-                ready=self._ready,
-                records_per_second=round((now.records - before.records) / seconds, 1),
-                rows_per_second=round((now.rows - before.rows) / seconds, 1),
-                bytes_per_second=round((now.bytes - before.bytes) / seconds, 1),
-                median_seconds=quantile(0.5, begin.batch_seconds, status.batch_seconds),
-                p99_seconds=quantile(0.99, begin.batch_seconds, status.batch_seconds),
-                lag_ms=self._lag_ms,
-                watermark_ms=status.watermark.at_ms,
-                dead_letters=now.dead_letters - before.dead_letters,
-                loop_lag_seconds=round(self._loop_lag_seconds, 4),
-                resident_bytes=status.resident_bytes,
+        else:
+            lags = (self._lag_ms, *(shard.lag_ms for shard in status.shards))
+            self._ready &= status.ready
+            self._lag_ms = max((lag for lag in lags if lag is not None), default=None)
+            self._loop_lag_seconds = max(self._loop_lag_seconds, status.loop_lag_seconds)
+            if status.taken_ms - begin.taken_ms < POINT_MS:
+                return
+            seconds = (status.taken_ms - begin.taken_ms) / 1000
+            before, now = begin.totals, status.totals
+            self._points.append(
+                Point(
+                    at_ms=status.taken_ms,
+                    ready=self._ready,
+                    records_per_second=round((now.records - before.records) / seconds, 1),
+                    rows_per_second=round((now.rows - before.rows) / seconds, 1),
+                    bytes_per_second=round((now.bytes - before.bytes) / seconds, 1),
+                    median_seconds=quantile(0.5, begin.batch_seconds, status.batch_seconds),
+                    p99_seconds=quantile(0.99, begin.batch_seconds, status.batch_seconds),
+                    lag_ms=self._lag_ms,
+                    watermark_ms=status.watermark.at_ms,
+                    dead_letters=now.dead_letters - before.dead_letters,
+                    loop_lag_seconds=round(self._loop_lag_seconds, 4),
+                    resident_bytes=status.resident_bytes,
+                )
             )
-        )
-        self._next(status)
+        self._begin = status
+        self._ready, self._lag_ms, self._loop_lag_seconds = True, None, 0.0
 
     def json(self) -> bytes:
         """Return the points as columns, the oldest first: a list for each field of ``Point``."""
         return msgspec.json.encode(
             {name: [getattr(point, name) for point in self._points] for name in Point.__struct_fields__}
         )
-
-    def _next(self, begin: Status) -> None:
-        self._begin = begin
-        self._ready, self._lag_ms, self._loop_lag_seconds = True, None, 0.0
 
 
 def quantile(share: float, before: Histogram, now: Histogram) -> float | None:

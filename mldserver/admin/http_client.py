@@ -115,7 +115,14 @@ class Client:
             connection.connect()
             connected = True
             if token is not None and self._tls is None and self._on_loopback:
-                self._know(connection.sock, token.owner)
+                # The token goes to its owner, or root, and to nobody who has only taken the port.
+                strangers = listening_users(connection.sock) - {token.owner, 0}
+                if strangers:
+                    raise Refused(
+                        f"What listens at {self.address} is of user {min(strangers)}, and the token of user {token.owner}: "
+                        "it was not sent.",
+                        advice="See which process has the port, or name the server's own endpoint with --admin.",
+                    )
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             data = answer.read(_LARGEST)
@@ -137,15 +144,6 @@ class Client:
         finally:
             connection.close()
         return answer.status, data
-
-    def _know(self, ours: socket.socket, owner: int) -> None:
-        """See that the token goes to its owner, or root, and to nobody who has only taken the port. Raises Refused."""
-        strangers = listening_users(ours) - {owner, 0}
-        if strangers:
-            raise Refused(
-                f"What listens at {self.address} is of user {min(strangers)}, and the token of user {owner}: it was not sent.",
-                advice="See which process has the port, or name the server's own endpoint with --admin.",
-            )
 
 
 def listening_users(ours: socket.socket, tables: Path = Path("/proc/net")) -> set[int]:

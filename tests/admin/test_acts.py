@@ -86,8 +86,9 @@ async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
 
 
 @pytest.fixture
-def level() -> Iterator[int]:
-    """The level is this process's, and is put back."""
+def level(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The level is this process's, and is put back; no observer that a test before has left lets more pass."""
+    monkeypatch.setattr(Logger, "observed", False)
     before = Logger.level
     yield before
     set_level(before)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.serving import quick, serving, until
 
-from mldserver.admin.gather import EventTally, Gatherer, Waiting
+from mldserver.admin.gather import EventTally, Gatherer, waited_seconds
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.observe.logging import logging_to
@@ -235,21 +235,21 @@ def place(number: int) -> Sequence:
 
 
 def test_what_waits_is_as_old_as_its_oldest_part() -> None:
-    waiting = Waiting()
-    assert waiting.seconds(None, None, 0) is None
-    assert waiting.seconds(place(5), place(5), 0) is None
-    assert waiting.seconds(place(7), place(5), 1000) == 0
-    assert waiting.seconds(place(9), place(5), 2000) == 1
-    assert waiting.seconds(place(9), place(7), 4000) == 2
-    assert waiting.seconds(place(9), place(9), 5000) is None
+    seen: list[tuple[int, Sequence]] = []
+    assert waited_seconds(seen, None, None, 0) is None
+    assert waited_seconds(seen, place(5), place(5), 0) is None
+    assert waited_seconds(seen, place(7), place(5), 1000) == 0
+    assert waited_seconds(seen, place(9), place(5), 2000) == 1
+    assert waited_seconds(seen, place(9), place(7), 4000) == 2
+    assert waited_seconds(seen, place(9), place(9), 5000) is None
 
 
 def test_however_long_something_waits_little_is_kept_of_it() -> None:
-    waiting = Waiting()
+    seen: list[tuple[int, Sequence]] = []
     for second in range(10_000):
-        age = waiting.seconds(place(second + 1), None, second * 1000)
+        age = waited_seconds(seen, place(second + 1), None, second * 1000)
         assert age == second
-    assert len(waiting._seen) < 100
+    assert len(seen) < 100
 
 
 def test_events_of_the_log_are_counted_and_so_is_what_it_lost() -> None:
