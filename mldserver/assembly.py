@@ -15,7 +15,7 @@ from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings
-from mldserver.config.locations import DynamoPlace, RemoteOut, SqlitePlace
+from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
@@ -133,24 +133,13 @@ class Surroundings(NamedTuple):
 async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[str], None]) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
+    It is loaded in a worker, unless the settings say otherwise. ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
     file system hangs: a daemon thread, which holds up nothing.
 
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
     step("handler")
-    runtime, spec = await _runtime(settings, around)
-    step("output folder")
-    try:
-        return await _assembled(settings, around, runtime, spec)
-    except BaseException:
-        await runtime.close()
-        raise
-
-
-async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, HandlerSpec]:
-    """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
     # The handler's module may import what executors import; workers have this process's path.
     sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
     common: dict[str, Any] = {
@@ -158,13 +147,25 @@ async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, H
         "deadline_seconds": settings.handler_timeout_seconds,
         "concurrency": settings.concurrency,
     }
+    runtime: InlineRuntime | WorkerRuntime
     if settings.workers is None:
         spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
-        return InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common), spec
-    common |= {"pipeline": settings.pipeline, "workers": settings.workers, "limits": settings.part(Limits)}
-    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-    runtime = WorkerRuntime(settings.handler, log_level=level, **common)
-    return runtime, await runtime.load()
+        runtime = InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common)
+    else:  # no code of the user's is run here
+        common |= {
+            "pipeline": settings.pipeline,
+            "workers": settings.workers,
+            "limits": settings.part(Limits),
+        }
+        level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+        runtime = WorkerRuntime(settings.handler, log_level=level, **common)
+        spec = await runtime.load()
+    step("output folder")
+    try:
+        return await _assembled(settings, around, runtime, spec)
+    except BaseException:
+        await runtime.close()
+        raise
 
 
 async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime, spec: HandlerSpec) -> Parts:
@@ -175,7 +176,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     # Beside the loop: a ledger in a table imports a good part of AWS's client.
     making = partial(ledger_of, settings, server_id=server_id, clock=clock)
     ledger = await aside(making, name="mldserver-ledger")
-    runner: WindowRunner | None = None
+    shape, runner = _shape(settings, spec), None
 
     def freed(freed_bytes: int) -> None:
         coordinator.freed(freed_bytes)
@@ -196,7 +197,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
             clock=clock,
             retain=settings.late == "recompute",
             freed=freed,
-            table=_table(settings),
+            table=shape.table,
         )
         runner = WindowRunner(steps, settings, random=rng)
     letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
@@ -209,7 +210,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
             parks=settings.on_key_failure is OnKeyFailure.PARK,
         ),
         spec=spec.windows if spec.schema else None,
-        shape=_shape(settings, spec),
+        shape=shape,
         ledger=ledger,
         store=store,
         runner=runner,
@@ -221,14 +222,11 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         ask_stream=None if polling is None else polling.ask,
     )
     owners = ShardOwners()
-    place = settings.source
     tls = None
-    if settings.tls_certificate is not None and place == "mld" and not around.drain:
+    if settings.tls_certificate is not None and settings.source == "mld" and not around.drain:
         files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         tls = await aside(partial(ServerTLS, *files, names=settings.tls_names), name="mldserver-tls")
-    make_source = around.source or (
-        partial(_listener, settings, tls) if place == "mld" else partial(_reader, settings, place)
-    )
+    make_source = around.source or partial(_source_of, settings, tls)
     redriver = Redriver(
         ledger=ledger,
         runtime=runtime,
@@ -285,20 +283,19 @@ def destination_of(
     )
 
 
-def _listener(settings: Settings, tls: ServerTLS | None, parts: SourceParts) -> Source:
-    return MLDListener(
-        settings.listen,
-        limits=settings.part(ConnectionLimits),
-        tls=tls,
-        allow_shards=settings.allow_shards,
-        connection_limit=settings.connection_limit,
-        answer_deadline=settings.answer_deadline_seconds,
-        progress_seconds=settings.flush_interval_ms / 1000,
-        **parts._asdict(),
-    )
-
-
-def _reader(settings: Settings, place: DynamoPlace, parts: SourceParts) -> Source:
+def _source_of(settings: Settings, tls: ServerTLS | None, parts: SourceParts) -> Source:
+    place = settings.source
+    if place == "mld":
+        return MLDListener(
+            settings.listen,
+            limits=settings.part(ConnectionLimits),
+            tls=tls,
+            allow_shards=settings.allow_shards,
+            connection_limit=settings.connection_limit,
+            answer_deadline=settings.answer_deadline_seconds,
+            progress_seconds=settings.flush_interval_ms / 1000,
+            **parts._asdict(),
+        )
     from mldserver.dynamodb_streams.direct_source import DirectSource  # noqa: PLC0415  # most servers never need AWS's client
     from mldserver.dynamodb_streams.positions import Beginning, parse_position  # noqa: PLC0415  # as above
     from mldserver.dynamodb_streams.streams_api import streams_client  # noqa: PLC0415  # as above
@@ -327,11 +324,14 @@ def _reader(settings: Settings, place: DynamoPlace, parts: SourceParts) -> Sourc
 
 def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
     columns = () if spec.schema is None else spec.schema.columns
+    table = None
+    if settings.sink is not None:  # what a log calls the table that windows are published into
+        table = f"{settings.sink} {settings.sink_table or ''}".rstrip()
     return Shape.of(
         settings.pipeline,
         tuple(Column(column.name, column.sql, column.nullable) for column in columns),
         spec.windows if spec.schema else None,
-        _table(settings),
+        table,
     )
 
 
@@ -394,13 +394,6 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "sink": sink_of(settings),
     }
     return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))
-
-
-def _table(settings: Settings) -> str | None:
-    """Return what a log calls the table that windows are published into."""
-    if settings.sink is None:
-        return None
-    return f"{settings.sink} {settings.sink_table or ''}".rstrip()
 
 
 def _failure_policy(settings: Settings) -> FailurePolicy:

@@ -117,7 +117,8 @@ class Server:
         """The parts, once the start is over."""
         self._built = asyncio.Event()
         self._stop = asyncio.Event()
-        self._forced = asyncio.Event()
+        self.forced = asyncio.Event()
+        """Set once the stop is forced: what waits is cancelled then; whether that ends it is its own affair. Read only."""
         self._hung_up = asyncio.Event()
         self._reason = ""
         self._step = ""
@@ -148,9 +149,9 @@ class Server:
         signals |= {number: partial(self.stop, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
         with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), handling(signals):
             code = await self._live()
-        if code == EXIT_CLEAN and self._forced.is_set():
+        if code == EXIT_CLEAN and self.forced.is_set():
             code = EXIT_FORCED
-        log.info("server.stopped", exit_code=code, seconds=self._since(began_ms))
+        log.info("server.stopped", exit_code=code, seconds=(self._clock.steady_ms() - began_ms) / 1000)
         return code
 
     async def _live(self) -> int:
@@ -260,7 +261,7 @@ class Server:
 
     async def _end(self, part: str, close: Callable[[], Coroutine[None, None, None]]) -> None:
         """Wait until a part is closed; once the stop is forced, not for long."""
-        async with self._until(self._forced, close(), lambda: {"end": part}) as closing:
+        async with self._until(self.forced, close(), lambda: {"end": part}) as closing:
             await asyncio.wait({closing}, timeout=_LET_GO_SECONDS)
 
     # Stopping.
@@ -276,11 +277,7 @@ class Server:
     def force(self) -> None:
         """Stop now: nothing is waited for; the ledger makes that safe."""
         self._stop.set()
-        self._forced.set()
-
-    async def forced(self) -> None:
-        """Return once the stop is forced. What waits is cancelled then; whether that ends it is its own affair."""
-        await self._forced.wait()
+        self.forced.set()
 
     async def _until_stopped(self, parts: Parts, *, redriving: asyncio.Task[None]) -> int:
         await self._stop.wait()
@@ -288,7 +285,7 @@ class Server:
         began_ms = self._clock.steady_ms()
         log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
         work = self._finish(parts, began_ms)
-        async with self._until(self._forced, work, partial(self._unfinished, parts)) as orderly:
+        async with self._until(self.forced, work, partial(self._unfinished, parts)) as orderly:
             durable = orderly.done() and orderly.result()
         return EXIT_CLEAN if durable else EXIT_FORCED
 
@@ -305,8 +302,8 @@ class Server:
         if self._drain:
             await self._publish_all(parts)
             return True
-        left = self.settings.grace_seconds - self._since(began_ms)
         if parts.runner is not None:
+            left = self.settings.grace_seconds - (self._clock.steady_ms() - began_ms) / 1000
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(left, 0.0)):
                     await parts.runner.idle()
@@ -368,10 +365,8 @@ class Server:
         began_ms = self._clock.steady_ms()
         while True:
             await self._clock.sleep(_TELL_SECONDS)
-            log.info("server.waiting", waiting_for=waiting_for(), seconds=self._since(began_ms))
-
-    def _since(self, began_ms: int) -> float:
-        return (self._clock.steady_ms() - began_ms) / 1000
+            seconds = (self._clock.steady_ms() - began_ms) / 1000
+            log.info("server.waiting", waiting_for=waiting_for(), seconds=seconds)
 
     def _hang_up(self) -> None:
         reopen()

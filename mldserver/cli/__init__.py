@@ -106,23 +106,18 @@ class StandardOutput(io.FileIO):
         """Write some of ``data``. Raises ReaderGone, and OperatorError when the disk is full; later writes go nowhere."""
         try:
             return super().write(data)
-        except BrokenPipeError as error:
-            _discard(self.fileno())
-            raise ReaderGone(*error.args) from error
         except OSError as error:
-            _discard(self.fileno())
+            # What is still written goes nowhere: Python flushes at exit, and nothing may complain then.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if isinstance(error, BrokenPipeError):
+                raise ReaderGone(*error.args) from error
             raise OperatorError(
                 f"Standard output cannot be written: {error.strerror}.",
                 did="Not all of it is there.",
                 advice="Send it elsewhere.",
             ) from error
-
-
-def _discard(descriptor: int) -> None:
-    """Let what is still written go nowhere: Python flushes at exit, and nothing may complain then."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
 
 
 def guard_output() -> None:
@@ -236,8 +231,10 @@ def command_line(arguments: Sequence[str]) -> App:
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return the process's exit code.
 
-    What the operator or their handler got wrong is told in one paragraph on standard error; tracebacks are for bugs.
+    What the operator or their handler got wrong is told in one paragraph on standard error; tracebacks are for bugs. The
+    exit code is 2 when only a person can do something about all of it.
     """
+    errors: list[MldserverError]
     try:
         result = command_line(arguments)(
             arguments, exit_on_error=False, print_error=True, result_action="return_value"
@@ -250,21 +247,20 @@ def run(arguments: Sequence[str]) -> int:
     except ReaderGone:
         return EXIT_READER_GONE
     except MldserverError as error:
-        return _told([error])
+        errors = [error]
     except ExceptionGroup as group:  # out of a command's task group
         ours, others = group.split(MldserverError)
         nobody_reads = group.split(ReaderGone)[1] is None
         if not nobody_reads and others is not None:
             raise
-        return EXIT_READER_GONE if nobody_reads or ours is None else _told(list(leaves(ours)))
-    return result if isinstance(result, int) else 0
-
-
-def _told(errors: list[MldserverError]) -> int:
-    """Tell errors on standard error and return the exit code: 2 when only a person can do something about them all."""
-    for error in errors:
-        complain(str(error))
-    return EXIT_OPERATOR if all(error.lasting for error in errors) else EXIT_FAULT
+        if nobody_reads or ours is None:
+            return EXIT_READER_GONE
+        errors = list(leaves(ours))
+    else:
+        return result if isinstance(result, int) else 0
+    for failure in errors:
+        complain(str(failure))
+    return EXIT_OPERATOR if all(failure.lasting for failure in errors) else EXIT_FAULT
 
 
 def main() -> NoReturn:

@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 from mldserver.cli import working_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from datetime import datetime
     from pathlib import Path
 
@@ -79,7 +79,8 @@ def play(
     console: Console, out: str | Path | None, *, source: Source = "mld", engine: Engine | None = None
 ) -> int:
     """Play; ``engine`` takes Spark's place (tests). Raises OperatorError."""
-    import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
+    import pyarrow.dataset as ds  # noqa: PLC0415  # `--help` must not wait for the server's imports
+    import uvloop  # noqa: PLC0415  # see above
 
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
@@ -98,8 +99,8 @@ def play(
             console.print(text, markup=False)
         console.print(f"The demonstration failed; its log is {folder / '_server.log'}")
         return report.exit_code
-    rows = read_windows(folder)
-    console.print(show.results(rows))
+    rows = ds.dataset(folder, format="parquet").to_table()  # what any reader of the folder sees
+    console.print(windows_table(show, rows))
     text, right = show.counted(rows)
     console.print(f"{text}; {time.monotonic() - began:.1f} s in all", soft_wrap=True)
     console.print(f"Parquet: {folder}{os.sep}window=…{os.sep}*.parquet", soft_wrap=True)
@@ -111,6 +112,7 @@ class Departures:
     """January 2013 at New York's airports, through a fake MultiLangDaemon."""
 
     handler: Final = "handlers.departures_daily"
+    columns: Final = ("day (UTC)", ">flights", ">carriers", "most delayed, on average", "least delayed")
 
     def __init__(self) -> None:
         from mldserver.testing import playground  # noqa: PLC0415  # see above
@@ -136,25 +138,22 @@ class Departures:
         return f"{counted:,} of {self.rows:,} flights in {rows.num_rows} rows", counted == self.rows
 
     @staticmethod
-    def results(rows: pa.Table) -> Table:
-        """Return the windows as a table for people: one line a window."""
-        lines = []
-        for start, carriers in _by_window(rows):
-            delays = [(row["mean_delay"], row["carrier"]) for row in carriers]
-            known = [delay for delay in delays if delay[0] is not None]
-            ends = ["every flight was cancelled"] * 2
-            if known:
-                ends = [f"{name} {minutes:+.1f} min" for minutes, name in (max(known), min(known))]
-            flights = sum(row["flights"] for row in carriers)
-            lines.append((f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), *ends))
-        columns = ("day (UTC)", ">flights", ">carriers", "most delayed, on average", "least delayed")
-        return _table(columns, lines)
+    def line(start: datetime, carriers: list[dict[str, Any]]) -> tuple[str, ...]:
+        """Return a window's line, of its rows."""
+        delays = [(row["mean_delay"], row["carrier"]) for row in carriers]
+        known = [delay for delay in delays if delay[0] is not None]
+        ends = ["every flight was cancelled"] * 2
+        if known:
+            ends = [f"{name} {minutes:+.1f} min" for minutes, name in (max(known), min(known))]
+        flights = sum(row["flights"] for row in carriers)
+        return f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), *ends
 
 
 class Shop:
     """A day of a shop, through the stream of its table."""
 
     handler: Final = "handlers.shop"
+    columns: Final = ("hour (UTC)", ">orders", ">revenue", "best seller")
 
     def __init__(self) -> None:
         from mldserver.testing.shop import script  # noqa: PLC0415  # see above
@@ -185,40 +184,27 @@ class Shop:
         return text, (orders, revenue) == (left, worth)
 
     @staticmethod
-    def results(rows: pa.Table) -> Table:
-        """Return the windows as a table for people: one line a window."""
-        lines = []
-        for start, products in _by_window(rows):
-            orders, revenue = (sum(row[name] for row in products) for name in ("orders", "revenue"))
-            best = max(products, key=lambda row: row["revenue"])
-            seller = f"{best['product']} {best['revenue']:,}"
-            lines.append((f"{start:%Y-%m-%d %H:%M}", f"{orders:,}", f"{revenue:,}", seller))
-        return _table(("hour (UTC)", ">orders", ">revenue", "best seller"), lines)
+    def line(start: datetime, products: list[dict[str, Any]]) -> tuple[str, ...]:
+        """Return a window's line, of its rows."""
+        orders, revenue = (sum(row[name] for row in products) for name in ("orders", "revenue"))
+        best = max(products, key=lambda row: row["revenue"])
+        seller = f"{best['product']} {best['revenue']:,}"
+        return f"{start:%Y-%m-%d %H:%M}", f"{orders:,}", f"{revenue:,}", seller
 
 
-def _by_window(rows: pa.Table) -> list[tuple[datetime, list[dict[str, Any]]]]:
-    windows: dict[datetime, list[dict[str, Any]]] = {}
-    for row in rows.to_pylist():
-        windows.setdefault(row["window_start"], []).append(row)
-    return sorted(windows.items())
-
-
-def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
+def windows_table(show: Departures | Shop, rows: pa.Table) -> Table:
+    """Return the windows as a table for people."""
     from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
 
     table = Table(title="One line a window, read from the committed Parquet")
-    for name in columns:
+    for name in show.columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
-    for line in lines:
-        table.add_row(*line)
+    windows: dict[datetime, list[dict[str, Any]]] = {}
+    for row in rows.to_pylist():
+        windows.setdefault(row["window_start"], []).append(row)
+    for start, of_window in sorted(windows.items()):
+        table.add_row(*show.line(start, of_window))
     return table
-
-
-def read_windows(folder: Path) -> pa.Table:
-    """Return the published windows: what any reader of the folder sees."""
-    import pyarrow.dataset as ds  # noqa: PLC0415  # `--help` must not wait for it
-
-    return ds.dataset(folder, format="parquet").to_table()
 
 
 def phase(run: Run) -> str:

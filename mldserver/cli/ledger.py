@@ -273,7 +273,8 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         # Last: a folder without it is no backup.
         part.rename(folder / _LEDGER)
         sync(folder)
-    _tell({"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}, as_json=as_json)
+    done = {"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}
+    answer(as_json, done, details(done.items()))
 
 
 @app.command(name="restore")
@@ -330,7 +331,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         "files": len(named),
         "replaced": replaced and str(replaced),
     }
-    _tell(done, as_json=as_json)
+    answer(as_json, done, details((name, value) for name, value in done.items() if value is not None))
 
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
@@ -371,7 +372,3 @@ def _set_aside(file: Path) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
     return target
-
-
-def _tell(done: dict[str, object], *, as_json: bool) -> None:
-    answer(as_json, done, details((name, value) for name, value in done.items() if value is not None))

@@ -97,12 +97,8 @@ def settings_parameters(
 
 def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
-    return live(_settings(handler, config, given))
-
-
-def _settings(handler: str | None, config: Path | None, given: dict[str, object]) -> Settings:
-    folder = working_directory()
-    return resolve({"handler": handler, **given}, environ=os.environ, folder=folder, config=config)
+    raw = {"handler": handler, **given}
+    return live(resolve(raw, environ=os.environ, folder=working_directory(), config=config))
 
 
 def takes_settings(app: App, command: Callable[..., int]) -> None:
@@ -176,7 +172,7 @@ async def _life(server: Server, service: Service, leave: Callable[[], None]) -> 
     log = structlog.get_logger("mldserver")
 
     async def last_resort() -> None:
-        await server.forced()
+        await server.forced.wait()
         await asyncio.sleep(_LAST_SECONDS)
         log.critical(
             "server.failed",
@@ -238,7 +234,8 @@ def drain(handler: Handler = None, /, *, config: Config = None, **given: object)
 
     Raises OperatorError when there is no ledger to drain: none is made.
     """
-    settings = _settings(handler, config, given)
+    raw = {"handler": handler, **given}
+    settings = resolve(raw, environ=os.environ, folder=working_directory(), config=config)
     from mldserver.cli.ledger_tool import on_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
     on_ledger(settings, lambda ledger: ledger.peek())  # what can be read can be drained

@@ -179,8 +179,33 @@ def instead(at: At, no_answer: NoAnswer) -> tuple[LedgerState, list[RenderableTy
 
 
 def tables(status: Status, shards: Table) -> list[RenderableType]:
-    """Return all tables of a status that have rows, that of the shards first."""
-    grids = (shards, windows(status), workers(status), servers(status), letters(status))
+    """Return all tables of a status that have rows: shards, windows, workers, other servers, the latest dead letters."""
+    workers = [
+        (
+            one.number,
+            one.pid,
+            one.shards,
+            size(one.resident_bytes),
+            one.restarts,
+            span(one.running_seconds or None),
+        )
+        for one in status.workers
+    ]
+    servers = []
+    for one in status.servers:
+        if not one.this:
+            watermark = "idle" if one.idle else moment(one.watermark_ms)
+            servers.append((one.id, span(one.beat_age_seconds), watermark, one.reason or None))
+    # `mldserver dead-letters show` has them whole.
+    latest = status.dead_letters.latest[-_LETTERS:]
+    letters = [(moment(one.at_ms), one.shard, one.sequence, first_line(one.error)) for one in latest]
+    grids = (
+        shards,
+        windows(status),
+        table("workers", (">worker", ">process", ">shards", ">memory", ">restarts", ">call runs"), workers),
+        table("other servers", ("server", ">last beat", "watermark", "reason"), servers),
+        table("latest dead letters", ("at", "shard", "sequence", "error"), letters),
+    )
     return [part for grid in grids if grid.row_count for part in ("", grid)]
 
 
@@ -274,33 +299,6 @@ def windows(status: Status) -> Table:
         rows.append([one.id, state, one.revision, *counts, seconds, cut, first_line(one.error)])
     columns = ("window", "state", ">revision", ">rows in", ">rows out", ">seconds", "cut", "error")
     return table("windows", columns, rows)
-
-
-def workers(status: Status) -> Table:
-    """Return the workers as a table."""
-    columns = (">worker", ">process", ">shards", ">memory", ">restarts", ">call runs")
-    rows = []
-    for one in status.workers:
-        cells = [one.number, one.pid, one.shards, size(one.resident_bytes), one.restarts]
-        rows.append([*cells, span(one.running_seconds or None)])
-    return table("workers", columns, rows)
-
-
-def servers(status: Status) -> Table:
-    """Return the other servers on the ledger as a table."""
-    rows = []
-    for one in status.servers:
-        if not one.this:
-            watermark = "idle" if one.idle else moment(one.watermark_ms)
-            rows.append((one.id, span(one.beat_age_seconds), watermark, one.reason or None))
-    return table("other servers", ("server", ">last beat", "watermark", "reason"), rows)
-
-
-def letters(status: Status) -> Table:
-    """Return the latest dead letters as a table; `mldserver dead-letters show` has them whole."""
-    latest = status.dead_letters.latest[-_LETTERS:]
-    rows = [(moment(one.at_ms), one.shard, one.sequence, first_line(one.error)) for one in latest]
-    return table("latest dead letters", ("at", "shard", "sequence", "error"), rows)
 
 
 _SPANS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))

@@ -51,19 +51,6 @@ class _Row(NamedTuple):
     """The age of the oldest change behind the ledger's position; 0: there is none. None: not known."""
     note: str = ""
 
-    @property
-    def state(self) -> str:
-        return "ended" if self.held and self.held.ended else "open" if self.shard.last is None else "closed"
-
-    @property
-    def position(self) -> str | None:
-        position = self.held.position if self.held else None
-        return str(position) if position is not None and position.number else None
-
-    @property
-    def owner(self) -> str | None:
-        return (self.held and self.held.owner) or None
-
 
 @app.command(name="describe")
 def describe_stream(
@@ -92,11 +79,9 @@ def describe_stream(
     place = _place(stream, where.resolved(), region, endpoint_url)
     held = None if where == HERE else state_at(where)
     described, newest, rows = asyncio.run(_look(place, held))
-    lags_ms = [row.lag_ms for row in rows if row.lag_ms is not None]
-    lag_ms = max(lags_ms, default=None)
-    facts = details(_facts(described, newest, rows, lag_ms))
-    shards = _shards(rows, with_ledger=held is not None)
-    answer(as_json, _document(described, newest, rows, lag_ms), facts, "", shards)
+    document = _document(described, newest, rows)
+    shards = _shards(document["shards"], [row.depth for row in rows], with_ledger=held is not None)
+    answer(as_json, document, details(_facts(document)), "", shards)
     return 0
 
 
@@ -158,7 +143,7 @@ async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
     from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed  # noqa: PLC0415  # see above
 
     position = row.held.position if row.held else None
-    if row.note or row.state == "ended":
+    if row.note or (row.held is not None and row.held.ended):
         return row
     if position is not None and not position.number:
         return row._replace(note=f"begins at {moment(position.sub)}")
@@ -182,47 +167,49 @@ async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
     return row._replace(lag_ms=0, note=note)
 
 
-def _document(described: Description, newest: str, rows: list[_Row], lag_ms: int | None) -> dict[str, Any]:
+def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str, Any]:
+    shards = []
+    for row in rows:
+        shard, held = row.shard, row.held
+        position = None if held is None else held.position
+        shards.append(
+            {
+                "shard": shard.id,
+                "parent": shard.parent,
+                "state": "ended" if held and held.ended else "open" if shard.last is None else "closed",
+                "first": None if shard.first is None else str(shard.first),
+                "last": None if shard.last is None else str(shard.last),
+                "position": str(position) if position is not None and position.number else None,
+                "owner": (held and held.owner) or None,
+                "lag_ms": row.lag_ms,
+                "note": row.note or None,
+            }
+        )
     return {
         "stream": described.arn,
         "table": described.table,
         "status": described.status,
         "view_type": described.view_type,
         "newest_enabled": newest or None,
-        "lag_ms": lag_ms,
-        "shards": [
-            {
-                "shard": row.shard.id,
-                "parent": row.shard.parent,
-                "state": row.state,
-                "first": None if row.shard.first is None else str(row.shard.first),
-                "last": None if row.shard.last is None else str(row.shard.last),
-                "position": row.position,
-                "owner": row.owner,
-                "lag_ms": row.lag_ms,
-                "note": row.note or None,
-            }
-            for row in rows
-        ],
+        "lag_ms": max((row.lag_ms for row in rows if row.lag_ms is not None), default=None),
+        "shards": shards,
     }
 
 
-def _facts(
-    described: Description, newest: str, rows: list[_Row], lag_ms: int | None
-) -> list[tuple[str, str]]:
-    states = [row.state for row in rows]
+def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
+    states = [shard["state"] for shard in document["shards"]]
     counts = ", ".join(
         f"{states.count(state):,} {state}" for state in ("open", "closed", "ended") if state in states
     )
     facts = [
-        ("stream", described.arn),
-        ("table", described.table),
-        ("status", f"{described.status}, {described.view_type}"),
+        ("stream", document["stream"]),
+        ("table", document["table"]),
+        ("status", f"{document['status']}, {document['view_type']}"),
         ("shards", counts or "none is listed"),
     ]
-    if lag_ms is not None:
+    if (lag_ms := document["lag_ms"]) is not None:
         facts.append(("lag", _lag(lag_ms)))
-    if described.arn != newest:
+    if document["stream"] != (newest := document["newest_enabled"]):
         other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
         facts.append(
             ("note", f"What is left of this stream can be read for 24 hours after it was disabled. {other}")
@@ -230,15 +217,20 @@ def _facts(
     return facts
 
 
-def _shards(rows: list[_Row], *, with_ledger: bool) -> Table:
+def _shards(shards: list[dict[str, Any]], depths: list[int], *, with_ledger: bool) -> Table:
     columns = ["shard", "state", "sequence numbers"]
     columns += ["position", ">lag", "held by", "note"] if with_ledger else []
     lines = []
-    for row in rows:
-        first, last = ("" if number is None else number for number in (row.shard.first, row.shard.last))
-        cells = [f"{'  ' * row.depth}{row.shard.id}", row.state, f"{first} … {last}"]
-        lag = None if row.lag_ms is None else _lag(row.lag_ms)
-        lines.append([*cells, *([row.position, lag, row.owner, row.note] if with_ledger else [])])
+    for shard, depth in zip(shards, depths, strict=True):
+        cells = [
+            "  " * depth + shard["shard"],
+            shard["state"],
+            f"{shard['first'] or ''} … {shard['last'] or ''}",
+        ]
+        if with_ledger:
+            lag = None if shard["lag_ms"] is None else _lag(shard["lag_ms"])
+            cells += [shard["position"], lag, shard["owner"], shard["note"] or ""]
+        lines.append(cells)
     return table("", columns, lines)
 
 

@@ -76,11 +76,11 @@ JOINED_LINES: Final = 500
 """Of the JVM's own that are held back at most."""
 
 
+@dataclass(slots=True)
 class LogParser:
     """Lines in, events out. The JVM's own lines wait for those that belong to them; ``flush`` ends the wait."""
 
-    def __init__(self) -> None:
-        self._raw: list[str] = []
+    _raw: list[str] = field(default_factory=list)
 
     @property
     def waiting(self) -> bool:
@@ -89,7 +89,18 @@ class LogParser:
 
     def feed(self, lines: Iterable[str]) -> list[LogEvent]:
         """Return the events that ``lines`` complete."""
-        return [event for line in lines for event in self._line(line)]
+        events = []
+        for line in lines:
+            fields = line.split("\t", 3)
+            if len(fields) == 4 and fields[0] == MARK:  # noqa: PLR2004  # the pattern's four fields
+                text = fields[3].rstrip(LINE_END + " ").replace(LINE_END, "\n")
+                events += [*self.flush(), LogEvent(LEVELS.get(fields[1], "warning"), fields[2], text)]
+            elif line.strip():
+                belongs = self._raw and (_CONTINUES.match(line) or self._raw[0].startswith("#"))
+                if not belongs or len(self._raw) >= JOINED_LINES:
+                    events += self.flush()
+                self._raw.append(line)
+        return events
 
     def flush(self) -> list[LogEvent]:
         """Return the JVM's own lines as an event: nothing more belongs to them."""
@@ -98,20 +109,6 @@ class LogParser:
             return []
         level = "error" if _FAILURE.match(lines[0]) else "warning"
         return [LogEvent(level, "jvm", "\n".join(lines))]
-
-    def _line(self, line: str) -> list[LogEvent]:
-        fields = line.split("\t", 3)
-        if len(fields) == 4 and fields[0] == MARK:  # noqa: PLR2004  # the pattern's four fields
-            text = fields[3].rstrip(LINE_END + " ").replace(LINE_END, "\n")
-            return [*self.flush(), LogEvent(LEVELS.get(fields[1], "warning"), fields[2], text)]
-        if not line.strip():
-            return []
-        if 0 < len(self._raw) < JOINED_LINES and (_CONTINUES.match(line) or self._raw[0].startswith("#")):
-            self._raw.append(line)
-            return []
-        events = self.flush()
-        self._raw.append(line)
-        return events
 
 
 FOLD_SECONDS: Final = 60.0
