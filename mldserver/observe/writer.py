@@ -46,7 +46,7 @@ _PER_LINE: Final = 200
 
 
 class LogOutput:
-    """Takes whole lines from any thread. That a line cannot be written is told, never raised.
+    """Takes whole lines, from one thread. That a line cannot be written is told, never raised.
 
     Each is one ``write`` call, unbuffered, which blocks for as long as the kernel takes.
     """
@@ -58,8 +58,6 @@ class LogOutput:
         self._fd = fd
         self.path = path
         self._write = write
-        # A signal handler may log while the same thread writes: with a plain lock it would wait for itself.
-        self._lock = threading.RLock()
         self._torn = _ends_within_a_line(fd)
         """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
 
@@ -75,25 +73,24 @@ class LogOutput:
 
     def line(self, line: bytes) -> bool:
         """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
-        with self._lock:
-            view = memoryview(b"\n" * self._torn + line + b"\n")
-            try:
-                while view:
-                    try:
-                        written = self._write(self._fd, view)
-                    except BlockingIOError:
-                        # Somebody set O_NONBLOCK on the terminal or pipe that we share with them.
-                        select.select([], [self._fd], [])
-                        continue
-                    if written:
-                        self._torn = view[written - 1] != _END
-                    view = view[written:]
-            except OSError:
-                return False
-            return True
+        view = memoryview(b"\n" * self._torn + line + b"\n")
+        try:
+            while view:
+                try:
+                    written = self._write(self._fd, view)
+                except BlockingIOError:
+                    # Somebody set O_NONBLOCK on the terminal or pipe that we share with them.
+                    select.select([], [self._fd], [])
+                    continue
+                if written:
+                    self._torn = view[written - 1] != _END
+                view = view[written:]
+        except OSError:
+            return False
+        return True
 
     def opened(self) -> int | None:
-        """Open the file again (after logrotate moved it), for ``swap``; None without a file.
+        """Open the file again (after logrotate moved it), for ``swap``; None without a file. From any thread.
 
         Raises OperatorError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
         loop must not wait for a reader.
@@ -106,15 +103,13 @@ class LogOutput:
 
     def swap(self, fresh: int) -> None:
         """Write to another descriptor from now on, and close the old one."""
-        with self._lock:
-            old, self._fd = self._fd, fresh
-            self._torn = _ends_within_a_line(fresh)
+        old, self._fd = self._fd, fresh
+        self._torn = _ends_within_a_line(fresh)
         os.close(old)
 
     def close(self) -> None:
         """Close; lines after it are lost. Closing again does nothing."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -240,10 +235,14 @@ class LogWriter:
             while (item := self._next()) is not None:
                 if isinstance(item, int):
                     self._output.swap(item)
-                elif isinstance(item, Lost):
+                    continue
+                if isinstance(item, Lost):
                     self._miss(item)
-                    self._tell_missing()
-                elif not (self._tell_missing() and self._output.line(item.data)):
+                # Where lines are missing that is told first, as soon as something can be written again.
+                told = self._missing is None or self._output.line(self._render_lost(self._missing))
+                if told:
+                    self._missing = None
+                if isinstance(item, _Line) and not (told and self._output.line(item.data)):
                     # The disk is full, or the reader has gone: the next line finds out whether it still is.
                     self._miss(Lost(1, item.stamp, item.stamp))
         finally:
@@ -271,11 +270,3 @@ class LogWriter:
         else:
             self._missing.lines += lost.lines
             self._missing.until = lost.until
-
-    def _tell_missing(self) -> bool:
-        """Tell of lines that are missing here; False when that cannot be written either."""
-        if self._missing is not None:
-            if not self._output.line(self._render_lost(self._missing)):
-                return False
-            self._missing = None
-        return True
