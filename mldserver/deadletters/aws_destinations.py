@@ -77,29 +77,26 @@ class AwsDestination(ABC):
     _resources: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _client: Any = None
 
-    async def _reach(self) -> Any:
-        if self._client is None:
-            client = aws_client(
-                self.service,
-                connect_timeout=3,
-                read_timeout=20,
-                retries={"mode": "standard"},
-                region=self.region,
-                endpoint_url=self.endpoint_url,
-                session=self.session,
-            )
-            self._client = await self._resources.enter_async_context(client)
-        return self._client
-
     async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         """Send letters; return those that are too large. Raises LedgerError when the place is out of reach."""
         try:
-            return await self._store(letters)
+            if self._client is None:
+                client = aws_client(
+                    self.service,
+                    connect_timeout=3,
+                    read_timeout=20,
+                    retries={"mode": "standard"},
+                    region=self.region,
+                    endpoint_url=self.endpoint_url,
+                    session=self.session,
+                )
+                self._client = await self._resources.enter_async_context(client)
+            return await self._store(self._client, letters)
         except (BotoCoreError, ClientError, OSError) as error:
             raise self._out_of_reach(f"{type(error).__name__}: {error}") from error
 
     @abstractmethod
-    async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]: ...
+    async def _store(self, client: Any, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]: ...
 
     def _out_of_reach(self, why: str) -> LedgerError:
         return LedgerError(
@@ -123,8 +120,7 @@ class _Sending(AwsDestination):
 
     _limit: int | None = None
 
-    async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
-        client = await self._reach()
+    async def _store(self, client: Any, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         limit = self._limit = self._limit or await self._message_limit(client)
         bodies = [json.dumps(document(letter, self.pipeline)) for letter in letters]
         messages = [
@@ -203,16 +199,15 @@ class StreamDestination(_Sending):
         return int(kib) * 1024 if kib else _KINESIS_BYTES
 
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
-        records = [{"Data": message.body.encode(), "PartitionKey": _key(message.letter)} for message in batch]
+        records = []
+        for message in batch:
+            key = message.letter.partition_key or message.letter.shard_id
+            key = key.encode("utf-8", "backslashreplace").decode()[:_KEY_LENGTH]
+            records.append({"Data": message.body.encode(), "PartitionKey": key})
         answer = await client.put_records(StreamName=self.place, Records=records)
         codes = [record.get("ErrorCode") for record in answer["Records"]]
         left = [message for message, code in zip(batch, codes, strict=True) if code]
         return left, ", ".join(sorted({code for code in codes if code}))
-
-
-def _key(letter: DeadLetter) -> str:
-    key = letter.partition_key or letter.shard_id
-    return key.encode("utf-8", "backslashreplace").decode()[:_KEY_LENGTH]
 
 
 class BucketDestination(AwsDestination):
@@ -223,8 +218,7 @@ class BucketDestination(AwsDestination):
 
     service = "s3"
 
-    async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
-        client = await self._reach()
+    async def _store(self, client: Any, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         bucket, _, prefix = self.place.partition("/")
         for group in grouped(letters):
             name = f"{self.pipeline}/{file_name(group, 'jsonl')}"

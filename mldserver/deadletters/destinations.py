@@ -172,13 +172,26 @@ def file_content(letters: tuple[DeadLetter, ...], pipeline: str, kind: Literal["
 
 
 def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
-    """Return the letters of the files that a path or URI names; ``*`` in its last part stands for any name.
+    """Return the letters of the files that a path or URI names: itself, or all below it; ``*`` in its last part: any name.
 
     Blocking. Raises OperatorError for files that are not there, cannot be read, or hold letters of another pipeline.
     """
     try:
         fs, path = opened(place) if "://" in place else (pafs.LocalFileSystem(), str(Path(place).absolute()))
-        names = _matching(fs, path)
+        folder, _, pattern = path.rpartition("/")
+        if "*" not in pattern:
+            folder, pattern = path, "*"
+        if folder == path and fs.get_file_info(path).type == pafs.FileType.File:
+            names = [path]
+        else:
+            selector = pafs.FileSelector(folder, allow_not_found=True, recursive=True)
+            names = sorted(
+                info.path
+                for info in fs.get_file_info(selector)
+                if info.type == pafs.FileType.File
+                and info.path.endswith((".jsonl", ".parquet"))
+                and fnmatch.fnmatch(info.base_name, pattern)
+            )
         letters = [letter for name in names for letter in _read(fs, name, pipeline)]
     except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
         raise OperatorError(
@@ -190,24 +203,6 @@ def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
     if not names:
         raise OperatorError(f"There are no files of dead letters at {place}.", path=place)
     return letters
-
-
-def _matching(fs: pafs.FileSystem, path: str) -> list[str]:
-    """Return the files that a path names: itself, all below it, or those that its last part matches."""
-    folder, _, pattern = path.rpartition("/")
-    if "*" not in pattern:
-        info = fs.get_file_info(path)
-        if info.type == pafs.FileType.File:
-            return [path]
-        folder, pattern = path, "*"
-    selector = pafs.FileSelector(folder, allow_not_found=True, recursive=True)
-    return sorted(
-        info.path
-        for info in fs.get_file_info(selector)
-        if info.type == pafs.FileType.File
-        and info.path.endswith((".jsonl", ".parquet"))
-        and fnmatch.fnmatch(info.base_name, pattern)
-    )
 
 
 def _read(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]:

@@ -249,7 +249,14 @@ async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ..
             seen.append(_Seen(stored.id, place, len(letter.data), len(seen), before))
         page = await book.letters(after=page[-1].id, limit=PAGE, wanted=True)
     for part in _cut(seen, place=lambda seen: seen.place, size=lambda seen: seen.bytes):
-        letters = await _read(book, part)
+        ids = {seen.id for seen in part}
+        letters: list[StoredLetter] = []
+        # Those that were stored one after the other are read together.
+        in_order = sorted(part, key=lambda seen: seen.number)
+        for _, run in groupby(enumerate(in_order), key=lambda at: at[1].number - at[0]):
+            members = [seen for _, seen in run]
+            page = await book.letters(after=members[0].before, limit=len(members), wanted=True)
+            letters += [stored for stored in page if stored.id in ids]
         for portion in portions(letters):
             yield portion
 
@@ -259,15 +266,3 @@ def _cut(
 ) -> Iterator[tuple[_T, ...]]:
     for _, of_shard in groupby(sorted(items, key=place), key=lambda item: place(item)[0]):
         yield from map(tuple, batches(of_shard, size=size, count=LETTERS_AT_ONCE, most=_PORTION_BYTES))
-
-
-async def _read(book: Ledger, part: tuple[_Seen, ...]) -> list[StoredLetter]:
-    """Return the letters that were seen; those that were stored one after the other are read together."""
-    ids = {seen.id for seen in part}
-    letters: list[StoredLetter] = []
-    in_order = sorted(part, key=lambda seen: seen.number)
-    for _, run in groupby(enumerate(in_order), key=lambda at: at[1].number - at[0]):
-        members = [seen for _, seen in run]
-        page = await book.letters(after=members[0].before, limit=len(members), wanted=True)
-        letters += [stored for stored in page if stored.id in ids]
-    return letters
