@@ -349,10 +349,12 @@ def or_word(of: Kind[Any], word: str, meaning: object) -> Kind[Any]:
         is_word = isinstance(raw, str) and raw.strip().lower().replace("-", "_") == word
         return meaning if is_word or (raw is None and meaning is None) else of.parse(raw)
 
-    def show(value: Any) -> str:
-        return word if value == meaning else of.show(value)
-
-    return Kind(f"{of.allowed}, or {word}", parse, show, metavar=of.metavar)
+    return Kind(
+        f"{of.allowed}, or {word}",
+        parse,
+        lambda value: word if value == meaning else of.show(value),
+        metavar=of.metavar,
+    )
 
 
 _CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")

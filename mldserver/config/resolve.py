@@ -104,20 +104,16 @@ def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
         raise ConfigError(
             f"The settings file {path} is not valid TOML: {error}.", advice="Correct that line."
         ) from error
-    known = specs()
-    for key in table:
+    raw, known = {}, specs()
+    for key, value in table.items():
+        # The line is told where a search finds exactly one candidate for a top-level key.
+        written = re.compile(rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\].=]""")
+        lines = [number for number, line in enumerate(source.splitlines(), 1) if written.match(line)]
+        place = f"{path.name} line {lines[0]}" if len(lines) == 1 else path.name
         if key not in known:
-            raise ConfigError(
-                f"{_place(path.name, source, key)}: there is no setting {key!r}.", advice=_suggest(key, known)
-            )
-    return {key: _Raw(value, _place(path.name, source, key)) for key, value in table.items()}
-
-
-def _place(file: str, source: str, key: str) -> str:
-    """Return the file and, where a search finds exactly one candidate, the line of a top-level key."""
-    written = re.compile(rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\].=]""")
-    lines = [number for number, line in enumerate(source.splitlines(), 1) if written.match(line)]
-    return f"{file} line {lines[0]}" if len(lines) == 1 else file
+            raise ConfigError(f"{place}: there is no setting {key!r}.", advice=_suggest(key, known))
+        raw[key] = _Raw(value, place)
+    return raw
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
