@@ -120,12 +120,6 @@ class Channel:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
-    async def write(self, data: bytes) -> None:
-        """Write; a child that is gone is found out by reading."""
-        with contextlib.suppress(OSError):
-            self.writer.write(data)
-            await self.writer.drain()
-
     async def line(self, seconds: float) -> str | None:
         """Return the next line, None at the end of the output. Raises TimeoutError."""
         async with asyncio.timeout(seconds):
@@ -164,10 +158,11 @@ class _Over(Exception):
     """The case is decided: nothing more of it can be played."""
 
 
-class _Play:
+class Play:
     """One case at one child after the other."""
 
     def __init__(self, case: Case, target: Target, shard_id: str, patience: float) -> None:
+        """Prepare; ``patience``: seconds for each line of the child."""
         self._case = case
         self._target = target
         self._shard = shard_id.encode()
@@ -176,12 +171,13 @@ class _Play:
         self.not_shown = ""
         self._deaf = False
         """Whether a request is left unanswered on purpose: what still comes to it is nothing new."""
-        self.said = ""
         self._child: Channel
         """There while steps are played."""
 
-    async def run(self) -> None:
-        """Play every step, and let go of the child. Raises OSError when there is none."""
+    async def run(self) -> Result:
+        """Play every step, let go of the child, and return what became of it. Raises OSError when there is no child."""
+        now = asyncio.get_running_loop().time
+        began = now()
         self._child = await self._target.open()
         try:
             for step in self._case.steps:
@@ -189,7 +185,16 @@ class _Play:
         except _Over:
             pass
         finally:
-            self.said = await self._child.close()
+            said = await self._child.close()
+        faults, remarks = self.judge.faults, self.judge.remarks
+        verdict, why = Verdict.PASS, ""
+        if faults:
+            verdict, why = Verdict.FAIL if self._case.strict else Verdict.NON_STRICT, faults[0]
+        elif self.not_shown:
+            verdict, why = Verdict.NOT_SHOWN, self.not_shown
+        elif remarks:
+            verdict, why = Verdict.NON_STRICT, remarks[0]
+        return Result(self._case, verdict, why, now() - began, said if why else "")
 
     async def _step(self, step: Step) -> None:  # noqa: C901  # one case for each kind of step
         match step:
@@ -239,7 +244,9 @@ class _Play:
     async def _write(self, data: bytes) -> None:
         try:
             async with asyncio.timeout(self._patience):
-                await self._child.write(data)
+                with contextlib.suppress(OSError):  # a child that is gone is found out by reading
+                    self._child.writer.write(data)
+                    await self._child.writer.drain()
         except TimeoutError:
             self.judge.faults.append("does not read what the daemon writes")
             raise _Over from None
@@ -331,23 +338,6 @@ class _Play:
             self.judge.remarks.append(f"exited with {code}")
 
 
-async def play(case: Case, target: Target, shard_id: str, patience: float) -> Result:
-    """Play one case; ``patience``: seconds for each line of the child. Raises OSError when there is no child."""
-    now = asyncio.get_running_loop().time
-    began = now()
-    one = _Play(case, target, shard_id, patience)
-    await one.run()
-    faults, remarks = one.judge.faults, one.judge.remarks
-    verdict, why = Verdict.PASS, ""
-    if faults:
-        verdict, why = Verdict.FAIL if case.strict else Verdict.NON_STRICT, faults[0]
-    elif one.not_shown:
-        verdict, why = Verdict.NOT_SHOWN, one.not_shown
-    elif remarks:
-        verdict, why = Verdict.NON_STRICT, remarks[0]
-    return Result(case, verdict, why, now() - began, one.said if why else "")
-
-
 async def play_all(
     cases: Sequence[Case],
     target: Target,
@@ -365,7 +355,7 @@ async def play_all(
 
     async def one(place: int, case: Case) -> Result:
         async with slots:
-            result = await play(case, target, f"shardId-{run:08d}{place:04d}", patience)
+            result = await Play(case, target, f"shardId-{run:08d}{place:04d}", patience).run()
             tell(result)
             return result
 

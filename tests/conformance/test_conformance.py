@@ -30,7 +30,7 @@ from mldserver.conformance.cases import (
     shutdown_requested,
 )
 from mldserver.conformance.judge import Judge
-from mldserver.conformance.player import Result, Target, Verdict, play, play_all
+from mldserver.conformance.player import Play, Result, Target, Verdict, play_all
 from mldserver.conformance.wire_cases import aggregate
 from mldserver.protocol.batch_decoder import deaggregate
 from mldserver.testing import Form
@@ -443,7 +443,7 @@ def test_what_a_child_does_wrong_is_caught(
 
 async def test_a_child_that_is_not_there_is_an_error_and_no_verdict() -> None:
     with held_port() as nobodys, pytest.raises(OSError, match="Connect"):
-        await play(CASES[BATCHES], Target(f"127.0.0.1:{nobodys}"), "shardId-000000000001", 1)
+        await Play(CASES[BATCHES], Target(f"127.0.0.1:{nobodys}"), "shardId-000000000001", 1).run()
 
 
 # On the pipes of a process, and as a command.
@@ -466,7 +466,7 @@ COMMAND = (sys.executable, str(comparison.PROCESSOR))
     ],
 )
 async def test_a_command_is_played_at_on_its_pipes(title: str, verdict: Verdict, why: str, said: str) -> None:
-    result = await play(CASES[title], Target(command=COMMAND), "shardId-000000000001", 30)
+    result = await Play(CASES[title], Target(command=COMMAND), "shardId-000000000001", 30).run()
     assert (result.verdict, result.why.startswith(why)) == (verdict, True), result.why
     assert said in result.said
 
