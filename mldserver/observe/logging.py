@@ -350,7 +350,7 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
             os.dup2(2, 1)
             output = LogOutput(os.dup(former))
         else:
-            output = LogOutput.to_file(settings.log_file)
+            output = LogOutput(settings.log_file)
         writer = configure(
             output, level=settings.log_level, log_format=settings.log_format, observers=observers
         )

@@ -51,20 +51,16 @@ class LogOutput:
     Each is one ``write`` call, unbuffered, which blocks for as long as the kernel takes.
     """
 
-    def __init__(
-        self, fd: int, *, path: Path | None = None, write: Callable[[int, Buffer], int] = os.write
-    ) -> None:
-        """Own ``fd`` from now on; ``path`` is what ``opened`` opens. Tests pass their own ``write``."""
-        self._fd = fd
-        self.path = path
-        self._write = write
-        self._torn = _ends_within_a_line(fd)
-        """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
+    def __init__(self, place: int | Path, *, write: Callable[[int, Buffer], int] = os.write) -> None:
+        """Own a descriptor from now on, or append to a file. Tests pass their own ``write``.
 
-    @classmethod
-    def to_file(cls, path: Path) -> LogOutput:
-        """Append to a file. Raises OperatorError when it cannot be opened."""
-        return cls(_open(path), path=path)
+        Raises OperatorError when the file cannot be opened.
+        """
+        self.path = place if isinstance(place, Path) else None
+        self._fd = _open(place) if isinstance(place, Path) else place
+        self._write = write
+        self._torn = _ends_within_a_line(self._fd)
+        """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
 
     @property
     def is_terminal(self) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def log_file(tmp_path: Path) -> Iterator[tuple[Path, LogOutput]]:
     path = tmp_path / "deep" / "x.log"
-    output = LogOutput.to_file(path)
+    output = LogOutput(path)
     yield path, output
     output.close()
 
@@ -26,7 +26,7 @@ def log_file(tmp_path: Path) -> Iterator[tuple[Path, LogOutput]]:
 def test_lines_are_appended(log_file: tuple[Path, LogOutput]) -> None:
     path, output = log_file
     assert output.line(b"one")
-    LogOutput.to_file(path).close()
+    LogOutput(path).close()
     assert output.line(b"two")
     assert path.read_bytes() == b"one\ntwo\n"
     assert not output.is_terminal
@@ -110,7 +110,7 @@ def test_a_file_whose_last_line_was_cut_off_is_gone_on_with_on_a_line_of_its_own
 ) -> None:
     path = tmp_path / "x.log"
     path.write_bytes(b"cut off" + end)
-    output = LogOutput.to_file(path)
+    output = LogOutput(path)
     output.line(b"one")
     path.rename(tmp_path / "old.log")
     path.write_bytes(b"of another" + end)
@@ -128,7 +128,7 @@ def test_a_named_pipe_that_nobody_reads_is_not_waited_for_when_it_is_opened_agai
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    output = LogOutput.to_file(path)
+    output = LogOutput(path)
     fresh = output.opened()
     assert fresh is not None
     assert os.get_blocking(fresh), "a reader that is slow must not lose lines"

@@ -40,7 +40,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Iterator[LogOutput]:
-    made = LogOutput.to_file(tmp_path / "m.log")
+    made = LogOutput(tmp_path / "m.log")
     yield made
     made.close()
 

@@ -183,7 +183,7 @@ def test_a_pipe_that_nobody_reads_loses_lines_and_tells_of_them_when_it_is_read_
 
 def test_lines_before_a_rotation_go_to_the_old_file_and_later_ones_to_the_new(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
-    writer = LogWriter(LogOutput.to_file(path), told)
+    writer = LogWriter(LogOutput(path), told)
     writer.line(b"one", stamp="")
     settle(writer)
     rotated = path.rename(tmp_path / "x.log.1")
