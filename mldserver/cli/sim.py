@@ -165,7 +165,7 @@ def sim(
         tell.line("" if number else "first rows", text)
     failures: tuple[FailureClass, ...] = ()
     if report.status and report.status.dead_letters:
-        failures = by_class(playground.dead_letters(settings))
+        failures = by_class(uvloop.run(playground.dead_letters(settings)))
         tell.failures(failures, handler, input)
     for failure in playground.told_failures(settings.log_file) if not report.ok else []:
         tell.line("the server said", failure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gzip
 import itertools
@@ -179,20 +178,17 @@ def quick_spark(settings: Settings) -> Engine | None:
     )
 
 
-def dead_letters(settings: Settings) -> list[DeadLetter]:
+async def dead_letters(settings: Settings) -> list[DeadLetter]:
     """Return the dead letters that a run has left in its ledger, in the order in which they were stored."""
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the server's imports
     from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
 
-    async def read() -> list[DeadLetter]:
-        ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
-        try:
-            held = await ledger.peek()
-            return list(await ledger.dead_letters(held.dead_letters)) if held.dead_letters else []
-        finally:
-            await ledger.close()
-
-    return asyncio.run(read())
+    ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
+    try:
+        held = await ledger.peek()
+        return list(await ledger.dead_letters(held.dead_letters)) if held.dead_letters else []
+    finally:
+        await ledger.close()
 
 
 def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:

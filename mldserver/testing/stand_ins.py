@@ -55,6 +55,8 @@ class LocalEngine:
     """How many windows each job had."""
     window_columns: tuple[str, str] | None = WINDOW_COLUMNS
     """As in a handler."""
+    trouble: None = field(default=None, init=False)
+    """It never is in any."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -69,10 +71,6 @@ class LocalEngine:
     def is_ready(self) -> bool:
         """Whether ``run`` has started it and ``close`` has not ended it."""
         return self._ready.is_set() and not self._closed.is_set()
-
-    @property
-    def trouble(self) -> None:
-        """None: it never is in any."""
 
     def facts(self) -> EngineFacts:
         """Return nothing but defaults."""
