@@ -58,24 +58,15 @@ class LineFramer:
     def __init__(self, limit: int) -> None:
         """Refuse lines longer than ``limit`` bytes (line end not counted, a CR is)."""
         self._limit = limit
-        self._partial = bytearray()
+        self.partial = bytearray()
+        """The incomplete line held so far; read only, and only until more comes."""
         self.error: FramingError | None = None
         """Set once a line was too long. From then on every byte is dropped: line ends mean nothing any more."""
 
     @property
-    def pending(self) -> int:
-        """Bytes of the incomplete line held so far."""
-        return len(self._partial)
-
-    @property
     def pending_blank(self) -> bool:
         """Whether the incomplete line is nothing but a little white space, such as the CR of a CRLF."""
-        return self.pending <= _EXCERPT and self._partial.isspace()
-
-    @property
-    def excerpt(self) -> bytes:
-        """The start of the incomplete line, for a log."""
-        return bytes(self._partial[:_EXCERPT])
+        return len(self.partial) <= _EXCERPT and self.partial.isspace()
 
     def feed(self, data: bytes | bytearray, size: int | None = None) -> list[Line]:
         """Take the first ``size`` bytes of ``data`` (default: all); return the lines they complete, without their ends.
@@ -87,7 +78,7 @@ class LineFramer:
         if self.error is not None:
             return lines
         stop, start = len(data) if size is None else size, 0
-        if not self._partial and 1 < stop <= self._limit and data.find(b"\n", 0, stop) == stop - 1:
+        if not self.partial and 1 < stop <= self._limit and data.find(b"\n", 0, stop) == stop - 1:
             # One whole line, as nearly always: the rest of this is for those that are not.
             whole = bytes(memoryview(data)[: stop - 1]).removesuffix(b"\r")
             return [whole] if whole and not whole.isspace() else lines
@@ -96,10 +87,10 @@ class LineFramer:
                 if not self._fits(end - start, view[start:]):
                     return lines
                 line: Line
-                if self._partial:
-                    self._partial += view[start:end]
+                if self.partial:
+                    self.partial += view[start:end]
                     # A fresh buffer each time: one huge line must not leave its memory with an idle connection.
-                    line, self._partial = self._partial, bytearray()
+                    line, self.partial = self.partial, bytearray()
                     if line.endswith(b"\r"):
                         del line[-1:]
                 else:
@@ -108,7 +99,7 @@ class LineFramer:
                     lines.append(line)
                 start = end + 1
             if self._fits(stop - start, view[start:stop]):
-                self._partial += view[start:stop]
+                self.partial += view[start:stop]
         return lines
 
     def feed_eof(self) -> int:
@@ -116,22 +107,22 @@ class LineFramer:
 
         A line without its end is dropped: it may be any prefix of what was meant, so it is never acted upon.
         """
-        cut_off = 0 if self._partial.isspace() else len(self._partial)
-        self._partial = bytearray()
+        cut_off = 0 if self.partial.isspace() else len(self.partial)
+        self.partial = bytearray()
         return cut_off
 
     def _fits(self, more: int, rest: memoryview) -> bool:
-        size = len(self._partial) + more
+        size = len(self.partial) + more
         if size <= self._limit:
             return True
-        shown = (self.excerpt + bytes(rest[: min(more, _EXCERPT)]))[:_EXCERPT]
+        shown = (self.partial[:_EXCERPT] + rest[: min(more, _EXCERPT)])[:_EXCERPT]
         self.error = FramingError(
             f"A line is longer than the limit of {self._limit} bytes.",
             did="The connection was closed.",
             advice="Raise the line limit if the stream's batches are really that large, or lower maxRecords.",
             excerpt=shown.decode("ascii", "replace"),
         )
-        self._partial = bytearray()
+        self.partial = bytearray()
         return False
 
 

@@ -140,16 +140,28 @@ class MLDConnection:
         Returns how many bytes of an incomplete line are held now. Never raises: what is wrong with them ends this
         connection, with Failed.
         """
-        if self.state is State.CLOSED:
-            return self._framer.pending
-        lines = self._framer.feed(data, size)
+        framer = self._framer
+        lines = [] if self.state is State.CLOSED else framer.feed(data, size)
         if lines and self._timers:
             self._cancel(Timer.PARTIAL_LINE)
         for line in lines:
             self._receive_line(line)
-        pending = self._framer.pending
-        if pending or self._timers or self._framer.error is not None:
-            self._check_partial()
+        # What is left of the bytes is an incomplete line, or one that is too long already.
+        pending = len(framer.partial)
+        if self.state is State.CLOSED:
+            return pending
+        if framer.error is not None:
+            self._step(Input.FAULT, framer.error)
+        elif pending == 0:
+            if self._timers:
+                self._cancel(Timer.PARTIAL_LINE)
+        elif self.state in WORKING and not framer.pending_blank:
+            # The daemon speaks only when it is its turn, so nothing of it needs to be buffered in ours.
+            early = f"A message began while {self._response_for} was not answered yet."
+            error = ProtocolViolation(early, did=_CLOSED_IT, excerpt=excerpt(framer.partial))
+            self._step(Input.FAULT, error)
+        elif Timer.PARTIAL_LINE not in self._timers:
+            self._await_rest()
         return pending
 
     def receive_eof(self) -> None:
@@ -176,14 +188,14 @@ class MLDConnection:
             seconds = self._limits.initialize_timeout_seconds
             told = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
             self._step(Input.INITIALIZE_TIMEOUT, told)
-        elif patient and self._framer.pending > self._begun:
+        elif patient and len(self._framer.partial) > self._begun:
             self._await_rest()
         else:
             seconds = self._limits.partial_line_timeout_seconds
             what = f"A line was not complete, and nothing more of it came for {seconds:g} seconds."
-            if self._framer.pending > self._begun:
+            if len(self._framer.partial) > self._begun:
                 what = f"A line was not complete within {seconds:g} seconds, while others waited for room in memory."
-            slow = PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
+            slow = PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.partial))
             self._step(Input.PARTIAL_LINE_TIMEOUT, slow)
 
     def answer(self) -> None:
@@ -258,24 +270,8 @@ class MLDConnection:
     def _policy(self, asked_in: State) -> RetryPolicy:
         return self._limits.end_retries if asked_in is State.ENDING_CHECKPOINT else self._limits.retries
 
-    def _check_partial(self) -> None:
-        """Judge what is left of the bytes: an incomplete line, or one that is too long already."""
-        if self.state is State.CLOSED:
-            return
-        if self._framer.error is not None:
-            self._step(Input.FAULT, self._framer.error)
-        elif self._framer.pending == 0:
-            self._cancel(Timer.PARTIAL_LINE)
-        elif self.state in WORKING and not self._framer.pending_blank:
-            # The daemon speaks only when it is its turn, so nothing of it needs to be buffered in ours.
-            early = f"A message began while {self._response_for} was not answered yet."
-            error = ProtocolViolation(early, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
-            self._step(Input.FAULT, error)
-        elif Timer.PARTIAL_LINE not in self._timers:
-            self._await_rest()
-
     def _await_rest(self) -> None:
-        self._begun = self._framer.pending
+        self._begun = len(self._framer.partial)
         self._start(Timer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
 
     def _step(self, happened: Input, error: MldserverError | None = None) -> None:
