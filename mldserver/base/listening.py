@@ -33,8 +33,19 @@ async def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Return a Unix socket that listens, for this user alone. Raises OSError."""
-    _remove_stale(path)
+    """Return a Unix socket that listens, for this user alone. Raises OSError.
+
+    The socket of a server that is gone is removed first. What is no socket, or answers, stays: bind then fails.
+    """
+    try:
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                probe.connect(str(path))
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    except (FileNotFoundError, BlockingIOError):
+        pass  # nothing is there; or somebody, who is busy
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
@@ -46,20 +57,3 @@ def listen_unix(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that is gone. What is no socket, or answers, stays: bind then fails."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            return  # it is there, and busy

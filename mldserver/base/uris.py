@@ -51,12 +51,9 @@ def redacted(uri: str) -> str:
     name, word, _ = user.partition(":")
     if at:
         user = f"{name}{word}{_HIDDEN if word else ''}" if scheme in _CONTAINERS else _HIDDEN
-    return f"{scheme}{colon}{user}{at}{host}{slash}{path}{mark}{'&'.join(map(_shown, query.split('&')))}"
-
-
-def _shown(option: str) -> str:
-    key, equals, value = option.partition("=")
-    return f"{key}{equals}{_HIDDEN if _SECRET.search(key) else value}"
+    options = [option.partition("=") for option in query.split("&")]
+    query = "&".join(f"{key}{eq}{_HIDDEN if _SECRET.search(key) else value}" for key, eq, value in options)
+    return f"{scheme}{colon}{user}{at}{host}{slash}{path}{mark}{query}"
 
 
 def spark_uri(uri: str) -> str:

@@ -116,8 +116,8 @@ class Channel(Generic[M]):
         self._kinds = kinds
         self._receive = receive
         self._ended = ended
-        self._parts: list[bytes] = []
-        """Messages of the next frame."""
+        self.unsent: list[bytes] = []
+        """Messages of the next frame; read only."""
         self._soon = False
         """Whether it is sent at the end of this turn."""
         self._bytes = 0
@@ -135,7 +135,7 @@ class Channel(Generic[M]):
         After the end it does nothing: the end itself is told of by ``ended``. Raises nothing.
         """
         part = encode(message)
-        if self._parts and (
+        if self.unsent and (
             self._bytes + len(part) > FRAME_BYTES - _ARRAY.size
             or len(self._files) + len(files) >= _MOST_DESCRIPTORS
         ):
@@ -143,27 +143,22 @@ class Channel(Generic[M]):
         if not self._open:
             _close(files)
             return
-        if within_seconds and not self._parts:
+        if within_seconds and not self.unsent:
             self._loop.call_later(within_seconds, self.flush)
         elif not within_seconds and not self._soon:
             self._soon = True
             self._loop.call_soon(self.flush)
-        self._parts.append(part)
+        self.unsent.append(part)
         self._bytes += len(part)
         self._files += files
-
-    @property
-    def unsent(self) -> bool:
-        """Whether something has come that is not sent yet."""
-        return bool(self._parts)
 
     def flush(self) -> None:
         """Send now what has come so far."""
         self._soon = False
-        if not self._parts:
+        if not self.unsent:
             return
-        parts, files = self._parts, self._files
-        self._parts, self._bytes, self._files = [], 0, []
+        parts, files = self.unsent, self._files
+        self.unsent, self._bytes, self._files = [], 0, []
         try:
             data, files = _framed(parts, files)
         except OSError as error:  # no descriptor, or no memory: what is lost must not be waited for
@@ -186,7 +181,7 @@ class Channel(Generic[M]):
                 _close(files)
             _close(self._files)
             self._waiting.clear()
-            self._parts.clear()
+            self.unsent.clear()
 
     def _try(self, data: bytes, files: Descriptors) -> bool:
         try:

@@ -41,7 +41,9 @@ class Lines:
         lines: list[str] = []
         for number, part in enumerate(data.split(b"\n")):
             if number:
-                lines.append(self._line())
+                line = self._begun.decode("utf-8", errors="replace").rstrip("\r")
+                lines.append(line + (_CUT if self._cut else ""))
+                self._begun, self._cut = bytearray(), False
             room = LONGEST_LINE - len(self._begun)
             self._cut = self._cut or len(part) > room
             self._begun += part[:room]
@@ -49,12 +51,7 @@ class Lines:
 
     def end(self) -> list[str]:
         """Return what stands there without a line end."""
-        return [self._line()] if self._begun else []
-
-    def _line(self) -> str:
-        line = self._begun.decode("utf-8", errors="replace").rstrip("\r") + (_CUT if self._cut else "")
-        self._begun, self._cut = bytearray(), False
-        return line
+        return self.feed(b"\n") if self._begun else []
 
 
 class Output:

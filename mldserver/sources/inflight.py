@@ -176,7 +176,7 @@ class UnderWay(Generic[_T]):
             self._early.owes(self)
 
     def take_out(self) -> None:
-        """Let go of the first batch, which is done, where the task has not taken over."""
+        """Let go of the first batch, which is done."""
         batch = self.batches.pop(0)
         self.bytes -= batch.size
         self.free(batch)
@@ -278,10 +278,9 @@ class UnderWay(Generic[_T]):
                 self._failed(error)
             self.give_up(error)
         else:
-            self.free(batch)
             if batch.answer is None or batch.answered:
                 self._late(batch, result)
             else:
                 batch.answer.set_result(result)
             if self.batches:
-                self.bytes -= self.batches.pop(0).size
+                self.take_out()

@@ -8,6 +8,7 @@ One task group owns the accept loop and every connection, so nothing outlives ``
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random as _random
 import socket
 from collections import Counter
@@ -164,19 +165,20 @@ class MLDListener:
             listener = await self._listen()
         finally:
             self._started.set()
-        try:
+        with contextlib.ExitStack() as listening:
+            if isinstance(self._address, UnixAddress):
+                listening.callback(self._address.path.unlink, missing_ok=True)
+            listening.callback(listener.close)
             async with asyncio.TaskGroup() as group:
                 self._accepting = group.create_task(self._accept(listener, group))
                 if self._stopped:
                     self._accepting.cancel()
                 beside = [group.create_task(self._early.run()), group.create_task(self._progress.run())]
                 await asyncio.wait({self._accepting})
-                self._close_listener(listener)
+                listening.close()
                 await self._empty.wait()
                 for task in beside:
                     task.cancel()
-        finally:
-            self._close_listener(listener)
 
     def stop_accepting(self) -> None:
         """Take no more connections; those that are there go on, but for those that are not proven yet."""
@@ -222,12 +224,6 @@ class MLDListener:
         self._listening_on = shown
         log.info("server.listening", address=shown)
         return listener
-
-    def _close_listener(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:
-            listener.close()
-            if isinstance(self._address, UnixAddress):
-                self._address.path.unlink(missing_ok=True)
 
     async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         """Take a slot, then a connection; say so when a peer has to wait for one."""
