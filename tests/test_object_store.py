@@ -330,7 +330,7 @@ def test_what_is_asked_of_s3_for_a_window_does_not_grow_with_windows_and_revisio
         output = Commit("w", number + 1, staging, (f"{number}.parquet",), 1, revision=number + 1)
         publisher.publish([output])
         named = len(REQUESTS)
-        publisher.clean([output])
+        publisher.clean(output)
         asked.append((begun, named, len(REQUESTS) - named))
         store.write(f"{staging.replace('/w/', f'/w{number}/')}/0.parquet", pa.table({"a": [1]}))
     assert asked[0] == (2, 1, 1)

@@ -293,11 +293,13 @@ class Gatherer:
         lineage = parts.coordinator.lineage
         counted = {} if source.counts is None else source.counts.shards
         if source.counts is not None:
-            source.counts.forget([shard_id for shard_id in counted if shard_id not in lineage])
-        ended = [node for node in lineage if node.presence is Presence.ENDED and node.id in counted]
+            source.counts.forget([shard_id for shard_id in counted if shard_id not in lineage.nodes])
+        ended = [
+            node for node in lineage.nodes.values() if node.presence is Presence.ENDED and node.id in counted
+        ]
         ended = sorted(ended, key=lambda node: node.since_ms)[-_ENDED:]
         connected = [node.id for node in lineage.connected()]
-        left_out = (node for node in lineage if node.presence is Presence.LEFT_OUT)
+        left_out = (node for node in lineage.nodes.values() if node.presence is Presence.LEFT_OUT)
         for waiting in (self._undurable, self._unstored):
             for shard_id in waiting.keys() - set(connected):
                 del waiting[shard_id]

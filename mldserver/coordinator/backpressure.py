@@ -79,7 +79,8 @@ class Backpressure:
     """Those of them that are to be flushed and checkpointed first, and are not yet."""
     waiting: set[str] = field(init=False, default_factory=set)
     """The shards whose answers wait."""
-    _held: frozenset[str] = field(init=False, default=frozenset())
+    held: frozenset[str] = field(init=False, default=frozenset())
+    """Those that must wait, before their next answer."""
     _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
 
     def weigh(self) -> None:
@@ -88,21 +89,12 @@ class Backpressure:
         memory, most = self.buffer.bytes, self.rules.buffer_bytes
         disk_is_full = self.segment_bytes > self.rules.segment_disk_bytes
         if memory <= most * _SHORT and not disk_is_full:
-            self._held = frozenset()
+            self.held = frozenset()
             return
         in_vain = self.computing or self.settled_bytes > self.rules.segment_disk_bytes
         everyone = memory > most or (disk_is_full and in_vain)
         # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
-        self._held = shards_to_hold(self.watermark.reached_ms(), holder=None if everyone else self.holder)
-
-    @property
-    def waits_for_watermark(self) -> bool:
-        """Whether shards are held until windows close that are not due yet."""
-        return (
-            bool(self._held)
-            and self.holder is not None
-            and self.segment_bytes > self.rules.segment_disk_bytes
-        )
+        self.held = shards_to_hold(self.watermark.reached_ms(), holder=None if everyone else self.holder)
 
     def is_paused(self, shard_id: str) -> bool:
         """Whether a shard is paused, by itself or as all are."""
@@ -112,7 +104,7 @@ class Backpressure:
         """Whether the session's shard must wait."""
         self.weigh()
         shard_id = session.shard_id
-        held = self.paused or shard_id in self._held or shard_id in self.paused_shards
+        held = self.paused or shard_id in self.held or shard_id in self.paused_shards
         return held and not session.finishing
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -122,7 +114,7 @@ class Backpressure:
 
     async def wait(self, session: Session) -> None:
         """Wait while there is no room for more of the session's shard."""
-        if session.shard_id not in self._held or session.finishing:
+        if session.shard_id not in self.held or session.finishing:
             return
         began_ms = self.clock.steady_ms()
         memory = self.buffer.bytes > self.rules.buffer_bytes * _SHORT
@@ -136,7 +128,7 @@ class Backpressure:
         self.waiting.add(session.shard_id)
         try:
             await self.until(
-                lambda: not session.alive or session.finishing or session.shard_id not in self._held
+                lambda: not session.alive or session.finishing or session.shard_id not in self.held
             )
         finally:
             self.waiting.discard(session.shard_id)

@@ -265,5 +265,4 @@ class Retention:
         self.cut_windows.expired(windows)
         if free:
             log.debug("window.expired", windows=len(windows), segments=len(free))
-        self.garbage.add(free)
-        return await self.garbage.delete()
+        return await self.garbage.delete(free)

@@ -193,7 +193,8 @@ class Coordinator:
         more, and the process must start afresh.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._cycle.run(), name="cycle")
+            group.create_task(self._cycle.tick(), name="ticks")
+            group.create_task(self._cycle.run(), name="cycles")
             group.create_task(self._membership.beat(), name="beats")
 
     async def _run_cycle(self, reason: str) -> None:
@@ -213,16 +214,17 @@ class Coordinator:
         view = self.watermark.combine(view, self._membership.peers.states())
         self.watermark.commit(view)
         self._view = view
-        self._backpressure.holder = view.holder.shard_id
-        windows = self._flusher.open_windows
-        waiting = self._backpressure.waits_for_watermark or (
-            windows is not None and windows.overdue(self.clock.now_ms())
-        )
+        pressure, windows = self._backpressure, self._flusher.open_windows
+        pressure.holder = view.holder.shard_id
+        # Rows wait where a window is overdue, or shards are held until one closes that is not due yet.
+        disk_is_full = pressure.segment_bytes > self.rules.segment_disk_bytes
+        waiting = disk_is_full and bool(pressure.held) and pressure.holder is not None
+        waiting |= windows is not None and windows.overdue(self.clock.now_ms())
         self._reports.note(view, now_ms, waiting=waiting)
         await self._cut(view)
         await self._flusher.join_small()
-        freed, shards, more = await self._retention.step(self._backpressure.segment_bytes)
-        self._backpressure.segment_bytes -= freed
+        freed, shards, more = await self._retention.step(pressure.segment_bytes)
+        pressure.segment_bytes -= freed
         self._sessions.forget(shards)
         if more:
             self._cycle.soon()
@@ -284,7 +286,7 @@ class Coordinator:
         if not self.is_over:
             self._ended.clear()
         elif not self._ended.is_set():
-            log.info("stream.ended", shards=len(self.lineage))
+            log.info("stream.ended", shards=len(self.lineage.nodes))
             self._ended.set()
 
     def freed(self, freed_bytes: int) -> None:
@@ -364,18 +366,14 @@ class Cycle:
         self._asked.set()
         await waiter
 
-    async def run(self) -> None:
-        """Take turns until cancelled. Raises ServerBuried, and whatever else of a cycle is not worth another try."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._tick(), name="ticks")
-            group.create_task(self._cycles(), name="cycles")
-
-    async def _tick(self) -> None:
+    async def tick(self) -> None:
+        """Ask at every interval until cancelled."""
         while True:
             await self.clock.sleep(self.interval_ms / 1000)
             self._asked.set()
 
-    async def _cycles(self) -> None:
+    async def run(self) -> None:
+        """Take turns until cancelled. Raises ServerBuried, and whatever else of a cycle is not worth another try."""
         failures = 0
         while True:
             await self._asked.wait()

@@ -36,7 +36,7 @@ from mldserver.output.store import Garbage
 from mldserver.windows import Batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.windows import CoordinatorRules
@@ -181,7 +181,7 @@ class Flusher:
             result = await self._register(planned, segments, own)
             if result.registered:
                 break
-            await self._discard(segments)
+            await self.garbage.delete(segments)
             lost |= result.lost_shards
             gone |= result.gone_letters
             self._refused(result)
@@ -226,7 +226,7 @@ class Flusher:
             try:
                 letters = await self.letters.store(planned.dead_letters) + planned.failed_again
             except (OSError, LedgerError):
-                await self._discard(segments)
+                await self.garbage.delete(segments)
                 raise
             kill_point("letters.stored")
         windows, step = self.open_windows, None
@@ -311,7 +311,7 @@ class Flusher:
                 # A full disk must not fill further with what no ledger entry will ever name.
                 for path in files:
                     self.garbage.add_unfinished(path)
-                await self._discard(segments)
+                await self.garbage.delete(segments)
                 raise
             kill_point("segment.written")
             for (path, file), size in zip(files.items(), sizes, strict=True):
@@ -323,10 +323,6 @@ class Flusher:
         """Gather and write each in a thread of its own."""
         with ThreadPoolExecutor(len(files)) as pool:
             return list(pool.map(lambda path, file: self.store.write(path, file.rows), files, files.values()))
-
-    async def _discard(self, segments: Iterable[Segment]) -> None:
-        self.garbage.add(segments)
-        await self.garbage.delete()
 
     def _registered(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None

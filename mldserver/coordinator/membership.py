@@ -213,10 +213,10 @@ class Membership:
         new = self.lineage.know(
             shard_id, now_ms, parents=shard.parents, ended=shard.ended, effective_ms=shard.effective_ms
         )
-        if new or self.lineage[shard_id].presence is Presence.CONNECTED:
+        if new or self.lineage.nodes[shard_id].presence is Presence.CONNECTED:
             return new and not shard.ended
         self.lineage.reach(shard_id, shard.effective_ms)
-        ends = shard.ended and self.lineage[shard_id].presence is not Presence.ENDED
+        ends = shard.ended and self.lineage.nodes[shard_id].presence is not Presence.ENDED
         if ends:
             self.lineage.end(shard_id, now_ms)
         return ends
@@ -272,15 +272,15 @@ class Membership:
                 del self.released[shard_id]
 
 
+@dataclass(eq=False, slots=True)
 class ServerLocks:
     """Which servers are dead for sure: a folder with a locked file for each that lives. Blocking, for moments."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: tuple[Path, int] | None = None
+    folder: Path
+    _held: tuple[Path, int] | None = field(init=False, default=None)
 
     def _path(self, server_id: str) -> Path:
-        return self._folder / f"{server_tag(server_id)}.lock"
+        return self.folder / f"{server_tag(server_id)}.lock"
 
     def hold(self, server_id: str) -> None:
         """Show that a server lives, until ``release`` or the process's end.
@@ -288,7 +288,7 @@ class ServerLocks:
         Raises OperatorError when another process shows it of this name, OSError when the folder cannot be written.
         Where the file system knows no locks, nothing is shown.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(server_id)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         for _ in range(_LOCK_TRIES):
@@ -315,7 +315,7 @@ class ServerLocks:
 
     def held(self) -> tuple[Path, ...]:
         """Return the files of servers that live, or of which it cannot be told."""
-        return tuple(path for path in sorted(self._folder.glob("*.lock")) if not self._is_free(path))
+        return tuple(path for path in sorted(self.folder.glob("*.lock")) if not self._is_free(path))
 
     def forget(self, server_id: str) -> None:
         """Take away the file of a server that was buried."""

@@ -99,7 +99,7 @@ class Shards:
     async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
         shard_id = opening.shard_id
         # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
-        parents = opening.parents or self.parents(shard_id)
+        parents = opening.parents or self.lineage.nodes[shard_id].parents
         state = await self.ledger.open_shard(shard_id, parents)
         accepted = state.gap_accepted or self.rules.accept_gap
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
@@ -136,7 +136,7 @@ class Shards:
         if new:
             self.watermark.settle(now_ms)
         for shard_id in new:
-            log.info("shard.discovered", shard=shard_id, parents=self.parents(shard_id))
+            log.info("shard.discovered", shard=shard_id, parents=self.lineage.nodes[shard_id].parents)
         return new
 
     def seen(self) -> Seen:
@@ -147,10 +147,6 @@ class Shards:
             for name, shard in self.state.shards.items()
         }
         return Seen(self.ledger.server_id, servers | {self.ledger.server_id}, shards)
-
-    def parents(self, shard_id: str) -> tuple[str, ...]:
-        """Return a shard's parents, as far as they are known."""
-        return self.lineage[shard_id].parents if shard_id in self.lineage else ()
 
 
 class ShardSession:
@@ -190,7 +186,7 @@ class ShardSession:
         if not self.alive:
             return True
         shards, shard_id, outline = self._shards, self.shard_id, outcome.outline
-        node = shards.lineage[shard_id]
+        node = shards.lineage.nodes[shard_id]
         floor_ms = shards.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
         fresh = outline.records > outline.duplicates
         position, last = self.position, outline.last

@@ -190,7 +190,7 @@ class WindowSteps:
         self.garbage.add(free)
 
         def clean() -> int:
-            self.publisher.clean(at_once)
+            self.store.for_each(self.publisher.clean, at_once)
             kill_point("window.cleaning")
             for window in committed:
                 if len(window.entry.segments) >= joined.TOGETHER:
@@ -222,4 +222,4 @@ class WindowSteps:
             await self.clock.sleep(max(0, due_ms - self.clock.steady_ms()) / 1000)
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(self.publisher.clean, [output])
+                await asyncio.to_thread(self.publisher.clean, output)

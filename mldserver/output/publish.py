@@ -125,11 +125,8 @@ class Publisher:
                 errno.ENOENT, f"neither {output.staging} nor {target} holds the window's output"
             )
 
-    def clean(self, outputs: Iterable[Commit]) -> None:
-        """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
-        self._store.for_each(self._clean, outputs)
-
-    def _clean(self, output: Commit) -> None:
+    def clean(self, output: Commit) -> None:
+        """Delete what a published output has replaced: older revisions, and attempts that came to nothing."""
         by_manifest = not self._store.local and self.table is None
         for folder in list(self._store.folders(f"{self.root}/{output.window_id}")):
             # Attempts behind the published one may be under way already.

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -301,15 +302,15 @@ def _encodings(rows: pa.Table) -> dict[str, str]:
     if len(rows) < _LARGE:
         return found
     places = pa.array(range(0, len(rows), len(rows) // _SAMPLE))
-    for field in rows.schema:
-        differs = pa.types.is_integer(field.type) or pa.types.is_timestamp(field.type)
-        if field.name in found or not (
-            differs or pa.types.is_floating(field.type) or pa.types.is_string(field.type)
+    for column in rows.schema:
+        differs = pa.types.is_integer(column.type) or pa.types.is_timestamp(column.type)
+        if column.name in found or not (
+            differs or pa.types.is_floating(column.type) or pa.types.is_string(column.type)
         ):
             continue
-        values = pc.count_distinct(rows.column(field.name).take(places)).as_py()
+        values = pc.count_distinct(rows.column(column.name).take(places)).as_py()
         if values >= _UNIQUE * len(places):
-            found[field.name] = "DELTA_BINARY_PACKED" if differs else "PLAIN"
+            found[column.name] = "DELTA_BINARY_PACKED" if differs else "PLAIN"
     return found
 
 
@@ -323,15 +324,15 @@ def _second_name(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+@dataclass(eq=False, slots=True)
 class Garbage:
     """Files that no ledger entry names, or will ever name, until they are deleted.
 
     A disk that fails to delete must not be taken for one that has room: they count until they are gone.
     """
 
-    def __init__(self, store: OutputStore) -> None:
-        self._store = store
-        self._files: dict[str, int] = {}
+    store: OutputStore
+    _files: dict[str, int] = field(init=False, default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -347,8 +348,9 @@ class Garbage:
         for path in paths:
             self._files.setdefault(path, 0)
 
-    async def delete(self) -> int:
-        """Do in a thread what ``delete_now`` does."""
+    async def delete(self, segments: Iterable[Segment] = ()) -> int:
+        """Take in these too, and do in a thread what ``delete_now`` does."""
+        self.add(segments)
         return await asyncio.to_thread(self.delete_now) if self._files else 0
 
     def delete_now(self) -> int:
@@ -358,11 +360,11 @@ class Garbage:
         """
 
         def delete(path: str) -> int:
-            self._store.delete(path)
+            self.store.delete(path)
             return self._files.pop(path, 0)
 
         files = list(self._files)
-        freed_bytes = sum(self._store.for_each(delete, files))
+        freed_bytes = sum(self.store.for_each(delete, files))
         for folder in {path.rpartition("/")[0] for path in files}:
-            self._store.drop_empty(folder)
+            self.store.drop_empty(folder)
         return freed_bytes

@@ -73,7 +73,7 @@ def never_holds(patch: pytest.MonkeyPatch) -> None:
 
 def children_without_floor(patch: pytest.MonkeyPatch) -> None:
     """A shard's times do not go on where its parents ended."""
-    patch.setattr(Lineage, "floor_ms", lambda lineage, shard_id: lineage[shard_id].effective_ms)
+    patch.setattr(Lineage, "floor_ms", lambda lineage, shard_id: lineage.nodes[shard_id].effective_ms)
 
 
 def watermark_goes_back(patch: pytest.MonkeyPatch) -> None:

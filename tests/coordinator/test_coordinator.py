@@ -169,9 +169,9 @@ async def test_old_windows_and_shards_are_forgotten_every_hour(tmp_path: Path) -
         assert ending.result()
         assert coordinator.status().stream_ended
         await pipeline.clock.advance(3600)
-        assert "p" in coordinator.lineage
+        assert "p" in coordinator.lineage.nodes
         await pipeline.clock.advance(7200)
-        assert "p" not in coordinator.lineage
+        assert "p" not in coordinator.lineage.nodes
     state = pipeline.state()
     assert (state.windows, state.shards) == ({}, {})
     assert pipeline.published() == {W[0]: [1]}

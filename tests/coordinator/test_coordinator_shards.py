@@ -369,12 +369,12 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
         parent = await pipeline.open("parent")
         await pipeline.give(parent, [(1, 9000)])
         assert await parent.end()
-        coordinator.lineage._nodes.pop("child")
+        coordinator.lineage.nodes.pop("child")
         child = await pipeline.open("child")
         await pipeline.give(child, [(2, 1000)])
         assert asked == [0, 1]
-        assert coordinator.lineage["child"].effective_ms == 9000
-        assert coordinator.shards.parents("child") == ("parent",)
+        assert coordinator.lineage.nodes["child"].effective_ms == 9000
+        assert coordinator.lineage.nodes["child"].parents == ("parent",)
         await pipeline.open("child")
         assert asked == [0, 1]
 

@@ -68,7 +68,7 @@ async def test_shards_that_the_stream_lists_are_waited_for(pipeline: Pipeline) -
         await pipeline.clock.advance(2)
         assert coordinator.shards.know({"a": (), "b": (), "c": ("b",)}) == ("b", "c")
         assert coordinator.shards.know({"a": (), "b": (), "c": ("b",)}) == ()
-        assert (coordinator.shards.parents("c"), coordinator.shards.parents("unknown")) == (("b",), ())
+        assert coordinator.lineage.nodes["c"].parents == ("b",)
         await pipeline.give(session, [(1, 1000), (2, 25_000)])
         await pipeline.clock.advance(3)
         assert pipeline.published() == {}

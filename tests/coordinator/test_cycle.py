@@ -45,10 +45,11 @@ class Cycles:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Cycles]:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(self.turns.run())
+            tasks = [group.create_task(self.turns.tick()), group.create_task(self.turns.run())]
             await self.clock.advance(0)
             yield self
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 async def test_a_cycle_runs_at_every_interval() -> None:

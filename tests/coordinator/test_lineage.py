@@ -22,10 +22,10 @@ def test_a_shard_is_new_once() -> None:
     lineage = Lineage()
     assert lineage.know("a", 1)
     assert not lineage.know("a", 2)
-    assert "a" in lineage
-    assert "b" not in lineage
-    assert len(lineage) == 1
-    assert lineage["a"].since_ms == 1
+    assert "a" in lineage.nodes
+    assert "b" not in lineage.nodes
+    assert len(lineage.nodes) == 1
+    assert lineage.nodes["a"].since_ms == 1
 
 
 def test_a_known_shard_is_missing_until_it_connects() -> None:
@@ -36,7 +36,7 @@ def test_a_known_shard_is_missing_until_it_connects() -> None:
     assert [node.id for node in lineage.connected()] == ["a"]
     lineage.disconnect("a", 9)
     assert missing(lineage) == {"a"}
-    assert lineage["a"].since_ms == 9
+    assert lineage.nodes["a"].since_ms == 9
 
 
 def test_a_shard_that_had_ended_when_the_ledger_was_read_is_not_missing() -> None:
@@ -51,7 +51,7 @@ def test_a_disconnect_after_the_end_leaves_the_shard_ended() -> None:
     lineage.connect("a", 1)
     lineage.end("a", 2)
     lineage.disconnect("a", 3)
-    assert lineage["a"].presence is Presence.ENDED
+    assert lineage.nodes["a"].presence is Presence.ENDED
 
 
 def test_a_child_is_expected_only_once_every_parent_has_ended() -> None:
@@ -61,7 +61,7 @@ def test_a_child_is_expected_only_once_every_parent_has_ended() -> None:
     assert missing(lineage) == {"b"}
     lineage.end("b", 20)
     assert missing(lineage) == {"m"}
-    assert lineage["m"].since_ms == 20
+    assert lineage.nodes["m"].since_ms == 20
 
 
 def test_an_unknown_parent_counts_as_finished() -> None:
@@ -71,9 +71,9 @@ def test_an_unknown_parent_counts_as_finished() -> None:
 def test_a_child_that_connects_proves_that_its_ancestors_have_ended() -> None:
     lineage = family(a="", b="a", c="a", d="bc")
     assert set(lineage.proved_ended("d")) == {"a", "b", "c"}
-    assert lineage["a"].presence is Presence.MISSING
+    assert lineage.nodes["a"].presence is Presence.MISSING
     lineage.connect("d", 5)
-    assert {lineage[s].presence for s in "abc"} == {Presence.ENDED}
+    assert {lineage.nodes[s].presence for s in "abc"} == {Presence.ENDED}
     assert lineage.proved_ended("d") == ()
 
 
@@ -81,7 +81,7 @@ def test_the_other_child_is_expected_from_that_moment_on() -> None:
     lineage = family(a="", b="a", c="a")
     lineage.connect("b", 5)
     assert missing(lineage) == {"c"}
-    assert lineage["c"].since_ms == 5
+    assert lineage.nodes["c"].since_ms == 5
 
 
 def test_a_parent_that_is_listed_after_its_child_connected_has_ended() -> None:
@@ -89,12 +89,12 @@ def test_a_parent_that_is_listed_after_its_child_connected_has_ended() -> None:
     lineage.connect("c", 1)
     lineage.know("p", 2)
     lineage.know("c", 2, parents=("p",))
-    assert lineage["p"].presence is Presence.ENDED
+    assert lineage.nodes["p"].presence is Presence.ENDED
     lineage = family(c="p")
     lineage.connect("c", 1)
     lineage.know("p", 2, parents=("g",))
     lineage.know("g", 2)
-    assert {lineage[s].presence for s in "pg"} == {Presence.ENDED}
+    assert {lineage.nodes[s].presence for s in "pg"} == {Presence.ENDED}
 
 
 def test_a_list_that_says_nothing_new_moves_nobody() -> None:
@@ -102,7 +102,7 @@ def test_a_list_that_says_nothing_new_moves_nobody() -> None:
     lineage.connect("c", 1)
     lineage.connect("p", 2)  # a daemon with a fresh lease table reads again
     assert not lineage.know("c", 3, parents=("p", "p"))
-    assert lineage["p"].presence is Presence.CONNECTED
+    assert lineage.nodes["p"].presence is Presence.CONNECTED
 
 
 def test_a_shard_that_is_missing_for_too_long_is_left_out_once() -> None:
@@ -118,7 +118,7 @@ def test_a_shard_that_was_left_out_comes_back() -> None:
     lineage = family(a="")
     lineage.leave_out(100, 100)
     lineage.connect("a", 101)
-    assert lineage["a"].presence is Presence.CONNECTED
+    assert lineage.nodes["a"].presence is Presence.CONNECTED
 
 
 def test_a_child_that_was_left_out_with_its_parent_is_waited_for_when_the_parent_came_back_and_ended() -> (
@@ -127,11 +127,11 @@ def test_a_child_that_was_left_out_with_its_parent_is_waited_for_when_the_parent
     lineage = family(p="", c="p")
     lineage.leave_out(100, 100)
     lineage.leave_out(200, 100)
-    assert lineage["c"].presence is Presence.LEFT_OUT
+    assert lineage.nodes["c"].presence is Presence.LEFT_OUT
     lineage.connect("p", 300)
     lineage.end("p", 400)
     assert missing(lineage) == {"c"}
-    assert lineage["c"].since_ms == 400
+    assert lineage.nodes["c"].since_ms == 400
     assert not lineage.all_ended()
 
 
@@ -141,8 +141,8 @@ def test_an_end_does_not_touch_children_that_are_there_or_ended() -> None:
     lineage.end("a", 2)
     lineage.connect("p", 3)
     lineage.end("p", 4)
-    assert lineage["a"].presence is Presence.ENDED
-    assert lineage["a"].since_ms == 2
+    assert lineage.nodes["a"].presence is Presence.ENDED
+    assert lineage.nodes["a"].since_ms == 2
 
 
 def test_the_stream_can_be_over_when_all_have_ended_or_were_left_out() -> None:
@@ -163,11 +163,11 @@ def test_shards_that_were_only_left_out_are_no_end_of_the_stream() -> None:
 def test_a_childs_first_record_is_floored_by_the_latest_of_its_parents() -> None:
     lineage = family(a="", b="", m="ab", n="m")
     assert lineage.floor_ms("n") is None
-    lineage["a"].effective_ms = 5
-    lineage["b"].effective_ms = 9
+    lineage.nodes["a"].effective_ms = 5
+    lineage.nodes["b"].effective_ms = 9
     assert lineage.floor_ms("m") == 9
     assert lineage.floor_ms("n") == 9
-    lineage["m"].effective_ms = 12
+    lineage.nodes["m"].effective_ms = 12
     assert lineage.floor_ms("n") == 12
 
 
@@ -197,7 +197,7 @@ def test_shards_that_ended_long_ago_are_forgotten_and_their_children_go_on() -> 
     assert lineage.forget_ended(10) == ()
     assert lineage.forget_ended(11, keep={"p"}) == ()
     assert lineage.forget_ended(11) == ("p",)
-    assert "p" not in lineage
+    assert "p" not in lineage.nodes
     lineage.disconnect("c", 30)
     assert missing(lineage) == {"c"}
 
@@ -206,16 +206,16 @@ def test_a_forgotten_child_is_no_child_any_more() -> None:
     lineage = family(p="", c="p")
     lineage.connect("c", 1)
     lineage.end("c", 2)
-    lineage["p"].presence = Presence.CONNECTED
+    lineage.nodes["p"].presence = Presence.CONNECTED
     assert lineage.forget_ended(3) == ("c",)
-    assert lineage["p"].children == set()
+    assert lineage.nodes["p"].children == set()
     lineage.end("p", 4)
 
 
 def test_a_parent_that_becomes_known_after_its_child_waits_for_its_own_end() -> None:
     lineage = family(c="p", p="")
     assert missing(lineage) == {"p"}
-    assert lineage["p"].children == {"c"}
+    assert lineage.nodes["p"].children == {"c"}
 
 
 @given(
@@ -242,11 +242,11 @@ def test_a_missing_shard_is_never_one_whose_parent_may_still_be_read(
             getattr(lineage, step)(shard, now)
         open_now = {n.id for n in lineage.connected()} | missing(lineage)
         for shard_id in missing(lineage):
-            assert not open_now & set(lineage[shard_id].parents)
+            assert not open_now & set(lineage.nodes[shard_id].parents)
         for node in lineage.connected():
             if step == "connect" and node.id == shard:
-                assert all(lineage[p].presence is Presence.ENDED for p in node.parents)
-        assert all(lineage[s].since_ms <= now for s in "abcdmxy")
+                assert all(lineage.nodes[p].presence is Presence.ENDED for p in node.parents)
+        assert all(lineage.nodes[s].since_ms <= now for s in "abcdmxy")
 
 
 # Other servers.
@@ -256,8 +256,8 @@ def test_a_shard_that_another_server_reads_is_not_missing_and_proves_that_its_pa
     lineage = family(p="", a="p")
     lineage.elsewhere("a", 5, read=True)
     assert missing(lineage) == set()
-    assert lineage["p"].presence is Presence.ENDED
-    assert lineage["a"].presence is Presence.ELSEWHERE
+    assert lineage.nodes["p"].presence is Presence.ENDED
+    assert lineage.nodes["a"].presence is Presence.ELSEWHERE
     assert not lineage.all_ended()
 
 
@@ -266,18 +266,18 @@ def test_a_shard_that_no_server_reads_any_more_is_missing_from_then_on() -> None
     lineage.elsewhere("a", 5, read=True)
     lineage.elsewhere("a", 9, read=False)
     assert missing(lineage) == {"a"}
-    assert lineage["a"].since_ms == 9
+    assert lineage.nodes["a"].since_ms == 9
     lineage.elsewhere("a", 12, read=False)
-    assert lineage["a"].since_ms == 9
+    assert lineage.nodes["a"].since_ms == 9
 
 
 def test_a_shard_that_was_left_out_counts_again_when_another_server_reads_it() -> None:
     lineage = family(a="")
     assert lineage.leave_out(100, 50) == ("a",)
     lineage.elsewhere("a", 101, read=False)
-    assert lineage["a"].presence is Presence.LEFT_OUT
+    assert lineage.nodes["a"].presence is Presence.LEFT_OUT
     lineage.elsewhere("a", 102, read=True)
-    assert lineage["a"].presence is Presence.ELSEWHERE
+    assert lineage.nodes["a"].presence is Presence.ELSEWHERE
 
 
 def test_a_shard_that_is_connected_here_or_has_ended_stays_what_it_is() -> None:
@@ -287,8 +287,8 @@ def test_a_shard_that_is_connected_here_or_has_ended_stays_what_it_is() -> None:
     for shard in "ab":
         lineage.elsewhere(shard, 5, read=True)
         lineage.elsewhere(shard, 5, read=False)
-    assert lineage["a"].presence is Presence.CONNECTED
-    assert lineage["b"].presence is Presence.ENDED
+    assert lineage.nodes["a"].presence is Presence.CONNECTED
+    assert lineage.nodes["b"].presence is Presence.ENDED
 
 
 def test_how_far_another_server_has_read_is_a_floor_for_the_children() -> None:

@@ -103,7 +103,7 @@ def names_below(out: Path) -> dict[str, int]:
 def memory(coordinator: Coordinator) -> dict[str, int]:
     """Count what the process remembers."""
     return {
-        "lineage": len(coordinator.lineage),
+        "lineage": len(coordinator.lineage.nodes),
         "sessions": len(coordinator._sessions._sessions),
     }
 

@@ -77,7 +77,7 @@ async def test_a_child_that_is_read_late_goes_on_from_its_parents_times_while_th
         coordinator.shards.know(SPLIT)
         child = await pipeline.open("left")
         await pipeline.give(child, [(3, 4000)])
-        assert coordinator.lineage["left"].effective_ms == 5000
+        assert coordinator.lineage.nodes["left"].effective_ms == 5000
 
 
 async def test_a_shard_that_the_stream_does_not_list_any_more_is_forgotten(tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ async def test_a_shard_that_the_stream_does_not_list_any_more_is_forgotten(tmp_p
     async with pipeline.life() as coordinator:
         await read_the_parent(pipeline)
         await pipeline.clock.advance(6 * 3600)
-        assert "p" in coordinator.lineage
+        assert "p" in coordinator.lineage.nodes
         coordinator.shards.know({"left": ("p",), "right": ("p",)})
         await pipeline.clock.advance(2 * 3600)
-        assert "p" not in coordinator.lineage
+        assert "p" not in coordinator.lineage.nodes
     assert "p" not in pipeline.state().shards
 
 
@@ -102,8 +102,8 @@ async def test_no_shard_is_forgotten_before_the_stream_has_said_which_it_lists(t
         ending = asyncio.get_running_loop().create_task(parent.end())
         await pipeline.clock.advance(6 * 3600)
         assert ending.result()
-        assert "p" in coordinator.lineage
+        assert "p" in coordinator.lineage.nodes
         coordinator.shards.know({"left": ("p",), "right": ("p",)})
         await pipeline.clock.advance(2 * 3600)
-        assert "p" not in coordinator.lineage
+        assert "p" not in coordinator.lineage.nodes
     assert "p" not in pipeline.state().shards

@@ -73,8 +73,8 @@ def test_a_shard_goes_to_its_newest_session_and_on_where_the_ledger_has_it(aroun
     assert around.sessions.live("a") is new
     assert (old.alive, new.alive) == (False, True)
     assert len(around.buffer) == 0, "it comes again"
-    assert around.lineage["a"].presence is Presence.CONNECTED
-    assert around.lineage["a"].effective_ms == 500
+    assert around.lineage.nodes["a"].presence is Presence.CONNECTED
+    assert around.lineage.nodes["a"].effective_ms == 500
     assert around.watermark.reached_ms()["a"] == 400
     assert len(around.sessions._sessions) == 1
 
@@ -87,7 +87,7 @@ def test_a_session_that_was_overtaken_while_it_was_opened_is_dead_and_changes_no
     assert not late.alive
     assert around.sessions.live("a") is new
     assert len(around.buffer) == 1
-    assert around.lineage["a"].effective_ms == 500
+    assert around.lineage.nodes["a"].effective_ms == 500
 
 
 def test_a_shard_that_was_never_read_begins_at_its_parents_times_when_windows_are_cut_on_arrival(

@@ -54,7 +54,7 @@ class Shop:
 
     def replace(self, output: Commit) -> None:
         self.publisher.publish([output])
-        self.publisher.clean([output])
+        self.publisher.clean(output)
 
     def attempts(self) -> list[str]:
         """What nobody reads, were all that wrote here dead."""
@@ -90,7 +90,7 @@ def test_first_revisions_appear_together(shop: Shop) -> None:
     outputs = [shop.make("a", 1, 1, 2), shop.make("b", 1, 3)]
     assert shop.shown() == []
     shop.publisher.publish(outputs)
-    shop.publisher.clean(outputs)
+    shop.store.for_each(shop.publisher.clean, outputs)
     assert shop.shown() == [1, 2, 3]
     assert shop.attempts() == []
 
@@ -130,7 +130,7 @@ def test_publishing_may_be_repeated_before_and_after_cleaning(
         shop.publisher.publish([output])
         assert shop.shown() == list(values)
     for _ in range(2):
-        shop.publisher.clean([output])
+        shop.publisher.clean(output)
         shop.publisher.publish([output])
         assert shop.shown() == list(values)
 
@@ -168,7 +168,7 @@ def test_cleaning_leaves_attempts_that_came_after(shop: Shop) -> None:
     output = shop.make("a", 1, 2, attempt=2)
     shop.make("a", 2, 3, attempt=3)
     shop.publisher.publish([output])
-    shop.publisher.clean([output])
+    shop.publisher.clean(output)
     assert shop.attempts() == [f"0003-{TAG}"]
     assert shop.shown() == [2]
 
@@ -343,7 +343,7 @@ def test_readers_see_one_whole_revision_or_are_told_to_list_again(local: Shop, t
         stop.set()
         for reader in readers:
             reader.join()
-    local.publisher.clean([output])
+    local.publisher.clean(output)
     assert local.attempts() == []
     assert len({rows[0][0] for rows in seen}) >= revisions // 10, "readers saw revisions come"
     for rows in seen:
@@ -364,4 +364,4 @@ def test_two_that_publish_the_same_output_at_once_publish_it_once(local: Shop) -
         for thread in threads:
             thread.join()
         assert local.shown() == [revision]
-        local.publisher.clean([output])
+        local.publisher.clean(output)

@@ -74,7 +74,7 @@ class Orphans(Lineage):
     """Lets a shard's times begin anew, wherever its parents' ended."""
 
     def floor_ms(self, shard_id: str) -> int | None:
-        return self[shard_id].effective_ms
+        return self.nodes[shard_id].effective_ms
 
 
 class GoesBack(Watermark):

@@ -14,7 +14,7 @@ its cost: a running maximum and one stable sort for each flush.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -205,18 +205,18 @@ def _latest(
     return int(near.max()) if len(near) else None, ahead
 
 
+@dataclass(eq=False, slots=True)
 class Buffer:
     """Accepted batches that are not durable yet, in the order in which they were accepted; knows each shard's."""
 
-    def __init__(self) -> None:
-        self._batches: dict[int, BufferedBatch] = {}
-        self._next = 0
-        self._moves: dict[str, int] = {}
-        """Of each shard whose latest batch only moves its position, and that no cycle has seen yet, its number."""
-        # A cycle asks for every shard what of it is durable: each must find its own without a look at the others.
-        self._numbers: dict[str, dict[int, None]] = {}
-        self.bytes = 0
-        """Bytes of all batches."""
+    bytes: int = field(init=False, default=0)
+    """Bytes of all batches."""
+    _batches: dict[int, BufferedBatch] = field(init=False, default_factory=dict)
+    _next: int = field(init=False, default=0)
+    _moves: dict[str, int] = field(init=False, default_factory=dict)
+    """Of each shard whose latest batch only moves its position, and that no cycle has seen yet, its number."""
+    # A cycle asks for every shard what of it is durable: each must find its own without a look at the others.
+    _numbers: dict[str, dict[int, None]] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from collections.abc import Set as AbstractSet
 
     from mldserver.ledger.contract import ServerState, ShardState
@@ -64,23 +64,12 @@ class ShardNode:
     children: set[str] = field(default_factory=set)
 
 
+@dataclass(eq=False, slots=True)
 class Lineage:
     """The graph of known shards."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[str, ShardNode] = {}
-
-    def __contains__(self, shard_id: str) -> bool:
-        return shard_id in self._nodes
-
-    def __getitem__(self, shard_id: str) -> ShardNode:
-        return self._nodes[shard_id]
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __iter__(self) -> Iterator[ShardNode]:
-        return iter(self._nodes.values())
+    nodes: dict[str, ShardNode] = field(init=False, default_factory=dict)
+    """Only looked at by others."""
 
     def know(
         self,
@@ -96,21 +85,21 @@ class Lineage:
         A parent that is learned of after its child was read has ended: lists name closed shards for as long as the
         stream keeps their records, and a daemon that began at ``LATEST`` never reads them.
         """
-        node = self._nodes.get(shard_id)
+        node = self.nodes.get(shard_id)
         new = node is None
         if node is None:
             presence = Presence.ENDED if ended else Presence.MISSING
-            node = self._nodes[shard_id] = ShardNode(
+            node = self.nodes[shard_id] = ShardNode(
                 shard_id, presence=presence, since_ms=now_ms, effective_ms=effective_ms
             )
-            node.children.update(other.id for other in self._nodes.values() if shard_id in other.parents)
-            if any(self._nodes[child].presence in _READ for child in node.children):
+            node.children.update(other.id for other in self.nodes.values() if shard_id in other.parents)
+            if any(self.nodes[child].presence in _READ for child in node.children):
                 self._move(shard_id, Presence.ENDED, now_ms)
         gained = tuple(parent for parent in dict.fromkeys(parents) if parent not in node.parents)
         node.parents += gained
         for parent in gained:
-            if parent in self._nodes:
-                self._nodes[parent].children.add(shard_id)
+            if parent in self.nodes:
+                self.nodes[parent].children.add(shard_id)
         if gained and node.presence in _READ:
             self._end_ancestors(shard_id, now_ms)
         return new
@@ -118,9 +107,9 @@ class Lineage:
     def proved_ended(self, shard_id: str) -> tuple[str, ...]:
         """Return the ancestors that are not known to have ended: a connection of the shard proves that they have."""
         proved: list[str] = []
-        queue = list(self._nodes[shard_id].parents)
+        queue = list(self.nodes[shard_id].parents)
         while queue:
-            node = self._nodes.get(queue.pop())
+            node = self.nodes.get(queue.pop())
             if node is not None and node.presence is not Presence.ENDED and node.id not in proved:
                 proved.append(node.id)
                 queue.extend(node.parents)
@@ -133,12 +122,12 @@ class Lineage:
 
     def disconnect(self, shard_id: str, now_ms: int) -> None:
         """Note that a shard's connection is gone without the shard's end."""
-        if self._nodes[shard_id].presence is Presence.CONNECTED:
+        if self.nodes[shard_id].presence is Presence.CONNECTED:
             self._move(shard_id, Presence.MISSING, now_ms)
 
     def elsewhere(self, shard_id: str, now_ms: int, *, read: bool) -> None:
         """Note whether another server reads a shard. One that is connected here, or has ended, stays what it is."""
-        presence = self._nodes[shard_id].presence
+        presence = self.nodes[shard_id].presence
         if read and presence in {Presence.MISSING, Presence.LEFT_OUT}:
             self._move(shard_id, Presence.ELSEWHERE, now_ms)
             self._end_ancestors(shard_id, now_ms)
@@ -147,7 +136,7 @@ class Lineage:
 
     def reach(self, shard_id: str, effective_ms: int | None) -> None:
         """Note how far another server has read a shard: its children's records come no earlier."""
-        node = self._nodes[shard_id]
+        node = self.nodes[shard_id]
         times = [ms for ms in (node.effective_ms, effective_ms) if ms is not None]
         node.effective_ms = max(times, default=None)
 
@@ -167,34 +156,34 @@ class Lineage:
         times: list[int] = []
         seen, queue = {shard_id}, [shard_id]
         while queue:
-            node = self._nodes[queue.pop()]
+            node = self.nodes[queue.pop()]
             if node.effective_ms is not None:
                 times.append(node.effective_ms)
                 continue
             # Shards that were split and merged again have ancestors by many ways: each is asked once.
-            unseen = {parent for parent in node.parents if parent in self._nodes} - seen
+            unseen = {parent for parent in node.parents if parent in self.nodes} - seen
             seen |= unseen
             queue.extend(unseen)
         return max(times, default=None)
 
     def connected(self) -> list[ShardNode]:
         """Return the shards that have a connection."""
-        return [n for n in self._nodes.values() if n.presence is Presence.CONNECTED]
+        return [n for n in self.nodes.values() if n.presence is Presence.CONNECTED]
 
     def missing(self) -> list[ShardNode]:
         """Return the shards that are expected and have no connection."""
-        missing = (node for node in self._nodes.values() if node.presence is Presence.MISSING)
+        missing = (node for node in self.nodes.values() if node.presence is Presence.MISSING)
         # An unknown parent counts as finished: its records were trimmed, or read before this ledger began.
         over = {Presence.ENDED, Presence.LEFT_OUT}
         return [
             node
             for node in missing
-            if all(self._nodes[p].presence in over for p in node.parents if p in self._nodes)
+            if all(self.nodes[p].presence in over for p in node.parents if p in self.nodes)
         ]
 
     def all_ended(self) -> bool:
         """Whether the stream can be over: some shard has ended, and every other has too or was left out."""
-        presences = {node.presence for node in self._nodes.values()}
+        presences = {node.presence for node in self.nodes.values()}
         return Presence.ENDED in presences and presences <= {Presence.ENDED, Presence.LEFT_OUT}
 
     def forget_ended(self, before_ms: int, *, keep: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
@@ -202,19 +191,19 @@ class Lineage:
 
         Their children keep them as unknown parents.
         """
-        ended = (node for node in self._nodes.values() if node.presence is Presence.ENDED)
+        ended = (node for node in self.nodes.values() if node.presence is Presence.ENDED)
         old = [node for node in ended if node.since_ms < before_ms and node.id not in keep]
         for node in old:
-            del self._nodes[node.id]
-        for node in self._nodes.values():
+            del self.nodes[node.id]
+        for node in self.nodes.values():
             node.children.difference_update(gone.id for gone in old)
         return tuple(node.id for node in old)
 
     def _move(self, shard_id: str, presence: Presence, now_ms: int) -> None:
-        node = self._nodes[shard_id]
+        node = self.nodes[shard_id]
         if node.presence is not presence:
             node.presence, node.since_ms = presence, now_ms
-            for child in (self._nodes[child_id] for child_id in node.children):
+            for child in (self.nodes[child_id] for child_id in node.children):
                 # A child is missing from when it can first be expected, not from when it was first listed. One that was
                 # left out because its parent was is waited for after all: the parent came back and ended.
                 if presence is Presence.ENDED and child.presence in {Presence.MISSING, Presence.LEFT_OUT}:
@@ -233,19 +222,20 @@ class _Claim(NamedTuple):
     beat_ms: int
 
 
+@dataclass(eq=False, slots=True)
 class Peers:
     """What the latest looks at the ledger have shown of other servers."""
 
-    def __init__(self, server_id: str, *, timeout_ms: int) -> None:
-        """Start alone. ``timeout_ms``: after so long without a beat a server is overdue."""
-        self.server_id = server_id
-        self._timeout_ms = timeout_ms
-        self._looked_ms: int | None = None
-        self._told: dict[str, ServerState] = {}
-        """What each told last."""
-        self.silent_ms: dict[str, int] = {}
-        """For how long each one's latest beat was seen to stand still."""
-        self._claims: dict[str, _Claim] = {}
+    server_id: str
+    """This one's."""
+    timeout_ms: int
+    """After so long without a beat a server is overdue."""
+    silent_ms: dict[str, int] = field(init=False, default_factory=dict)
+    """For how long each one's latest beat was seen to stand still."""
+    _told: dict[str, ServerState] = field(init=False, default_factory=dict)
+    """What each told last."""
+    _looked_ms: int | None = field(init=False, default=None)
+    _claims: dict[str, _Claim] = field(init=False, default_factory=dict)
 
     @property
     def serving(self) -> int:
@@ -256,7 +246,7 @@ class Peers:
         self, servers: Mapping[str, ServerState], shards: Mapping[str, ShardState], now_ms: int
     ) -> None:
         """Take in what the ledger holds."""
-        watched_ms = 0 if self._looked_ms is None else min(now_ms - self._looked_ms, self._timeout_ms // 2)
+        watched_ms = 0 if self._looked_ms is None else min(now_ms - self._looked_ms, self.timeout_ms // 2)
         self._looked_ms = now_ms
         before, silent_ms = self._told, self.silent_ms
         self._told = {name: told for name, told in servers.items() if name != self.server_id}
@@ -287,11 +277,11 @@ class Peers:
         """Return what each of them told last; one that misses its beats is not idle any more."""
         return tuple(
             replace(told, idle=False, reason="silent")
-            if told.idle and self.silent_ms[name] >= self._timeout_ms // 2
+            if told.idle and self.silent_ms[name] >= self.timeout_ms // 2
             else told
             for name, told in self._told.items()
         )
 
     def overdue(self) -> tuple[ServerState, ...]:
         """Return those whose beat has not changed for the timeout."""
-        return tuple(told for name, told in self._told.items() if self.silent_ms[name] >= self._timeout_ms)
+        return tuple(told for name, told in self._told.items() if self.silent_ms[name] >= self.timeout_ms)

@@ -168,7 +168,7 @@ class Sessions:
             old.alive = False
         self.buffer.drop_shard(shard_id)
         self._sessions[shard_id] = session
-        arrival_ms = self.lineage[shard_id].effective_ms = state.effective_ms
+        arrival_ms = self.lineage.nodes[shard_id].effective_ms = state.effective_ms
         self.lineage.connect(shard_id, now_ms)
         event_ms, rules = state.event_ms, self.watermark.rules
         if event_ms is None and rules.on_arrival:

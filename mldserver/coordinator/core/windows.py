@@ -8,7 +8,7 @@ what is retained (another server may have done either): what is held here is a p
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,16 +91,16 @@ def assign(
     return Assignment(index, keys, BatchProgress(progress.number + full, inside, opened))
 
 
+@dataclass(eq=False, slots=True)
 class OpenWindows:
     """The windows that have durable rows and are not cut yet, and which of them may close."""
 
-    def __init__(self, spec: WindowSpec, progress: BatchProgress | None = None) -> None:
-        """Start with none open; ``progress`` is what the ledger knows of ``batches``."""
-        self.spec = spec
-        self.progress = progress or BatchProgress()
-        self._open: dict[str, WindowKey] = {}
-        self._aging: tuple[int, int] | None = None
-        """The ``batches`` window in progress, and since when it is open by this server's steady time."""
+    spec: WindowSpec
+    progress: BatchProgress = field(default_factory=BatchProgress)
+    """What the ledger knows of ``batches``."""
+    _open: dict[str, WindowKey] = field(init=False, default_factory=dict)
+    _aging: tuple[int, int] | None = field(init=False, default=None)
+    """The ``batches`` window in progress, and since when it is open by this server's steady time."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -154,18 +154,18 @@ class OpenWindows:
         return tuple(key_id for key_id, of in numbers if aged or (of is not None and of < number))
 
 
+@dataclass(eq=False, slots=True)
 class CutWindows:
     """Which windows are cut, which of them are retained, and which have late rows waiting."""
 
-    def __init__(self, rules: CoordinatorRules) -> None:
-        self._rules = rules
-        self._retained: dict[str, None] = {}
-        """Windows known to be cut whose late rows still lead to a revision."""
-        self._over: dict[str, None] = {}
-        """Windows known to be cut that are not retained any more, those known longest first."""
-        self._cut_below_ms: int | None = None
-        self.due_ms: dict[str, int] = {}
-        """Windows with rows that wait for the next revision, and when they shall be computed again."""
+    rules: CoordinatorRules
+    due_ms: dict[str, int] = field(init=False, default_factory=dict)
+    """Windows with rows that wait for the next revision, and when they shall be computed again."""
+    _retained: dict[str, None] = field(init=False, default_factory=dict)
+    """Windows known to be cut whose late rows still lead to a revision."""
+    _over: dict[str, None] = field(init=False, default_factory=dict)
+    """Windows known to be cut that are not retained any more, those known longest first."""
+    _cut_below_ms: int | None = field(init=False, default=None)
 
     def learn(self, state: LedgerState, now_ms: int) -> None:
         """Take over what the ledger holds now: all of it, or the news since the last time."""
@@ -192,7 +192,7 @@ class CutWindows:
 
     def kind(self, key: WindowKey) -> SegmentKind:
         """Return what rows for a window that is not known to be open are for."""
-        if key.id in self._retained and self._rules.late == "recompute":
+        if key.id in self._retained and self.rules.late == "recompute":
             return SegmentKind.RECOMPUTE
         if key.id in self._retained or key.id in self._over:
             return SegmentKind.LATE
@@ -222,7 +222,7 @@ class CutWindows:
     def registered(self, window_ids: Iterable[str], now_ms: int) -> None:
         """Note windows that have rows in the ledger for their next revision."""
         for window_id in window_ids:
-            self.due_ms.setdefault(window_id, now_ms + self._rules.recompute_delay_ms)
+            self.due_ms.setdefault(window_id, now_ms + self.rules.recompute_delay_ms)
 
     def due(self, now_ms: int, *, at_once: bool) -> tuple[str, ...]:
         """Return the windows that shall be cut again now, those that waited longest first."""
