@@ -18,7 +18,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import backoff
-from mldserver.deadletters.destinations import batches, document, file_content, file_name, grouped, identity
+from mldserver.deadletters.destinations import batches, document, files, identity
 from mldserver.errors import LedgerError
 
 if TYPE_CHECKING:
@@ -220,13 +220,9 @@ class BucketDestination(AwsDestination):
 
     async def _store(self, client: Any, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         bucket, _, prefix = self.place.partition("/")
-        for group in grouped(letters):
-            name = f"{self.pipeline}/{file_name(group, 'jsonl')}"
-            await client.put_object(
-                Bucket=bucket,
-                Key=f"{prefix}/{name}" if prefix else name,
-                Body=file_content(group, self.pipeline, "jsonl"),
-            )
+        for path, data in files(letters, self.pipeline, "jsonl"):
+            name = f"{self.pipeline}/{path}"
+            await client.put_object(Bucket=bucket, Key=f"{prefix}/{name}" if prefix else name, Body=data)
         return ()
 
 

@@ -127,15 +127,6 @@ _SCHEMA: Final = pa.schema(
 )
 
 
-def grouped(letters: tuple[DeadLetter, ...]) -> Iterator[tuple[DeadLetter, ...]]:
-    """Yield the letters of each shard, which share a file."""
-    shards: dict[str, list[DeadLetter]] = {}
-    for letter in letters:
-        shards.setdefault(letter.shard_id, []).append(letter)
-    for group in shards.values():
-        yield tuple(group)
-
-
 def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: int) -> Iterator[list[T]]:
     """Yield items in order, as many at a time as may go together: ``count``, of ``most`` bytes unless one alone is larger."""
     batch: list[T] = []
@@ -150,25 +141,27 @@ def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: i
         yield batch
 
 
-def file_name(letters: tuple[DeadLetter, ...], suffix: str) -> str:
-    """Return the path of a file of one shard's letters: ``<shard>/<sequence>-<sub>.<suffix>`` of the first.
+def files(
+    letters: Iterable[DeadLetter], pipeline: str, kind: Literal["jsonl", "parquet"]
+) -> Iterator[tuple[str, bytes]]:
+    """Yield a file for each shard's letters: its path, ``<shard>/<sequence>-<sub>.<kind>`` of the first, and its bytes.
 
     A flush that is repeated begins with the same letter, so that its file is written over. It may then hold fewer:
     those it lacks have not moved the position, and come again.
     """
-    first = letters[0]
-    shard = first.shard_id.replace("/", "_")
-    return f"{shard}/{first.sequence.number}-{first.sequence.sub}.{suffix}"
-
-
-def file_content(letters: tuple[DeadLetter, ...], pipeline: str, kind: Literal["jsonl", "parquet"]) -> bytes:
-    """Return the bytes of a file of letters."""
-    if kind == "jsonl":
-        return b"".join(orjson.dumps(document(letter, pipeline)) + b"\n" for letter in letters)
-    rows = [{**document(letter, pipeline), "data": letter.data} for letter in letters]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), sink, compression="zstd")
-    return bytes(sink.getvalue())
+    shards: dict[str, list[DeadLetter]] = {}
+    for letter in letters:
+        shards.setdefault(letter.shard_id, []).append(letter)
+    for shard_id, group in shards.items():
+        first = group[0].sequence
+        path = f"{shard_id.replace('/', '_')}/{first.number}-{first.sub}.{kind}"
+        if kind == "jsonl":
+            yield path, b"".join(orjson.dumps(document(letter, pipeline)) + b"\n" for letter in group)
+        else:
+            rows = [{**document(letter, pipeline), "data": letter.data} for letter in group]
+            sink = pa.BufferOutputStream()
+            pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), sink, compression="zstd")
+            yield path, bytes(sink.getvalue())
 
 
 def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
@@ -235,9 +228,8 @@ class FolderDestination:
         return ()
 
     def _write(self, letters: tuple[DeadLetter, ...]) -> None:
-        for group in grouped(letters):
-            data = file_content(group, self.pipeline, self.kind)
-            self.output.replace(f"{self.folder}/{file_name(group, self.kind)}", data)
+        for path, data in files(letters, self.pipeline, self.kind):
+            self.output.replace(f"{self.folder}/{path}", data)
 
     async def close(self) -> None:
         """Do nothing."""

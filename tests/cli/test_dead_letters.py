@@ -11,13 +11,13 @@ import subprocess
 import sys
 import termios
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.deadletters.destinations import file_content
+from mldserver.deadletters.destinations import files
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import DeadLetter, Sequence
@@ -61,6 +61,10 @@ def server(tmp_path: Path) -> Iterator[SqliteStore]:
     store.register(Flush((), dead_letters=LETTERS), now_ms=1)
     yield store
     store.close()
+
+
+def content(letters: tuple[DeadLetter, ...], pipeline: str, kind: Literal["jsonl", "parquet"]) -> bytes:
+    return b"".join(data for _, data in files(letters, pipeline, kind))
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -257,8 +261,8 @@ def test_letters_of_files_are_put_into_the_ledger_once(
     server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fresh = (letter(9), letter(8), LETTERS[0])
-    (tmp_path / "a.jsonl").write_bytes(file_content(fresh, "trips", "jsonl") * 2)
-    (tmp_path / "b.parquet").write_bytes(file_content((letter(9, attempts=4),), "trips", "parquet"))
+    (tmp_path / "a.jsonl").write_bytes(content(fresh, "trips", "jsonl") * 2)
+    (tmp_path / "b.parquet").write_bytes(content((letter(9, attempts=4),), "trips", "parquet"))
     both = ("--from", str(tmp_path / "*.jsonl"), "--from", str(tmp_path / "b.parquet"))
     assert documents(capsys, "redrive", *both) == {"redriving": 2, "delivered_again": 0}
     assert [each.letter for each in server.letters(wanted=True)] == [letter(8), letter(9, attempts=4)]
@@ -272,7 +276,7 @@ def test_letters_whose_records_come_again_are_left_out(
     server.open_shard("shard-2")
     server.register(Flush((PositionUpdate("shard-1", 1, Sequence(10**50 + 8), 5, 5),)), now_ms=3)
     ahead = (letter(8), letter(9), letter(7, shard_id="shard-2"), letter(5, shard_id="pruned"))
-    (tmp_path / "a.jsonl").write_bytes(file_content(ahead, "trips", "jsonl"))
+    (tmp_path / "a.jsonl").write_bytes(content(ahead, "trips", "jsonl"))
     told_so = told(capsys, "redrive", "--from", "a.jsonl")
     assert "2 letters are in the ledger" in told_so
     assert "2 are left out: their records are delivered again" in told_so
@@ -282,7 +286,7 @@ def test_letters_whose_records_come_again_are_left_out(
 def test_letters_of_another_pipeline_are_refused(
     server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.jsonl").write_bytes(file_content((letter(9),), "others", "jsonl"))
+    (tmp_path / "a.jsonl").write_bytes(content((letter(9),), "others", "jsonl"))
     assert "of the pipeline 'others'" in told(capsys, "redrive", "--from", str(tmp_path / "a.jsonl"), code=2)
     (tmp_path / "a.jsonl").write_text("[]\n")
     assert "list is no dead letter" in told(capsys, "redrive", "--from", "a.jsonl", code=2)

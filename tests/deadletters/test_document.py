@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from mldserver.deadletters.destinations import (
-    document,
-    file_content,
-    file_name,
-    from_document,
-    grouped,
-    read_letters,
-)
+from mldserver.deadletters.destinations import document, files, from_document, read_letters
 from mldserver.errors import OperatorError
 from mldserver.records import Sequence
 from tests.ledger.samples import DIGITS_56, HUGE, letter
@@ -54,17 +47,18 @@ def test_a_damaged_document_is_no_letter(damage: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_files_are_read_back_from_a_folder(tmp_path: Path, kind: Any) -> None:
     others = (letter(3, shard_id="b/c"),)
-    for letters in grouped((*LETTERS, *others)):
-        target = tmp_path / file_name(letters, kind)
+    for path, content in files((*LETTERS, *others), "p", kind):
+        target = tmp_path / path
         target.parent.mkdir()
-        target.write_bytes(file_content(letters, "p", kind))
+        target.write_bytes(content)
     (tmp_path / "notes.txt").write_text("no letters")
     assert read_letters(str(tmp_path), "p") == [*LETTERS, *others]
     assert {each.name for each in tmp_path.iterdir()} == {"a", "b_c", "notes.txt"}
 
 
 def test_a_repeated_flush_writes_the_same_file() -> None:
-    assert file_name(LETTERS, "jsonl") == file_name(LETTERS[:1], "jsonl") == f"a/{DIGITS_56 + 1}-1.jsonl"
+    for letters in (LETTERS, LETTERS[:1]):
+        assert [path for path, _ in files(letters, "p", "jsonl")] == [f"a/{DIGITS_56 + 1}-1.jsonl"]
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
