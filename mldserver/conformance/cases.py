@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -148,12 +148,13 @@ class Case:
     """By how much longer than others it may take."""
 
 
+@dataclass(slots=True)
 class Section:
     """Numbers the cases of one section in the order in which they are written."""
 
-    def __init__(self, letter: str, name: str) -> None:
-        self._letter, self._name = letter, name
-        self.cases: list[Case] = []
+    letter: str
+    name: str
+    cases: list[Case] = field(default_factory=list)
 
     def add(
         self,
@@ -167,9 +168,9 @@ class Section:
     ) -> None:
         """Add a case; a form other than KCL 2 and 3 is told in its title. Without an end it ends by ``HangUp``."""
         told = title if form is KCL3 else f"{title} ({FORM_NAMES[form]})"
-        number = f"{self._letter}{len(self.cases) + 1:02d}"
+        number = f"{self.letter}{len(self.cases) + 1:02d}"
         ended = steps if isinstance(steps[-1], HangUp) else (*steps, HangUp())
-        self.cases.append(Case(number, self._name, told, source, ended, form, strict, patience))
+        self.cases.append(Case(number, self.name, told, source, ended, form, strict, patience))
 
 
 # Where it stands: classes of KCL 3.1.3 but where another is named, and what was captured from it (tests/transcripts/).

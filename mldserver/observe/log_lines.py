@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
@@ -30,11 +30,11 @@ _HEAD = 128
 """Bytes at a file's start that tell whether it is still the same content: JSON lines begin with a timestamp."""
 
 
+@dataclass(slots=True)
 class LineSplitter:
     """Makes lines of bytes of any chunking."""
 
-    def __init__(self) -> None:
-        self._started: list[bytes] = []
+    _started: list[bytes] = field(default_factory=list)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take bytes; return the lines that they complete, without their ends."""
@@ -92,17 +92,19 @@ class Selection:
         return not self.events or any(fnmatchcase(str(event["event"]), pattern) for pattern in self.events)
 
 
+@dataclass(slots=True)
 class FileFollower:
-    """Reads a growing file, across ``rename`` + ``create`` and ``copytruncate``."""
+    """Reads a growing file, across ``rename`` + ``create`` and ``copytruncate``: whatever ``path`` names, now and later.
 
-    def __init__(self, path: Path) -> None:
-        """Follow whatever ``path`` names, now and later. Nothing is opened before the first ``read``."""
-        self.path = path
-        self._fd = -1
-        self._regular = True
-        """Whether it is a file in the narrow sense; a pipe is neither truncated nor replaced."""
-        self._head = b""
-        self._lines = LineSplitter()
+    Nothing is opened before the first ``read``.
+    """
+
+    path: Path
+    _fd: int = -1
+    _regular: bool = True
+    """Whether it is a file in the narrow sense; a pipe is neither truncated nor replaced."""
+    _head: bytes = b""
+    _lines: LineSplitter = field(default_factory=LineSplitter)
 
     @property
     def opened(self) -> bool:
