@@ -16,7 +16,7 @@ from mldserver.spark.sinks import SINKS, find
 from mldserver.spark.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _TABLE = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 _STREAM_ARN = re.compile(r"arn:[\w-]+:dynamodb:([\w-]+):\d*:table/[A-Za-z0-9_.-]{3,255}/stream/[\w.:-]+")
@@ -269,33 +269,19 @@ class LetterPlace(NamedTuple):
         return f"{self.kind}:{redacted(self.target)}" if self.target else self.kind
 
 
-def _letters_folder(target: str) -> str:
-    if not target.strip("/"):
-        raise ValueError("after the colon comes a folder or a URI")
-    return target if "://" in target else str(local_path(target).absolute())
-
-
-def _matching(pattern: str, wanted: str) -> Callable[[str], str]:
-    def parse(target: str) -> str:
-        if not (match := re.fullmatch(pattern, target, re.IGNORECASE)):
-            raise ValueError(f"after the colon comes {wanted}")
-        return match[1]
-
-    return parse
-
-
-LETTER_PLACES: Final[Mapping[str, tuple[str, Callable[[str], str]]]] = {
-    "jsonl": ("jsonl, jsonl:PATH or URI", _letters_folder),
-    "parquet": ("parquet, parquet:PATH or URI", _letters_folder),
-    "sqs": ("sqs:QUEUE_URL", _matching(r"(https?://[^/]+/+[^/].*)", "a queue's URL")),
-    "s3": ("s3://BUCKET/PREFIX", _matching(r"//+([^/].*?)/*", "//BUCKET or //BUCKET/PREFIX")),
-    "kinesis": ("kinesis:STREAM", _matching(r"([A-Z0-9_.-]{1,128})", "a stream's name")),
+_FILES: Final = (r"(?s)(.*[^/].*)", "a folder or a URI")
+LETTER_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
+    "jsonl": ("jsonl, jsonl:PATH or URI", *_FILES),
+    "parquet": ("parquet, parquet:PATH or URI", *_FILES),
+    "sqs": ("sqs:QUEUE_URL", r"(https?://[^/]+/+[^/].*)", "a queue's URL"),
+    "s3": ("s3://BUCKET/PREFIX", r"//+([^/].*?)/*", "//BUCKET or //BUCKET/PREFIX"),
+    "kinesis": ("kinesis:STREAM", r"([A-Z0-9_.-]{1,128})", "a stream's name"),
 }
-"""By name: how the setting is written, and how what follows the colon is read (``deadletters/destinations.py``)."""
+"""By name: how the setting is written, what follows the colon (in any case of letters), and that in words."""
 
 
 @kind(
-    f"ledger, {', '.join(form for form, _ in LETTER_PLACES.values())}",
+    f"ledger, {', '.join(form for form, *_ in LETTER_PLACES.values())}",
     lambda value: "ledger" if value is None else str(value),
     metavar="PLACE",
 )
@@ -307,8 +293,14 @@ def dead_letters(raw: object) -> LetterPlace | None:
     word = word.lower()
     if word == "ledger" and not colon:
         return None
-    if word in {"jsonl", "parquet"} and not colon:
+    in_files = word in {"jsonl", "parquet"}
+    if in_files and not colon:
         return LetterPlace(word)
     if word not in LETTER_PLACES:
         raise ValueError("it names no place of these")
-    return LetterPlace(word, LETTER_PLACES[word][1](target))
+    _, pattern, wanted = LETTER_PLACES[word]
+    match = re.fullmatch(pattern, target, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"after the colon comes {wanted}")
+    is_path = in_files and "://" not in target
+    return LetterPlace(word, str(local_path(target).absolute()) if is_path else match[1])
