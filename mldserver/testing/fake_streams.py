@@ -139,6 +139,8 @@ class FakeStreams(FakeTable):
         fault = self._fault(action, shard_id, place)
         if fault == "disconnect":
             return Answer(0, {}, seconds)
+        body: dict[str, Any] = {}
+        code: str | None = None
         try:
             match action if fault in {"", "empty", "short"} else fault:
                 case "ListStreams":
@@ -150,10 +152,12 @@ class FakeStreams(FakeTable):
                 case "GetRecords":
                     body = self._get_records(place, request, empty=fault == "empty")
                 case other:
-                    return _refused(other, "this was scripted, or is no action", seconds)
+                    code, message = other, "this was scripted, or is no action"
         except Refused as refused:
             code, message = refused.args
-            return _refused(code, message, seconds)
+        if code is not None:
+            body = {"__type": f"com.amazonaws.dynamodb.v20120810#{code}", "message": message}
+            return Answer(500 if code == "InternalServerError" else 400, body, seconds)
         return Answer(200, body, seconds)
 
     def _list_streams(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,11 +319,6 @@ class FakeStreams(FakeTable):
 
 def _number(record: Mapping[str, Any]) -> int:
     return int(record["dynamodb"]["SequenceNumber"])
-
-
-def _refused(code: str, message: str, seconds: float) -> Answer:
-    body = {"__type": f"com.amazonaws.dynamodb.v20120810#{code}", "message": message}
-    return Answer(500 if code == "InternalServerError" else 400, body, seconds)
 
 
 def _limit(action: str, request: Mapping[str, Any]) -> int:
