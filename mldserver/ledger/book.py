@@ -213,16 +213,16 @@ def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
     return entry.segments + entry.pending if entry.pending else entry.segments
 
 
+@dataclass(eq=False, slots=True)
 class Overlay(Generic[_T]):
     """Rows by key, with changes that the rows underneath do not see."""
 
-    def __init__(self, base: Mapping[str, _T]) -> None:
-        self._base = base
-        self.changed: dict[str, _T | None] = {}
+    base: Mapping[str, _T]
+    changed: dict[str, _T | None] = field(default_factory=dict)
 
     def get(self, key: str) -> _T | None:
         """Return a row as the draft has it; None when there is none."""
-        return self.changed[key] if key in self.changed else self._base.get(key)
+        return self.changed[key] if key in self.changed else self.base.get(key)
 
     def put(self, key: str, row: _T) -> None:
         """Write a row; one that is the same already is no change."""

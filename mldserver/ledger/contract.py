@@ -138,7 +138,7 @@ class BatchProgress:
     opened_ms: int | None = None
 
     def behind(self, window_ids: Iterable[str]) -> BatchProgress:
-        """Return where they go on once these windows are cut: no number is given again.
+        """Return where they go on once these windows are cut: no number is given again. Others than ``batches`` do not count.
 
         A window that is cut for its age is not full, so that no flush has moved the number.
         """

@@ -59,14 +59,26 @@ _SEGMENT: Final = attrgetter("path", "kind", "revision", "rows", "bytes")
 
 def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
     """Return changes as rows; ``windows`` are those of the version before."""
+    of_windows: dict[str, list[Any] | None] = dict.fromkeys(changes.windows)
+    for key, entry in changes.windows.items():
+        if entry is None:
+            continue
+        now, known = segments_of(entry), segments_of(windows.get(key))
+        kept = len(known)
+        if now[:kept] != known:
+            pairs = enumerate(zip(now, known, strict=False))
+            kept = next((number for number, (new, old) in pairs if new != old), min(len(now), len(known)))
+        of_windows[key] = [*_WINDOW(entry), [kept, [_SEGMENT(segment) for segment in now[kept:]]]]
     rows: Rows = {
         "shards": _pack(
-            changes.shards, lambda shard: [shard.epoch, _sequence_row(shard.position), *_SHARD(shard)]
+            changes.shards,
+            lambda shard: [
+                shard.epoch,
+                shard.position and [str(shard.position.number), shard.position.sub],
+                *_SHARD(shard),
+            ],
         ),
-        "windows": {
-            key: None if entry is None else _window_row(entry, windows.get(key))
-            for key, entry in changes.windows.items()
-        },
+        "windows": of_windows,
         "servers": _pack(changes.servers, lambda server: [*_SERVER(server)]),
         "late": _pack(changes.late, lambda segment: [*_LATE(segment)]),
         "letters": _pack(changes.letters, lambda item: [item.count, f"{item.wanted:x}", f"{item.gone:x}"]),
@@ -124,17 +136,10 @@ def _unpack(rows: dict[str, Any], unpack: Callable[[str, list[Any]], _T]) -> dic
     return {key: None if row is None else unpack(key, row) for key, row in rows.items()}
 
 
-def _sequence_row(sequence: Sequence | None) -> list[Any] | None:
-    return None if sequence is None else [str(sequence.number), sequence.sub]
-
-
-def _sequence(row: list[Any]) -> Sequence:
-    return Sequence(int(row[0]), row[1])
-
-
 def _shard(shard_id: str, row: list[Any]) -> ShardState:
     epoch, position, effective_ms, event_ms, ended_ms, parents, owner, gap_accepted = row
-    known = (None if position is None else _sequence(position), effective_ms, event_ms, ended_ms)
+    stands = None if position is None else Sequence(int(position[0]), position[1])
+    known = (stands, effective_ms, event_ms, ended_ms)
     return ShardState(shard_id, epoch, *known, tuple(parents), owner, gap_accepted=bool(gap_accepted))
 
 
@@ -146,15 +151,6 @@ def _server(server_id: str, row: list[Any]) -> ServerState:
 def _late(path: str, row: list[Any]) -> Segment:
     window_id, rows, size, start_ms, end_ms = row
     return Segment(path, window_id, rows, size, start_ms, end_ms, SegmentKind.LATE)
-
-
-def _window_row(entry: WindowEntry, before: WindowEntry | None) -> list[Any]:
-    now, known = segments_of(entry), segments_of(before)
-    kept = len(known)
-    if now[:kept] != known:
-        pairs = enumerate(zip(now, known, strict=False))
-        kept = next((number for number, (new, old) in pairs if new != old), min(len(now), len(known)))
-    return [*_WINDOW(entry), [kept, [_SEGMENT(segment) for segment in now[kept:]]]]
 
 
 def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> WindowEntry:
@@ -257,7 +253,7 @@ def pack_keys(letters: tuple[DeadLetter, ...]) -> bytes:
     rows = [
         None
         if (key := letter.partition_key) is None
-        else [letter.shard_id, storable(key), _sequence_row(letter.sequence)]
+        else [letter.shard_id, storable(key), [str(letter.sequence.number), letter.sequence.sub]]
         for letter in letters
     ]
     return zlib.compress(orjson.dumps(rows))
@@ -267,6 +263,8 @@ def unpack_keys(packed: bytes) -> tuple[tuple[str, str, Sequence] | None, ...]:
     """Return the keys that ``pack_keys`` made bytes of: shard, key and sequence. Raises ValueError for bytes that are none."""
     try:
         rows = orjson.loads(zlib.decompress(packed))
-        return tuple(None if row is None else (row[0], row[1], _sequence(row[2])) for row in rows)
+        return tuple(
+            None if row is None else (row[0], row[1], Sequence(int(row[2][0]), row[2][1])) for row in rows
+        )
     except (zlib.error, TypeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -66,9 +66,18 @@ class Transaction(Generic[_T]):
     """The server, and its life, that must be registered still."""
 
     def run(self, draft: Draft) -> _T:
-        """Let the rule change a draft. Raises ServerBuried."""
+        """Let the rule change a draft. Raises ServerBuried unless the member still lives this life."""
         if self.member is not None:
-            rules.require(draft, *self.member)
+            server_id, life = self.member
+            server = draft.servers.get(server_id)
+            if server is None or server.life != life:
+                raise ServerBuried(
+                    f"Server {server_id} is not registered any more: another took it for dead, has its id,"
+                    " or has claimed the ledger anew (--new-ledger).",
+                    did="Nothing was written.",
+                    advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
+                    server=server_id,
+                )
         return self.rule(draft, *self.args, **(self.fields or {}))
 
 
@@ -153,13 +162,8 @@ class Ledger(abc.ABC):
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
-        return await self._timed(
-            self._look(
-                lambda book: tuple(
-                    book.windows[window_id] for window_id in window_ids if window_id in book.windows
-                )
-            )
-        )
+        find = self._look(lambda book: tuple(filter(None, map(book.windows.get, window_ids))))
+        return await self._timed(find)
 
     async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
         """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final
 
-from mldserver.errors import InternalError, ServerBuried
+from mldserver.errors import InternalError
 from mldserver.ledger.contract import ServerState, ShardState, WindowState, storable
 
 if TYPE_CHECKING:
@@ -30,19 +30,6 @@ def enter(draft: Draft, server_id: str, now_ms: int) -> int:
     draft.totals = replace(draft.totals, lives=life, ledger_id=ledger_id)
     draft.servers.put(server_id, ServerState(server_id, now_ms, life=life))
     return life
-
-
-def require(draft: Draft, server_id: str, life: int) -> None:
-    """Raise ServerBuried unless the server still lives this life."""
-    server = draft.servers.get(server_id)
-    if server is None or server.life != life:
-        raise ServerBuried(
-            f"Server {server_id} is not registered any more: another took it for dead, has its id,"
-            " or has claimed the ledger anew (--new-ledger).",
-            did="Nothing was written.",
-            advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
-            server=server_id,
-        )
 
 
 def beat(draft: Draft, state: ServerState, server_id: str) -> None:
@@ -199,14 +186,9 @@ def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[Window
         entry = _take_in(entry, added)
         draft.windows.put(window_id, entry)
         entries.append(entry)
-    _go_behind(draft, entries)
+    progress = draft.totals.batch_progress.behind(entry.window_id for entry in entries)
+    draft.totals = replace(draft.totals, batch_progress=progress)
     return tuple(entries)
-
-
-def _go_behind(draft: Draft, entries: Iterable[WindowEntry]) -> None:
-    """Let ``batches`` go on behind windows that are cut."""
-    numbered = (entry.window_id for entry in entries if entry.end_ms is None)
-    draft.totals = replace(draft.totals, batch_progress=draft.totals.batch_progress.behind(numbered))
 
 
 def _take_in(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
@@ -357,15 +339,13 @@ def prune(
     over = tuple(islice(past, limit))
     ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
     below = max((end for end in ends if end is not None), default=None)
-    draft.totals = replace(draft.totals, cut_below_ms=below)
-    _go_behind(draft, over)
+    progress = draft.totals.batch_progress.behind(entry.window_id for entry in over)
+    draft.totals = replace(draft.totals, cut_below_ms=below, batch_progress=progress)
     for entry in over:
         draft.windows.drop(entry.window_id)
-    gone = [
-        shard_id
-        for shard_id, shard in book.shards.items()
-        if shard.ended_ms is not None and shard.ended_ms < shards_before_ms and shard_id not in keep_shards
-    ]
-    for shard_id in gone:
-        draft.shards.drop(shard_id)
-    return len(over) + len(gone)
+    gone = len(over)
+    for shard_id, shard in book.shards.items():
+        if shard.ended_ms is not None and shard.ended_ms < shards_before_ms and shard_id not in keep_shards:
+            draft.shards.drop(shard_id)
+            gone += 1
+    return gone

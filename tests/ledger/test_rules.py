@@ -19,6 +19,7 @@ from mldserver.ledger.contract import (
     WindowEntry,
     WindowState,
 )
+from mldserver.ledger.operations import Transaction
 from mldserver.ledger.row_rules import register
 from mldserver.records import Sequence
 from tests.ledger.samples import BATCH, HUGE, W1, late, more, move, seg
@@ -101,10 +102,9 @@ def test_only_a_servers_own_life_counts(steps: Steps) -> None:
     first = steps.life
     second = steps(rules.enter, "one", 1)
     with pytest.raises(ServerBuried):
-        steps(rules.require, "one", first)
+        steps(Transaction(rules.drain, member=("one", first)).run)
     steps(rules.leave, "one", first)
-    steps(rules.require, "one", second)
-    steps(rules.beat, ServerState("one", 5), "one")
+    steps(Transaction(rules.beat, (ServerState("one", 5), "one"), member=("one", second)).run)
     assert steps(rules.bury, {"one": 5, "two": 5}, "one") == {"two"}, "nobody buries itself"
     assert steps(rules.bury, {"one": 4, "two": 5}, "three") == {"two"}
     assert steps(rules.bury, {"one": 5, "two": 5}, "three") == {"one", "two"}
