@@ -126,9 +126,7 @@ class DynamoLedger(Ledger):
                 return
             table = await self._reach()
             journal = Journal(table, self._pipeline, self._former)
-            if create and self._former is None:
-                await journal.create(self._clock.now_ms())
-            if not await journal.load():
+            if not await journal.load(self._clock.now_ms() if create and self._former is None else None):
                 name = self._former or self._pipeline
                 missing = f"There is no ledger of the pipeline {name} in the table {self._name}."
                 raise LedgerError(
@@ -168,17 +166,13 @@ class DynamoLedger(Ledger):
         async with self._turn:
             yield
 
-    def _reached(self) -> Journal:
-        if self._journal is None:
-            raise InternalError("The ledger is not open.", table=self._name)
-        return self._journal
-
     @contextlib.asynccontextmanager
     async def _up_to_date(self) -> AsyncIterator[Journal]:
         async with self._taking_turns():
-            journal = self._reached()
-            await journal.refresh()
-            yield journal
+            if self._journal is None:
+                raise InternalError("The ledger is not open.", table=self._name)
+            await self._journal.refresh()
+            yield self._journal
 
     async def _look(self, read: Callable[[Book], _T]) -> _T:
         async with self._up_to_date() as journal:
@@ -186,15 +180,15 @@ class DynamoLedger(Ledger):
 
     async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
         """Decide on the latest version and write what that changes, until nobody else was faster."""
-        async with self._taking_turns():
-            journal = self._reached()
-            for failures in range(1, _DECISIONS + 1):
-                await journal.refresh()
+        async with self._up_to_date() as journal:
+            for failures in range(_DECISIONS):
+                if failures:
+                    await journal.table.pause(failures, base=0.02, cap=0.5)
+                    await journal.refresh()
                 draft = Draft(journal.book)
                 result = transaction.run(draft)
                 if not draft.changes() or await journal.append(draft):
                     return result, read(journal.book)
-                await journal.table.pause(failures, base=0.02, cap=0.5)
         raise LedgerError(
             f"Other servers were faster {_DECISIONS} times.",
             did="Nothing was written.",
@@ -205,12 +199,10 @@ class DynamoLedger(Ledger):
     async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
         """Beat, and return what the ledger holds now. Shortens the log when it is long, while others take turns."""
         state, compaction = await super().sync(own, since), self._compaction
-        if compaction is None or not compaction.due():
-            return state
-        if not await compaction.run():
+        if compaction is None or not compaction.due() or not await compaction.run():
             return state
         async with self._turn:
-            return self._reached().book.state(since)
+            return compaction.journal.book.state(since)
 
     async def letters(
         self, *, after: str | None = None, limit: int = 100, wanted: bool = False

@@ -78,60 +78,48 @@ class Journal:
         self._doubtful = False
         """A condition on the book's version has failed: no news is bad news."""
 
-    async def create(self, now_ms: int) -> None:
-        """Note that the pipeline has a ledger, unless it has one."""
-        numbers = {"format": FORMAT, "version": 0, "created_ms": now_ms}
-        fields = {name: {"N": str(number)} for name, number in numbers.items()}
-        await self.table.write("meta", fields, "attribute_not_exists(pipeline)")
+    async def load(self, created_ms: int | None = None) -> bool:
+        """Read everything; False when there is no ledger. ``created_ms``: the time at which it may be created.
 
-    async def load(self) -> bool:
-        """Read everything; False when there is no ledger.
-
-        Raises LedgerVersionError for one of another format, LedgerError for a damaged one.
+        It stays in the partition of the name that the pipeline had first; under later names an item says which. Raises
+        LedgerVersionError for one of another format, or another name, now; LedgerError for a damaged one.
         """
+        table = self.table
+        if created_ms is not None:
+            numbers = {"format": FORMAT, "version": 0, "created_ms": created_ms}
+            fields = {name: {"N": str(number)} for name, number in numbers.items()}
+            await table.write("meta", fields, "attribute_not_exists(pipeline)")
         for failures in range(1, _READINGS + 1):
-            meta = await self._meta()
+            meta = await table.get("meta")
+            if meta is None and self._former is not None:
+                table.partition = self._former
+                meta = await table.get("meta")
+            if meta is not None and "partition" in meta:
+                table.partition = meta["partition"]["S"]
+                meta = await table.get("meta")
             if meta is None:
                 return False
+            self._name = meta["name"]["S"] if "name" in meta else table.partition
+            if self._name not in {self._pipeline, self._former}:
+                raise LedgerVersionError(
+                    f"The pipeline {table.partition} is called {self._name} now.",
+                    advice=f"Give that name, or rename it back with --rename-from {self._name}.",
+                    pipeline=self._pipeline,
+                )
             self._require_format(meta)
             if await self._load(Snapshot.of(meta) or Snapshot(), int(meta["version"]["N"])):
                 self._doubtful = False
                 return True
             # A snapshot was put in force, or a transaction is half visible, between two reads.
-            await self.table.pause(failures)
+            await table.pause(failures)
         raise self._damaged("its snapshot or its log has holes")
-
-    async def _meta(self) -> Item | None:
-        """Return the item that a ledger begins with.
-
-        The ledger stays in the partition of the name that the pipeline had first; under later names an item says which.
-        Raises LedgerVersionError for a pipeline that has another name now.
-        """
-        meta = await self.table.get("meta")
-        if meta is None and self._former is not None:
-            self.table.partition = self._former
-            meta = await self.table.get("meta")
-        if meta is not None and "partition" in meta:
-            self.table.partition = meta["partition"]["S"]
-            meta = await self.table.get("meta")
-        if meta is None:
-            return None
-        self._name = meta["name"]["S"] if "name" in meta else self.table.partition
-        if self._name not in {self._pipeline, self._former}:
-            raise LedgerVersionError(
-                f"The pipeline {self.table.partition} is called {self._name} now.",
-                advice=f"Give that name, or rename it back with --rename-from {self._name}.",
-                pipeline=self._pipeline,
-            )
-        return meta
 
     async def _load(self, snapshot: Snapshot, version: int) -> bool:
         book = Book()
         if snapshot.value.blob:
-            data = await self.table.bytes_of(snapshot.value)
-            if data is None:
+            if (read := await self._changes(snapshot.value, {})) is None:
                 return False
-            book.apply(await self._unpacked(data, {}, off_loop=True))
+            book.apply(read[0])
         known = self.book, self.snapshot, self.tail, self.tail_bytes
         before = self.book.version
         book.restored(snapshot.version)
@@ -162,14 +150,9 @@ class Journal:
             self._require_format(item)
             if item["item"]["S"] != version_key("log", self.book.version + 1):
                 return False
-            value = Value.of(item)
-            data = await self.table.bytes_of(value)
-            if data is None:
+            if (read := await self._changes(Value.of(item), self.book.windows)) is None:
                 return False
-            large = value.blob is not None
-            self._applied(
-                await self._unpacked(data, self.book.windows, off_loop=large), len(data), Snapshot.of(item)
-            )
+            self._applied(*read, Snapshot.of(item))
         return True
 
     def _applied(self, changes: Changes, size: int, snapshot: Snapshot | None = None) -> None:
@@ -182,11 +165,15 @@ class Journal:
             del self.tail[:covered]
             self.snapshot = snapshot
 
-    async def _unpacked(self, data: bytes, windows: Mapping[str, WindowEntry], *, off_loop: bool) -> Changes:
+    async def _changes(self, value: Value, windows: Mapping[str, WindowEntry]) -> tuple[Changes, int] | None:
+        """Return the changes that a value holds, and how many bytes they are; None when parts of it are gone."""
+        data = await self.table.bytes_of(value)
+        if data is None:
+            return None
         try:
-            if off_loop:
-                return await asyncio.to_thread(unpack_changes, data, windows)
-            return unpack_changes(data, windows)
+            if value.blob is None:
+                return unpack_changes(data, windows), len(data)
+            return await asyncio.to_thread(unpack_changes, data, windows), len(data)
         except ValueError as error:
             raise self._damaged(f"its content cannot be read ({error})") from error
 
@@ -199,7 +186,7 @@ class Journal:
         data, dead, keys = await self._packed(changes, letters)
         tx, version = self.table.unique(), self.book.version + 1
         log = await self.table.keep(data, f"{tx}-c")
-        operations = [self._log(version, tx, log), *self.table.named(log)]
+        operations = self.table.named(log)
         if dead is not None:
             value = await self.table.keep(dead, f"{tx}-d")
             fields = value.attributes() | {"count": {"N": str(len(letters))}}
@@ -222,9 +209,8 @@ class Journal:
             )
             put["Put"]["Item"]["pipeline"] = {"S": self._pipeline}
             operations.append(put)
-        if not await self._transact(
-            version, tx, operations, {"name": {"S": self._pipeline}} if renames else None
-        ):
+        meta = {"name": {"S": self._pipeline}} if renames else {}
+        if not await self._transact(tx, log.attributes(), operations, meta):
             return False
         if renames:
             self._name = self._pipeline
@@ -247,28 +233,28 @@ class Journal:
         pack = partial(pack_changes, changes, windows)
         return pack() if small else await asyncio.to_thread(pack), dead, self._keys if letters else b""
 
-    def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
-        fields = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}} | value.attributes()
-        return self.table.put(version_key("log", version), fields | (more or {}))
+    async def _transact(self, tx: str, log: Item, operations: list[dict[str, Any]], meta: Item) -> bool:
+        """Move ``meta`` to the next version, log it, and do this too; False: another transaction did, or will have.
 
-    async def _transact(
-        self, version: int, tx: str, operations: list[dict[str, Any]], more: Item | None = None
-    ) -> bool:
-        """Move ``meta`` to a version with these operations; False: another transaction did, or will have."""
-        fields = {"version": {"N": str(version)}} | (more or {})
-        meta = self.table.update(
-            "meta",
-            UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in fields),
-            ConditionExpression="#version = :before AND #format = :format",
-            ExpressionAttributeNames={f"#{name}": name for name in (*fields, "format")},
-            ExpressionAttributeValues={f":{name}": value for name, value in fields.items()}
-            | {":before": {"N": str(version - 1)}, ":format": {"N": str(FORMAT)}},
-        )
+        ``log``, ``meta``: what there is to say there beside the version.
+        """
+        table, version, form = self.table, self.book.version + 1, {"N": str(FORMAT)}
+        name, fields = version_key("log", version), {"version": {"N": str(version)}} | meta
+        update = {
+            "TableName": table.name,
+            "Key": table.key("meta"),
+            "UpdateExpression": "SET " + ", ".join(f"#{field} = :{field}" for field in fields),
+            "ConditionExpression": "#version = :before AND #format = :format",
+            "ExpressionAttributeNames": {f"#{field}": field for field in (*fields, "format")},
+            "ExpressionAttributeValues": {f":{field}": value for field, value in fields.items()}
+            | {":before": {"N": str(version - 1)}, ":format": form},
+        }
+        logged = table.put(name, {"tx": {"S": tx}, "format": form} | log)
         kill_point("ledger.written")
-        done = await self.table.transact([meta, *operations], token=tx)
+        done = await table.transact([{"Update": update}, logged, *operations], token=tx)
         if not done:
             # The condition also fails for a second sending of what the first, whose answer was lost, has written.
-            item = await self.table.get(version_key("log", version))
+            item = await table.get(name)
             done = item is not None and item["tx"]["S"] == tx
         self._doubtful = not done
         if done:
@@ -280,14 +266,9 @@ class Journal:
 
         Raises as ``append``. The book must be up to date.
         """
-        version, tx, named = self.book.version + 1, self.table.unique(), snapshot.attributes()
-        nothing = Value(pack_changes(Changes(), {}))
-        operations = [
-            self._log(version, tx, nothing, named),
-            *self.table.named(snapshot.value, whole=True),
-            *self.table.unnamed(self.snapshot.value),
-        ]
-        done = await self._transact(version, tx, operations, named)
+        tx, named, nothing = self.table.unique(), snapshot.attributes(), Value(pack_changes(Changes(), {}))
+        operations = self.table.named(snapshot.value, whole=True) + self.table.unnamed(self.snapshot.value)
+        done = await self._transact(tx, nothing.attributes() | named, operations, named)
         if done:
             self._applied(Changes(), len(nothing.data), snapshot)
         return done

@@ -220,12 +220,6 @@ class Table:
                 return answer
             await self.pause(failures)
 
-    async def _ask(self, operation: str, **request: Any) -> dict[str, Any]:
-        """Send a request that cannot but have an answer."""
-        answer = await self.send(operation, **request)
-        assert answer is not None, "no error was foreseen"
-        return answer
-
     async def create(self) -> None:
         """Create the table (on-demand billing) unless it is there, and wait until it can be used."""
         await self.send(
@@ -262,10 +256,6 @@ class Table:
         """Return a Put of a transaction."""
         return {"Put": {"TableName": self.name, "Item": self.key(item) | attributes, **condition}}
 
-    def update(self, item: str, **how: Any) -> dict[str, Any]:
-        """Return an Update of a transaction."""
-        return {"Update": {"TableName": self.name, "Key": self.key(item), **how}}
-
     def delete(self, item: str, **condition: Any) -> dict[str, Any]:
         """Return a Delete of a transaction."""
         return {"Delete": {"TableName": self.name, "Key": self.key(item), **condition}}
@@ -286,9 +276,8 @@ class Table:
 
     async def get(self, item: str) -> Item | None:
         """Return an item; None when it is not there."""
-        answer = await self._ask("get_item", TableName=self.name, Key=self.key(item), ConsistentRead=True)
-        found: Item | None = answer.get("Item")
-        return found
+        answer = await self.send("get_item", TableName=self.name, Key=self.key(item), ConsistentRead=True)
+        return None if answer is None else answer.get("Item")
 
     async def write(self, item: str, attributes: Item, condition: str | None = None) -> bool:
         """Write an item, whole; False when the condition on the one in its place does not hold."""
@@ -313,7 +302,8 @@ class Table:
         if names:
             request["ProjectionExpression"] = ", ".join(f"#{name}" for name in names)
         while True:
-            page = await self._ask("query", **request)
+            page = await self.send("query", **request)
+            assert page is not None, "no error was foreseen"
             for item in page["Items"]:
                 yield item
             if "LastEvaluatedKey" not in page:
@@ -395,7 +385,8 @@ class Table:
             left = [{"DeleteRequest": {"Key": self.key(item)}} for item in items[at : at + _BATCH]]
             failures = 0
             while True:
-                answer = await self._ask("batch_write_item", RequestItems={self.name: left})
+                answer = await self.send("batch_write_item", RequestItems={self.name: left})
+                assert answer is not None, "no error was foreseen"
                 left = answer.get("UnprocessedItems", {}).get(self.name, [])
                 if not left:
                     break

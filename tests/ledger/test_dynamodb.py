@@ -330,13 +330,13 @@ async def test_letters_that_another_server_takes_away_while_they_are_listed_are_
     for number in (1, 2):
         await ledger.register(flush("a", number, letters=(letter(number),)))
     first, second = await other.letters()
-    read = ledger._reached()._letters_if_there
+    read = ledger._journal._letters_if_there
 
     async def after_a_purge(version: int) -> tuple[DeadLetter, ...] | None:
         await other.purge((first.id,))
         return await read(version)
 
-    monkeypatch.setattr(ledger._reached(), "_letters_if_there", after_a_purge)
+    monkeypatch.setattr(ledger._journal, "_letters_if_there", after_a_purge)
     assert await ledger.letters() == (second,)
 
 
