@@ -199,7 +199,7 @@ class DynamoLedger(Ledger):
     async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
         """Beat, and return what the ledger holds now. Shortens the log when it is long, while others take turns."""
         state, compaction = await super().sync(own, since), self._compaction
-        if compaction is None or not compaction.due() or not await compaction.run():
+        if compaction is None or not await compaction.run():
             return state
         async with self._turn:
             return compaction.journal.book.state(since)
@@ -273,12 +273,6 @@ class Compaction:
     """Its parts that are not written yet."""
     _not_before_ms: int = field(init=False, default=0)
 
-    def due(self) -> bool:
-        """Whether there is something to do, and nobody does it."""
-        if self._busy.locked() or self.clock.steady_ms() < self._not_before_ms:
-            return False
-        return self._copy is not None or self._is_long()
-
     def _is_long(self) -> bool:
         patience = 1.0 + _SPREAD * (zlib.crc32(self.server_id.encode()) % 1000) / 1000
         return self.journal.tail_bytes > max(self.at_least, self.journal.snapshot.bytes) * patience
@@ -286,8 +280,13 @@ class Compaction:
     async def run(self) -> bool:
         """Write a snapshot, or the rest of one, put it in force, and delete what no reader needs any more.
 
-        False: the ledger failed, which is told. What is written by then is of use to the next call.
+        False: there is nothing to do, somebody does it, or the ledger failed, which is told. What is written by then is of
+        use to the next call.
         """
+        if self._busy.locked() or self.clock.steady_ms() < self._not_before_ms:
+            return False
+        if self._copy is None and not self._is_long():
+            return False
         try:
             async with self._busy:
                 copy = await self._begin()

@@ -379,7 +379,7 @@ async def test_a_server_that_dies_anywhere_in_a_compaction_costs_nothing(
 async def lengthen(writer: DynamoLedger, other: DynamoLedger) -> None:
     """Write until the log is too long for another server."""
     assert other._compaction is not None
-    while not other._compaction.due():
+    while not other._compaction._is_long():
         await beat(writer)
         await other.peek()
 
