@@ -182,13 +182,15 @@ def packed(spark: SparkSession, jobs: Sequence[WindowJob], cores: int) -> Iterat
         yield
         return
     opening = _OPENING_BYTES[bool(job.out)]
-    for name, value in zip(_PACKING, (capacity(job.sizes, tasks, opening), opening, 1), strict=True):
-        spark.conf.set(name, str(value))
+    ours = dict(zip(_PACKING, map(str, (capacity(job.sizes, tasks, opening), opening, 1)), strict=True))
+    for name, value in ours.items():
+        spark.conf.set(name, value)
     try:
         yield
     finally:
-        for name in _PACKING:
-            spark.conf.unset(name)
+        for name, value in ours.items():
+            if spark.conf.get(name) == value:  # else the hook has set it, and has it so
+                spark.conf.unset(name)
 
 
 def columns_ddl(schema: str) -> str:
@@ -208,9 +210,6 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
     def scan(ddl: str, paths: Iterable[str]) -> DataFrame:
         return spark.read.options(**options).schema(columns_ddl(ddl)).parquet(*map(escaped, paths))
 
-    def union(parts: Iterable[DataFrame]) -> DataFrame:
-        return functools.reduce(lambda left, right: left.unionAll(right), parts)
-
     tasks = partitions(job.bytes, cores)
     if not job.older:
         return scan(schema, job.segments).coalesce(tasks)
@@ -227,16 +226,30 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
         held = [F.col(quoted[one.name]) if one.name in quoted else F.lit(None) for one in columns]
         cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
         parts.append(part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True))))
-    return union(parts).coalesce(tasks)
+    return _union(parts).coalesce(tasks)
+
+
+def _union(parts: Iterable[DataFrame]) -> DataFrame:
+    return functools.reduce(lambda left, right: left.unionAll(right), parts)
 
 
 class Attempt:
     """One attempt at a window up to its result: its rows are read, counted on the way, and given to the hook."""
 
     def __init__(
-        self, spark: SparkSession, schema: str, pipeline: Pipeline, job: WindowJob, cores: int
+        self,
+        spark: SparkSession,
+        schema: str,
+        pipeline: Pipeline,
+        job: WindowJob,
+        cores: int,
+        view: str | None = None,
     ) -> None:
-        """Call the hook. Raises what it raises, and CountsDiffer as ``check_read``."""
+        """Call the hook. Raises what it raises, and CountsDiffer as ``check_read``.
+
+        ``view``: what a view is called by which the result stays what it is now, where Spark Connect looks names up when a
+        plan runs: a temporary view that the next call of the hook replaces would change what the last one returned.
+        """
         self.job = job
         self.rows = read(spark, schema, job, cores)
         self.count: Count | None = None
@@ -247,15 +260,10 @@ class Attempt:
         else:
             self.count = Count(self.rows)
             self.result = pipeline.apply(self.count.frame, job.window)
-
-    def fix(self, name: str) -> None:
-        """Let the result stay what it is now, by a view of this name: Spark Connect looks names up when a plan runs.
-
-        A temporary view that the next call of the hook replaces would change what the last one returned.
-        """
-        if self.result is not None and type(self.result).__module__.startswith("pyspark.sql.connect."):
-            self.result.createOrReplaceTempView(name)
-            self.result = self.result.sparkSession.table(name)
+        remote = type(self.result).__module__.startswith("pyspark.sql.connect.")
+        if view is not None and self.result is not None and remote:
+            self.result.createOrReplaceTempView(view)
+            self.result = self.result.sparkSession.table(view)
 
 
 def check_read(attempts: Iterable[Attempt]) -> None:
@@ -269,36 +277,12 @@ def check_read(attempts: Iterable[Attempt]) -> None:
     if not doubtful:
         return
     counts = [one.rows.agg(F.lit(name).alias("window"), F.count(F.lit(1))) for name, one in doubtful.items()]
-    for name, rows in functools.reduce(lambda left, right: left.unionAll(right), counts).collect():
+    for name, rows in _union(counts).collect():
         if rows != (registered := doubtful[name].job.rows):
             raise CountsDiffer(
                 f"Spark reads {rows} rows of window {name}, but the ledger has registered {registered}. Nothing of this "
                 "attempt counts. Each executor must see the output folder, whole and under the same path."
             )
-
-
-def with_bounds(
-    frame: DataFrame, names: tuple[str, str] | None, windows: Sequence[Window], tag: str | None = None
-) -> DataFrame:
-    """Add the columns of the window's start and end, but for those that the frame has already.
-
-    ``tag``: the column that holds ``w`` and the number of the row's window, where there are several.
-    """
-    taken = {column.lower() for column in frame.columns}
-    starts, ends = [window.start for window in windows], [window.end for window in windows]
-    for name, bounds in zip(names or (), (starts, ends), strict=False):
-        if name.lower() in taken:
-            continue
-        instants = [
-            F.timestamp_millis(F.lit((at - _EPOCH) // timedelta(milliseconds=1))) for at in bounds if at
-        ]
-        if instants and tag is None:
-            frame = frame.withColumn(name, instants[0])
-        elif instants:
-            # A map, which generated code refers to, where it would hold an instant: it is compiled once.
-            entries = ((F.lit(f"w{number}"), instant) for number, instant in enumerate(instants))
-            frame = frame.withColumn(name, F.create_map(*itertools.chain(*entries))[F.col(str(tag))])
-    return frame
 
 
 def write(
@@ -311,12 +295,26 @@ def write(
 ) -> int:
     """Write the result of ``jobs`` into ``staging`` and return how many rows went that way.
 
-    An existing directory is an error: it belongs to another attempt. ``tag``: the column that tells several windows
-    apart, each of which gets a folder there.
+    With the columns of the window's start and end, but for those that the result has already. An existing directory is an
+    error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
+    there are several: each gets a folder there.
     """
     count = Count(result.coalesce(partitions(sum(job.bytes for job in jobs), cores)))
     # Above the count, where few lines of generated code hold the bounds and are compiled for each window anew.
-    frame = with_bounds(count.frame, window_columns, [job.window for job in jobs], tag)
+    frame, taken = count.frame, {column.lower() for column in count.frame.columns}
+    starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
+    for name, bounds in zip(window_columns or (), (starts, ends), strict=False):
+        instants = [
+            F.timestamp_millis(F.lit((at - _EPOCH) // timedelta(milliseconds=1))) for at in bounds if at
+        ]
+        if name.lower() in taken or not instants:
+            continue
+        if tag is None:
+            frame = frame.withColumn(name, instants[0])
+        else:
+            # A map, which generated code refers to, where it would hold an instant: it is compiled once.
+            entries = ((F.lit(f"w{number}"), instant) for number, instant in enumerate(instants))
+            frame = frame.withColumn(name, F.create_map(*itertools.chain(*entries))[F.col(tag)])
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
     (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
@@ -333,10 +331,9 @@ def run_windows(
     with packed(spark, jobs, cores):
         attempts = []
         for number, job in enumerate(jobs):
-            attempts.append(Attempt(spark, schema, pipeline, job, cores))
-            if len(jobs) > 1:
-                # This thread's next group replaces the view.
-                attempts[-1].fix(f"_mldserver_{threading.get_ident()}_{number}")
+            # This thread's next group replaces the view.
+            view = f"_mldserver_{threading.get_ident()}_{number}" if len(jobs) > 1 else None
+            attempts.append(Attempt(spark, schema, pipeline, job, cores, view))
         alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
         for attempt in attempts:
             if attempt.result is not None:
@@ -368,9 +365,8 @@ def _write_together(
     tag = free_name([*results[0].columns, *(window_columns or ())])
     # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
     tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, result in enumerate(results)]
-    union = functools.reduce(lambda left, right: left.unionAll(right), tagged)
     place, out = f"{jobs[0].staging}/_together", jobs[0].out  # gone with that directory, whatever happens
-    written = write(union, place, jobs, window_columns, cores, tag)
+    written = write(_union(tagged), place, jobs, window_columns, cores, tag)
     filesystem, root = reach(place, out)
     files_of: dict[str, list[str]] = {f"{tag}=w{number}": [] for number in range(len(jobs))}
     for path in data_files(filesystem, root):

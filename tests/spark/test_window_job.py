@@ -184,6 +184,12 @@ def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
     assert one + other == sum(rows)
     assert abs(one - other) <= max(rows)
     assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
+    with packed(session.spark, [job], 2):  # a hook may set some of it
+        assert session.spark.conf.get("spark.sql.files.openCostInBytes") == "0"
+        session.spark.conf.set("spark.sql.files.openCostInBytes", "7")
+    assert session.spark.conf.get("spark.sql.files.openCostInBytes") == "7"
+    assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
+    session.spark.conf.unset("spark.sql.files.openCostInBytes")
     session.spark.conf.set("spark.sql.files.minPartitionNum", "1")
     try:
         with packed(session.spark, [job], 2):  # who has set how files are packed has it so
