@@ -259,7 +259,10 @@ class Driver:
         self.send(wire.Warm())
 
     def _make_ready(self, start: wire.Start) -> Jobs:
-        """Make the session, load the handler, warm up. UDFs and columns at module level need the session."""
+        """Make the session; load the handler, and see that its code reaches the executors; warm up.
+
+        UDFs and columns at module level need the session.
+        """
         if start.train:
             os.nice(19)
         session = self._session = open_session(start)
@@ -270,12 +273,20 @@ class Driver:
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
         self.send(wire.Started(session.spark.version, ui))
-        pipeline = self._load(session, start)
-        from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # imports belong to what may fail
+        from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
+        from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # see above
+        from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # see above
 
+        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
+        directory = start.python_path[0] if start.python_path else None
+        user_code.guard_executors(connect=session.connect)
+        pipeline = pipeline_of(load(start.handler, directory=directory).target if start.handler else None)
+        for warning in user_code.equip(session, start) if pipeline.on_window is not None else ():
+            self.send(wire.Log("warning", warning))
         warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
+            pipeline = replace(pipeline, check=check_result)
         jobs = Jobs(
             session=session,
             schema=start.schema,
@@ -287,21 +298,6 @@ class Driver:
         )
         watch.report = jobs.report
         return jobs
-
-    def _load(self, session: Session, start: wire.Start) -> Pipeline:
-        """Load the handler, and see that its code reaches the executors."""
-        from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
-        from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # see above
-
-        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
-        directory = start.python_path[0] if start.python_path else None
-        user_code.guard_executors(connect=session.connect)
-        handler = load(start.handler, directory=directory).target if start.handler else None
-        pipeline = pipeline_of(handler)
-        if pipeline.on_window is not None:
-            for warning in user_code.equip(session, start):
-                self.send(wire.Log("warning", warning))
-        return pipeline if start.sink is None else replace(pipeline, check=check_result)
 
     def _fall(self, last_words: wire.JvmGone | wire.Health) -> None:
         """End at once, unless it was told to stop."""

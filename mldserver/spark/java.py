@@ -74,24 +74,16 @@ def java_command(
     return command, None
 
 
-def parse_version(text: str) -> int | None:
-    """Return the major version from the output of ``java -version``; None when there is none in it.
+def judge(command: str, home: str | None, output: str) -> Java:
+    """Return the Java that printed ``output`` at ``-version``. Raises JavaError when it is too old or says no version.
 
     Every vendor writes ``<name> version "<number>"``; up to Java 8 the number began with ``1.``.
     """
-    match = _VERSION.search(text)
+    match = _VERSION.search(output)
     if match is None:
-        return None
-    major, minor = int(match[1]), match[2]
-    return int(minor) if major == 1 and minor is not None else major
-
-
-def judge(command: str, home: str | None, output: str) -> Java:
-    """Return the Java that printed ``output``. Raises JavaError when it is too old or says no version."""
-    major = parse_version(output)
-    if major is None:
         excerpt = " ".join(output.split())[:200] or "nothing"
         raise JavaError(f"{command} -version says no version: {excerpt}.", advice=_ADVICE)
+    major = int(match[2] or match[1]) if int(match[1]) == 1 else int(match[1])
     if major < MINIMUM_JAVA:
         raise JavaError(
             f"Spark needs Java {MINIMUM_JAVA} or later, but {command} is Java {major}.", advice=_ADVICE

@@ -74,7 +74,12 @@ def warm_up(session: Session, start: Start) -> None:
         job = _job(start, f"{place}/window", 1)
         run_windows(session.spark, start.schema, grouped, (job,), session.slots())
     except Exception as error:
-        if isinstance(error, OperatorError) or not elsewhere or lost_connection(error) or _is_over(session):
+        over = isinstance(error, OperatorError) or not elsewhere or lost_connection(error)
+        try:
+            over = over or session.is_stopped
+        except Exception:  # noqa: BLE001  # of a JVM that is going
+            over = True
+        if over:
             raise
         # What the driver's side of Spark does not find it will not find later either.
         kind = OperatorError if isinstance(error, AnalysisException) else NotThereYet
@@ -83,23 +88,15 @@ def warm_up(session: Session, start: Start) -> None:
         _forget(filesystem, root)
 
 
-def _is_over(session: Session) -> bool:
-    with contextlib.suppress(Exception):  # of a JVM that is going
-        return session.is_stopped
-    return True
-
-
 def _job(start: Start, place: str, count: int) -> WindowJob:
     """Write ``count`` segments with a row each, and return the job over them."""
     filesystem, root = reach(place, start.out)
     names = [f"segments/{number}.parquet" for number in range(count)]
     filesystem.create_dir(f"{root}/segments", recursive=True)
 
-    def write_one(name: str) -> None:
-        pq.write_table(pa.table({"_clock": [0]}), f"{root}/{name}", filesystem=filesystem)
-
+    row = pa.table({"_clock": [0]})
     with ThreadPoolExecutor(_WRITERS) as pool:
-        list(pool.map(write_one, names))
+        list(pool.map(lambda name: pq.write_table(row, f"{root}/{name}", filesystem=filesystem), names))
     paths = tuple(f"{place}/{name}" for name in names)
     # As many bytes as give each of them a task.
     window = Window("warm-up", None, None)

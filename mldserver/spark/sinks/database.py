@@ -64,15 +64,11 @@ class Database:
         """Return a column's name as Spark writes it too, when it creates a table."""
         return str(self._dialect.quoteIdentifier(name))
 
-    def has_transactions(self) -> bool:
-        """Whether several statements can be made one."""
+    def limits(self) -> tuple[bool, int]:
+        """Return whether several statements can be made one, and how long a table's name may be, 0 where nothing is known."""
         with _in_words():
-            return bool(self._connection.getMetaData().supportsTransactions())
-
-    def longest_name(self) -> int:
-        """Return how long a table's name may be, 0 where nothing is known."""
-        with _in_words():
-            return int(self._connection.getMetaData().getMaxTableNameLength())
+            about = self._connection.getMetaData()
+            return bool(about.supportsTransactions()), int(about.getMaxTableNameLength())
 
     def change(self, statement: str, *values: str | int) -> int:
         """Run a statement that changes something; return how many rows it did."""

@@ -71,13 +71,9 @@ class Try:
         """What a line of it is found by."""
         return self.job.window.pipeline, self.job.window.id
 
-    @property
-    def makes_table(self) -> bool:
-        """Whether it makes the table, or goes on where a try died that did."""
-        return _is_first(self.stage)
-
 
 def _is_first(stage: str) -> bool:
+    """Whether a try of this stage makes the table, or goes on where one died that did."""
     # A table's own name may hold anything.
     return f"__{stage.rpartition('__')[2]}".startswith(_FIRST)
 
@@ -104,12 +100,13 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
         )
     try:
         with connected(spark, sink) as database:
-            if not database.has_transactions():
+            has_transactions, longest = database.limits()
+            if not has_transactions:
                 raise OperatorError(
                     "The database of sink has no transactions.", advice="Choose another sink."
                 )
             # Names that were cut short would fall together.
-            longest, size = database.longest_name(), len(last_name(sink.table).strip('"`[]').encode())
+            size = len(last_name(sink.table).strip('"`[]').encode())
             if longest and size > longest - _LONGEST_SUFFIX:
                 raise OperatorError(
                     f"The name of sink_table = {sink.table} is too long: it has {size} bytes. This database takes "
@@ -177,10 +174,10 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     if attempt is None:
         return
     if job.files:
-        fill(staged(spark, job), sink, attempt, create=attempt.makes_table)
+        fill(staged(spark, job), sink, attempt, create=_is_first(attempt.stage))
     with connected(spark, sink) as database:
         try:
-            if attempt.makes_table:
+            if _is_first(attempt.stage):
                 try:
                     _make_index(database, sink.table)
                 except DatabaseError as error:
@@ -211,7 +208,7 @@ def claim(database: Database, attempt: Try) -> Try | None:
         database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
         return attempt
     noted, left = int(line[0]), line[1]
-    if _is_first(left) and not attempt.makes_table:
+    if _is_first(left) and not _is_first(attempt.stage):
         attempt = replace(attempt, stage=_FIRST.join(attempt.stage.rsplit(_STAGE, 1)))
     due = noted < revision
     changed = database.change(
