@@ -181,12 +181,10 @@ def _initialize(message: dict[str, Any]) -> Initialize:
         raise wrong("shardId", shard_id, f"a text of 1 to {_MAX_SHARD_ID} printable characters")
     if "sequenceNumber" not in message:  # KCL < 1.7.1
         return Initialize(shard_id, Version.V1)
-    return Initialize(
-        shard_id,
-        Version.V2,
-        start_position(message, "sequenceNumber"),
-        optional_long(message, "subSequenceNumber"),
-    )
+    start = optional_text(message, "sequenceNumber")
+    if start is not None and start not in SENTINELS and not is_sequence(start):
+        raise wrong("sequenceNumber", start, f"digits, null or one of {', '.join(sorted(SENTINELS))}")
+    return Initialize(shard_id, Version.V2, start, optional_long(message, "subSequenceNumber"))
 
 
 def _checkpoint(message: dict[str, Any]) -> CheckpointReply:
@@ -251,11 +249,3 @@ def optional_long(message: dict[str, Any], name: str, *, where: str = "") -> int
     if value is None or (type(value) is int and 0 <= value <= MAX_LONG):
         return value
     raise wrong(name, value, "an integer from 0 to 2**63-1, or null", where=where)
-
-
-def start_position(message: dict[str, Any], name: str) -> str | None:
-    """Return where the daemon starts: digits, a sentinel, or None."""
-    value = optional_text(message, name)
-    if value is None or value in SENTINELS or is_sequence(value):
-        return value
-    raise wrong(name, value, f"digits, null or one of {', '.join(sorted(SENTINELS))}")

@@ -218,7 +218,6 @@ class Conductor:
         idle = self._batches.under_way.idle.wait()
         await (idle if self._deadline is None else first_of(idle, self._clock.sleep(self._deadline)))
         await self._give_up()
-        claim.evict()
         async with claim.work():
             position = await self._runtime.notify(self.shard_id, Hook.SHUTDOWN_REQUESTED)
             if position is not None:
@@ -230,14 +229,15 @@ class Conductor:
         self._link.answer()
 
     async def _give_up(self) -> None:
+        """Let nobody work on the shard any more."""
         if dropped := await self._batches.under_way.drop():
             self._link.log.warning("batch.given_up", batches=dropped)
+        self._batches.opened.claim.evict()
 
     async def _lose(self) -> None:
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
         await self._give_up()
-        claim.evict()
         async with claim.work():
             await self._runtime.notify(self.shard_id, Hook.LEASE_LOST)
             await shard.lost()

@@ -70,33 +70,27 @@ class ShardIntake(Protocol):
     @property
     def alive(self) -> bool:
         """Whether the shard is its: it has not ended, was not let go, and no other server has opened it since."""
-        ...
 
     @property
     def after(self) -> Sequence | None:
         """Everything at or before it was accepted earlier and must be dropped unseen."""
-        ...
 
     @property
     def parked(self) -> Mapping[str, Sequence]:
         """The partition keys that had dead letters when the shard was opened (under ``on_key_failure = park``)."""
-        ...
 
     def began(self) -> None:
         """Note that a batch was received: the shard is not silent while it is worked on."""
-        ...
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Take a batch's rows; return whether the daemon may be answered, or is to wait until the shard is ``admitted``.
 
         ``now_ms``: steady time; ``received_ms``: when it came, where ``began`` was not told of it.
         """
-        ...
 
     @property
     def paused(self) -> bool:
         """Whether an operator holds the shard's answers."""
-        ...
 
     async def admitted(
         self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
@@ -106,46 +100,36 @@ class ShardIntake(Protocol):
         ``answered``: its daemon waits for nothing, so that a pause has nothing to hold. ``checkpoint`` asks the daemon for
         one, meanwhile: an operator may want to have the shard elsewhere, and nothing of it delivered there again.
         """
-        ...
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook; the next flush moves it."""
-        ...
 
     def begin(self, position: Sequence) -> None:
         """Note where a shard begins of which the ledger has no position: all at or before it counts as done."""
-        ...
 
     def checkpoint_due(self) -> Sequence | None:
         """Return the durable position when it is ahead of the last checkpoint, else None."""
-        ...
 
     def checkpointed(self, position: Sequence) -> None:
         """Note that the daemon stored a checkpoint."""
-        ...
 
     async def drain(self) -> None:
         """Flush what was accepted; on return the durable position covers it (unless the shard is owned elsewhere)."""
-        ...
 
     async def end(self) -> bool:
         """The shard is read to its end: flush, and mark it ended durably.
 
         True: everything accepted is durable, the end may be checkpointed. False: the shard is owned elsewhere.
         """
-        ...
 
     async def lost(self) -> None:
         """The lease went elsewhere: flush what was accepted, then let go."""
-        ...
 
     def disconnected(self) -> None:
         """The connection is gone without an ending."""
-        ...
 
     async def finish(self) -> None:
         """The server stops, and no batch follows: be held back no more."""
-        ...
 
 
 class Intake(Protocol):
@@ -153,23 +137,18 @@ class Intake(Protocol):
 
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones. Those hold the watermark."""
-        ...
 
     def seen(self) -> Seen:
         """Return what the ledger held when this server looked last."""
-        ...
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused where it is known already that ``open_shard`` will: nobody shall lose the shard to that."""
-        ...
 
     def abandon(self, shard_id: str) -> None:
         """Note that whoever took a shard from its connection could not open it: nobody has it now."""
-        ...
 
     async def open_shard(self, opening: ShardOpening) -> ShardIntake:
         """Take a shard in. Raises GapRefused when it starts beyond the ledger's position."""
-        ...
 
 
 class SourceStatus(NamedTuple):
@@ -197,38 +176,31 @@ class Source(Protocol):
     @property
     def waits_for(self) -> str | None:
         """Why no shard can come now, as a clause for ``server.unready``; None: they can."""
-        ...
 
     def status(self) -> SourceStatus:
         """Return what it knows of itself: once a second."""
-        ...
 
     @property
     def connections(self) -> int:
         """How many shards it serves, connections that have not named theirs among them."""
-        ...
 
     async def listening(self) -> str:
         """Return where it reads, once shards can come. Raises OperatorError when they never will."""
-        ...
 
     async def run(self) -> None:
         """Serve until ``stop_accepting``, and then until the last shard is let go. Cancelled, it lets go at once.
 
         Raises OperatorError when it cannot work as it was told to.
         """
-        ...
 
     def stop_accepting(self) -> None:
         """Take no more shards; those that are there go on."""
-        ...
 
     async def drain(self) -> None:
         """Let each shard finish what it has in hand, then let all go; return when they are gone.
 
         Cancel it to give up waiting: they are then let go as they are.
         """
-        ...
 
 
 class SourceParts(NamedTuple):

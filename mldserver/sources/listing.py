@@ -30,7 +30,6 @@ class KinesisClient(Protocol):
 
     async def list_shards(self, **request: Any) -> dict[str, Any]:
         """Kinesis ListShards."""
-        ...
 
 
 MakeKinesis: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[KinesisClient]]"

@@ -49,13 +49,10 @@ class ProgressLog:
         self.duplicates = self.retries = self.skipped = self.discarded = self.checkpoints = 0
         self.failures: Counter[str] = Counter()
         """Dead letters by their error's class; ``other`` once there are many classes."""
-        self._news: set[Progress] = set()
-        self._come = asyncio.Event()
-
-    def has_news(self, one: Progress) -> None:
-        """Let it tell at the end of the interval."""
-        self._news.add(one)
-        self._come.set()
+        self.news: set[Progress] = set()
+        """Who tells at the end of the interval."""
+        self.come = asyncio.Event()
+        """Set when there is somebody."""
 
     def forget(self, shard_ids: Iterable[str]) -> None:
         """Count shards that are over and known no more among those that are gone."""
@@ -78,10 +75,10 @@ class ProgressLog:
     async def run(self) -> None:
         """Work until cancelled; nothing wakes it while nothing comes."""
         while True:
-            await self._come.wait()
+            await self.come.wait()
             await self._clock.sleep(self._seconds)
-            self._come.clear()
-            news, self._news = self._news, set()
+            self.come.clear()
+            news, self.news = self.news, set()
             for one in news:
                 one.tell()
 
@@ -115,7 +112,8 @@ class Progress:
             return
         self.all_records += outline.records
         if self._told is None:
-            interval.has_news(self)
+            interval.news.add(self)
+            interval.come.set()
             self._told = (counts.batches, counts.records, counts.rows, counts.bytes)
             self._first, self._slowest_ms = outline.first, 0
         counts.batches += 1

@@ -21,11 +21,9 @@ class Reader(Protocol):
 
     def pause(self) -> None:
         """Stop reading; the time does not count against the peer."""
-        ...
 
     def resume(self) -> None:
         """Read on."""
-        ...
 
 
 class ReadBudget:

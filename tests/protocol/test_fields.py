@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from mldserver.errors import DecodeError
 from mldserver.protocol.codec import (
+    decode,
     excerpt,
     is_sequence,
     optional_long,
     optional_text,
-    start_position,
     wrong,
 )
+from mldserver.protocol.messages import Initialize
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**63 - 1, None])
@@ -51,15 +53,21 @@ def test_only_ascii_digits_make_a_sequence(value: object) -> None:
     assert not is_sequence(value)
 
 
+def started(at: object) -> str | None:
+    message = decode(json.dumps({"action": "initialize", "shardId": "s", "sequenceNumber": at}).encode())
+    assert isinstance(message, Initialize)
+    return message.sequence_number
+
+
 @pytest.mark.parametrize("value", [None, "TRIM_HORIZON", "LATEST", "AT_TIMESTAMP", "SHARD_END", "495"])
 def test_a_start_is_digits_a_sentinel_or_null(value: str | None) -> None:
-    assert start_position({"s": value}, "s") == value
+    assert started(value) == value
 
 
 @pytest.mark.parametrize("value", ["latest", "", "12x", 12])
 def test_any_other_start_is_refused(value: Any) -> None:
-    with pytest.raises(DecodeError, match="Field s must be"):
-        start_position({"s": value}, "s")
+    with pytest.raises(DecodeError, match="Field sequenceNumber must be"):
+        started(value)
 
 
 def test_a_long_value_is_cut_in_the_error() -> None:
