@@ -155,13 +155,13 @@ class _Acts:
                 "The handler runs in the server's own process, which cannot load it twice.",
                 advice="Stop and start the server, or let it have workers (`--workers 1`).",
             )
-        before = runtime.version
+        before = runtime.spec.version
         try:
             await runtime.reload()
         except HandlerError as error:
             error.did = error.did or "Nothing has changed: the old version goes on."
             raise
-        text = f"Workers run {runtime.spec.path} as it is now ({runtime.version}; before: {before})."
+        text = f"Workers run {runtime.spec.path} as it is now ({runtime.spec.version}; before: {before})."
         if engine is None:
             return text
         engine.renew()

@@ -52,6 +52,9 @@ NEAR_BYTES: Final = 1 << 20
 _Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
 """A message, and the files that go with it."""
 
+_BEHIND: Final = "A batch before this one has failed."
+"""Its records may not reach the handler before those."""
+
 _LONG_SECONDS: Final = 0.002
 """Answers are sent together for so long, where the last batch did not take as long."""
 
@@ -73,7 +76,8 @@ class Child:
         """What works on requests of a shard, or on those that nobody waits for any more: what comes next waits for them."""
         self._failed: set[str] = set()
         """Shards of which a batch has failed: what was sent behind it is not worked on."""
-        self._runtime: InlineRuntime | None = None
+        self._runtime: InlineRuntime
+        """There when Start has come, and its handler is loaded: what is for it comes after that."""
         self._pid = os.getpid()
         self._slow = False
         """Whether the last batch took long."""
@@ -83,8 +87,10 @@ class Child:
         self._pipeline = ""
         self._channel = Channel[Any](end, wire.FromServer, receive=self._receive, ended=self._hung_up)
 
-    async def run(self) -> None:
-        """Serve until the socket ends."""
+    @classmethod
+    async def run(cls, end: socket.socket) -> None:
+        """Serve what comes through ``end`` until it ends, and the process with it."""
+        self = cls(end)
         async with asyncio.TaskGroup() as group:
             self._group = group
             serving = group.create_task(self._serve())
@@ -136,19 +142,19 @@ class Child:
                 self._process(message, self._line(message, files))
             case wire.Open():
                 shard = Shard(message.shard, message.start, message.start_sub)
-                self._begin(message, self._ready().open(shard))
+                self._begin(message, self._runtime.open(shard))
             case wire.Notify():
                 self._begin(message, self._notify(message))
             case wire.Park():
                 keys = {
                     key: sequence for key, data in message.keys.items() if (sequence := wire.unpacked(data))
                 }
-                self._begin(message, self._ready().park(message.shard, keys))
+                self._begin(message, self._runtime.park(message.shard, keys))
             case wire.Unpark():
-                self._begin(message, self._ready().unpark(message.shard, message.key))
+                self._begin(message, self._runtime.unpark(message.shard, message.key))
             case wire.Forget():
                 # At once: whoever lets a shard go does not wait for a call that hangs.
-                self._begin(message, self._ready().forget(message.shard), behind=False)
+                self._begin(message, self._runtime.forget(message.shard), behind=False)
             case wire.Cancel():
                 # What follows for its shard begins when it has ended all the same.
                 if message.id in self._tasks and message.id not in self._cancelled:
@@ -167,10 +173,6 @@ class Child:
                 self._mark = Mark(file)
                 os.close(file)
                 self._start.set_result(message)
-
-    def _ready(self) -> InlineRuntime:
-        assert self._runtime is not None, "Start comes first"
-        return self._runtime
 
     def _begin(
         self, message: wire.Request, work: Coroutine[Any, Any, _Answer | None], *, behind: bool = True
@@ -220,17 +222,19 @@ class Child:
             condemned=message.condemned,
             redriven=message.redriven,
         )
+        if message.behind and message.shard in self._failed:
+            self._channel.send(wire.failed(message.id, InternalError(_BEHIND, shard=message.shard)))
+            return
         if not message.behind and not message.redriven:
             self._failed.discard(message.shard)  # the server knows of it
-        runtime, began = self._ready(), time.monotonic()
+        began = time.monotonic()
         if self._channel.unsent and (self._slow or began - self._unsent > _LONG_SECONDS):
             self._channel.flush()  # what is done does not wait for a call that may take long
         outcome: Begun | None = None
         self._mark.add(1)
         try:
-            self._check_before(message)
             if message.shard not in self._working:
-                outcome = runtime.begin(delivery)
+                outcome = self._runtime.begin(delivery)
             if os.getpid() != self._pid:
                 os._exit(1)  # the handler has forked: its child may neither answer nor go on
             if type(outcome) is BatchOutcome and (outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES):
@@ -239,7 +243,8 @@ class Child:
                 self._channel.send(*_answer_at_once(message.id, outcome))
                 return
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
-            self._fail(message)
+            if not message.redriven:  # a dead letter that runs again is before nothing
+                self._failed.add(message.shard)
             self._channel.send(wire.failed(message.id, error))
             return
         finally:
@@ -247,23 +252,16 @@ class Child:
             self._slow = time.monotonic() - began > _LONG_SECONDS
         self._begin(message, self._go_on(message, delivery, outcome))
 
-    def _check_before(self, message: wire.Process) -> None:
-        """Raise InternalError for a batch behind one that has failed: its records may not reach the handler before those."""
-        if message.behind and message.shard in self._failed:
-            raise InternalError("A batch before this one has failed.", shard=message.shard)
-
-    def _fail(self, message: wire.Process) -> None:
-        if not message.redriven:  # a dead letter that runs again is before nothing
-            self._failed.add(message.shard)
-
     async def _go_on(self, message: wire.Process, delivery: Delivery, begun: Begun | None) -> _Answer:
         """Do what is left of a batch, or all of it behind others."""
-        self._check_before(message)
-        threads = self._ready().threads(message.shard)
+        if message.behind and message.shard in self._failed:
+            raise InternalError(_BEHIND, shard=message.shard)
+        threads = self._runtime.threads(message.shard)
         try:
-            return await _answer_of(message.id, await outcome_of(begun or self._ready().process(delivery)))
+            return await _answer_of(message.id, await outcome_of(begun or self._runtime.process(delivery)))
         except Exception:
-            self._fail(message)
+            if not message.redriven:
+                self._failed.add(message.shard)
             raise
         except asyncio.CancelledError:
             # The answer gives the line's room back, which a thread may still read.
@@ -272,7 +270,7 @@ class Child:
             raise
 
     async def _notify(self, message: wire.Notify) -> _Answer:
-        position = await self._ready().notify(message.shard, Hook(message.hook))
+        position = await self._runtime.notify(message.shard, Hook(message.hook))
         return wire.Finished(message.id, wire.packed(position)), ()
 
     def _line(self, message: wire.Process, files: Descriptors) -> bytes | memoryview:
@@ -336,11 +334,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(arguments[0]))
     end.set_inheritable(False)
-    uvloop.run(_serve(end))
-
-
-async def _serve(end: socket.socket) -> None:
-    await Child(end).run()
+    uvloop.run(Child.run(end))
 
 
 if __name__ == "__main__":

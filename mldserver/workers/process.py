@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
     from mldserver.records import Sequence, Shard
-    from mldserver.runtime.interface import BatchOutcome, Delivery
+    from mldserver.runtime.interface import Delivery
     from mldserver.workers.shared_memory import Held
 
 log = structlog.get_logger("mldserver")
@@ -60,53 +61,36 @@ class WorkerGone(Exception):
         """``ending``: how it ended, for people."""
         super().__init__(ending)
         self.ending = ending
-        self.alone = alone
-
-    @property
-    def guilt(self) -> float:
+        self.guilt = 1.0 if alone else 0.1
         """How far it tells against the request: somebody else may have killed the process before that was begun."""
-        return 1.0 if self.alone else 0.1
-
-    @property
-    def died(self) -> str:
+        self.died = f"WorkerDied: the handler ended its process: {ending}"
         """The error that the request's records have failed with, if it was theirs."""
-        return f"WorkerDied: the handler ended its process: {self.ending}"
 
 
 class Unopened(WorkerGone):
     """It ended while a shard was opened: whatever wanted the shard to be open has not been begun."""
 
 
+@dataclass(slots=True)
 class _Printed:
     """What a worker prints past Python's own streams, or in its last moment."""
 
-    def __init__(self) -> None:
-        self._limit = Printed()
-        self._last: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._silent = False
-
-    @property
-    def last_words(self) -> str:
-        return "\n".join(self._last)
-
-    def only_keep(self) -> None:
-        """Log nothing any more: what comes now is asked for, and read from ``last_words``."""
-        self._silent = True
-        self._last.clear()
+    limit: Printed = field(default_factory=Printed)
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    silent: bool = False
+    """Whether lines are kept, and not logged."""
 
     def take(self, lines: list[str]) -> bool:
-        self._last += lines
+        """Keep lines, and log them; return whether none was too much."""
+        self.last += lines
         passed = True
         for line in lines:
-            if line and not self._silent:
-                if self._limit.passes():
+            if line and not self.silent:
+                if self.limit.passes():
                     log.info("handler.output", stream="stderr", text=line)
                 else:
                     passed = False
         return passed
-
-    def end(self) -> None:
-        self._limit.tell()
 
 
 class WorkerProcess:
@@ -195,7 +179,7 @@ class WorkerProcess:
     @property
     def last_words(self) -> str:
         """What it printed last, past Python's own streams."""
-        return self._printed.last_words
+        return "\n".join(self._printed.last)
 
     async def loaded(self) -> wire.Loaded:
         """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
@@ -222,7 +206,7 @@ class WorkerProcess:
             self._closed = True
             self._channel.close()
             self.arena.close()
-            self._printed.end()
+            self._printed.limit.tell()
         self.is_open = False
         self._gone.set()
         for shard_id, future, _, otherwise in self._requests.values():
@@ -246,8 +230,9 @@ class WorkerProcess:
             self._child.kill()
 
     async def stacks(self) -> str:
-        """Return where its threads are, as far as it says so in time."""
-        self._printed.only_keep()
+        """Return where its threads are, as far as it says so in time: what it prints from now on."""
+        self._printed.silent = True
+        self._printed.last.clear()
         self._child.outputs[0].go_on()
         self._child.signal(STACKS_SIGNAL)
         with contextlib.suppress(TimeoutError):
@@ -358,21 +343,6 @@ class WorkerProcess:
         del self._requests[message.id]
         if offset is not None:
             self.arena.give_back(offset)
-
-
-async def sent(delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
-    """Return what becomes of a batch in a process. Raises WorkerGone, and as ``Runtime.process``."""
-    offset = None
-    if held.length > INLINE_BYTES and process.is_open:
-        offset = await held.put(process.arena)
-    message = message_of(process, delivery, held, offset)
-    outcome: BatchOutcome
-    if message.inline is None and offset is None:
-        async with process.files:
-            outcome = await process.ask(message, (await held.file(),))
-    else:
-        outcome = await process.ask(message, offset=offset)
-    return outcome
 
 
 def message_of(process: WorkerProcess, delivery: Delivery, held: Held, offset: int | None) -> wire.Process:

@@ -63,26 +63,24 @@ class LogForwarder:
         """Send an event, whatever structlog's configuration has become: it is the handler's too."""
         urgent = method not in {"debug", "info"}
         with self._lock:
-            if name not in OURS and not (self._prints if name == PRINTED else self._logs).passes():
-                self._lose()
-            else:
+            passed = name in OURS or (self._prints if name == PRINTED else self._logs).passes()
+            if passed:
                 self.tell_lost()
                 fields = {key: _plain(value) for key, value in event.items()}
                 if "self" in fields:  # a handler may bind it; no logger's method can be called with it
                     fields["self_"] = fields.pop("self")
-                if not self._sent(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0):
-                    self._lose()
+                passed = self._sent(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0)
+            if not passed:
+                if not self._lost:
+                    now = datetime.now(UTC).isoformat(timespec="microseconds")
+                    self._since = now.replace("+00:00", "Z")
+                self._lost += 1
 
     def _sent(self, line: LogLine, wait: float) -> bool:
         # Where the server is gone this process ends (``Heartbeat``): there is nobody left to tell.
         with contextlib.suppress(OSError):
             return send_now(self._end, line, wait_seconds=wait)
         return False
-
-    def _lose(self) -> None:
-        if not self._lost:
-            self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        self._lost += 1
 
     def tell_lost(self) -> None:
         """Tell how much was lost, if there is anything that was not told yet."""

@@ -31,7 +31,7 @@ from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
 from mldserver.workers import wire
-from mldserver.workers.process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of, sent
+from mldserver.workers.process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
@@ -105,11 +105,6 @@ class WorkerRuntime:
         """What was loaded, without code."""
 
     @property
-    def version(self) -> str:
-        """The version of the handler that workers run."""
-        return self.spec.version
-
-    @property
     def trouble(self) -> str | None:
         """What a person should look at."""
         failed = [str(worker.number) for worker in self._workers if worker.failed]
@@ -176,12 +171,13 @@ class WorkerRuntime:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
         if hook is Hook.LEASE_LOST:
             self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
-
-        def ask(process: WorkerProcess) -> Awaitable[wire.Finished]:
-            return process.ask(wire.Notify(next(process.ids), shard_id, hook))
-
         try:
-            answer = await self._tried(shard_id, ask, self._policy.attempts, patient=False)
+            answer = await self._tried(
+                shard_id,
+                lambda process: process.ask(wire.Notify(next(process.ids), shard_id, hook)),
+                self._policy.attempts,
+                patient=False,
+            )
         except WorkerGone as gone:
             log.error(
                 "handler.hook_failed",
@@ -266,8 +262,12 @@ class WorkerRuntime:
             work = partial(self._sent, delivery, held)
             outcome = await self._tried(shard_id, work, self._policy.attempts, after=after)
         except WorkerGone as gone:
-            with self._worker(shard_id).searching():
+            worker = self._worker(shard_id)
+            worker.searches += 1
+            try:
                 outcome = await self._search(delivery, held, gone.died)
+            finally:
+                worker.searches -= 1
         finally:
             held.let_go()
         return outcome
@@ -336,7 +336,17 @@ class WorkerRuntime:
         )
 
     async def _sent(self, delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
-        outcome = await sent(delivery, held, process)
+        """Return what becomes of a batch in a process. Raises WorkerGone, and as ``Runtime.process``."""
+        offset = None
+        if held.length > INLINE_BYTES and process.is_open:
+            offset = await held.put(process.arena)
+        message = message_of(process, delivery, held, offset)
+        outcome: BatchOutcome
+        if message.inline is None and offset is None:
+            async with process.files:
+                outcome = await process.ask(message, (await held.file(),))
+        else:
+            outcome = await process.ask(message, offset=offset)
         self._note(delivery.shard_id, outcome)
         return outcome
 
@@ -400,13 +410,14 @@ class WorkerRuntime:
 
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.Request]) -> None:
         """Ask the shard's worker something, once it is open there, until it is answered."""
-
-        def ask(process: WorkerProcess) -> Awaitable[Any]:
-            return process.ask(message(next(process.ids)))
-
         while True:
             with contextlib.suppress(WorkerGone):
-                await self._with_process(shard_id, ask, alone=False, patient=False)
+                await self._with_process(
+                    shard_id,
+                    lambda process: process.ask(message(next(process.ids))),
+                    alone=False,
+                    patient=False,
+                )
                 return
 
     def _worker(self, shard_id: str) -> Worker:

@@ -70,17 +70,13 @@ class Arena:
         self._view = memoryview(self._map)
         self._free: list[tuple[int, int]] = [(_ALIGN, size - _ALIGN)]
         """Ranges (offset, length), in order, never adjacent; the mark is before them."""
-        self._taken: dict[int, int] = {}
+        self.taken: dict[int, int] = {}
+        """The length of each line that has room here, by its offset."""
 
     @property
     def marked(self) -> bool:
         """Whether the handler is in the worker's hands, or was when that ended."""
         return bool(_MARK.unpack_from(self._view)[0])
-
-    @property
-    def lines(self) -> int:
-        """How many lines have room here."""
-        return len(self._taken)
 
     def take(self, size: int) -> int | None:
         """Return the offset of ``size`` free bytes, taken from now on; None when no range is long enough."""
@@ -91,13 +87,13 @@ class Arena:
                     del self._free[place]
                 else:
                     self._free[place] = (offset + wanted, length - wanted)
-                self._taken[offset] = wanted
+                self.taken[offset] = wanted
                 return offset
         return None
 
     def give_back(self, offset: int) -> None:
         """Let go of what ``take`` returned. Raises KeyError for anything else."""
-        length = self._taken.pop(offset)
+        length = self.taken.pop(offset)
         place = bisect_left(self._free, (offset, 0))
         if place < len(self._free) and self._free[place][0] == offset + length:
             length += self._free.pop(place)[1]

@@ -17,7 +17,7 @@ from mldserver.workers import wire
 from mldserver.workers.process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Iterable
 
     from mldserver.base.clock import Clock
     from mldserver.handler.spec import HandlerSpec
@@ -129,8 +129,9 @@ class Spares:
         if self._wanted_since_ms is None:
             self._wanted_since_ms = self._clock.steady_ms()
         try:
-            await self._until(lambda: any(process.is_open for process in self._ready))
-            process = next(process for process in self._ready if process.is_open)
+            while (process := next((each for each in self._ready if each.is_open), None)) is None:
+                self._changed.clear()
+                await self._changed.wait()
             self._ready.remove(process)
         finally:
             self._wanted -= 1
@@ -158,11 +159,15 @@ class Spares:
 
     async def _make(self) -> None:
         while True:
-            await self._until(lambda: bool(self._ended()) or len(self._ready) + self._making <= self._wanted)
-            if (ended := self._ended()) is not None:
+            ended = next((process for process in self._ready if not process.is_open), None)
+            if ended is not None:
                 self._ready.remove(ended)
                 await ended.close()
                 await self._pause(f"A spare process ended before it was used: {await ended.ending()}.")
+                continue
+            if len(self._ready) + self._making > self._wanted:
+                self._changed.clear()
+                await self._changed.wait()
                 continue
             self._making += 1
             try:
@@ -196,14 +201,6 @@ class Spares:
         self._ready.append(process)
         self._changed.set()
         return loaded
-
-    def _ended(self) -> WorkerProcess | None:
-        return next((process for process in self._ready if not process.is_open), None)
-
-    async def _until(self, true: Callable[[], bool]) -> None:
-        while not true():
-            self._changed.clear()
-            await self._changed.wait()
 
     async def _pause(self, what: str) -> None:
         """Say what became of a process, and wait before the next."""

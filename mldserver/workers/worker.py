@@ -10,7 +10,6 @@ out what was closed; new shards go where there are fewest, and only what a worke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 from bisect import insort
 from collections import Counter
@@ -25,7 +24,7 @@ from mldserver.base.clock import first_of
 from mldserver.workers.wire import Number
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.workers.process import WorkerProcess
@@ -257,7 +256,7 @@ class Worker:
         self._there = asyncio.Event()
         self._retiring = False
         self.searches = 0
-        """How many look for records that end the process."""
+        """How many look for records that end the process: meanwhile its deaths are progress."""
 
     @property
     def failed(self) -> bool:
@@ -281,15 +280,6 @@ class Worker:
         """Its process, if that takes requests and is not to be replaced."""
         process = self._process
         return process if process is not None and process.is_open and not self._retiring else None
-
-    @contextlib.contextmanager
-    def searching(self) -> Iterator[None]:
-        """Look for a record that ends the process: meanwhile its deaths are progress."""
-        self.searches += 1
-        try:
-            yield
-        finally:
-            self.searches -= 1
 
     def _waits(self) -> bool:
         """Whether nothing that its process has in hand is with the handler: all of it waits for its time."""

@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from mldserver.errors import HandlerInvalid
 from mldserver.handler.inspection import load_spec
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire
+from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.process import WorkerGone, WorkerProcess, _Printed
 from mldserver.workers.shared_memory import Arena
 
@@ -109,10 +111,19 @@ class Child:
     def __init__(self) -> None:
         self.end, self.own = pair()
         self.over = asyncio.Event()
+        self.read_on = False
+        self.outputs = [SimpleNamespace(go_on=lambda: setattr(self, "read_on", True))]
+        self.signalled: list[Callable[[], object]] = []
 
     def says(self, *messages: Message) -> None:
         for message in messages:
             send_now(self.own, message)
+
+    def signal(self, number: int) -> None:
+        assert number == STACKS_SIGNAL
+        for answer in self.signalled:
+            answer()
+        self.own.close()
 
     async def wait(self) -> int:
         await self.over.wait()
@@ -204,6 +215,19 @@ async def test_a_worker_that_beats_is_not_silent(process: WorkerProcess, child: 
     child.says(wire.BeatMessage(running_ms=0, blocked_ms=0, resident_bytes=0))
     process.drain()
     assert process.silent_ms == 0
+
+
+async def test_after_stacks_were_asked_for_lines_are_kept_and_not_logged(
+    process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
+) -> None:
+    taken: list[bool] = []
+    process._printed.take(["before"])
+    child.signalled.append(lambda: taken.append(process._printed.take(["y"] * 2000 + ["File a.py, line 1"])))
+    stacks = await process.stacks()
+    assert [event["text"] for event in named(logged, "handler.output")] == ["before"]
+    assert stacks.endswith("y\nFile a.py, line 1")
+    assert "before" not in stacks
+    assert (taken, child.read_on) == ([True], True)
 
 
 async def test_a_line_that_cannot_be_logged_costs_nothing_else(process: WorkerProcess, child: Child) -> None:
