@@ -242,18 +242,27 @@ class _Bytes(io.RawIOBase):
 
 @contextlib.contextmanager
 def caught_output(emit: Callable[[str, str], None]) -> Iterator[None]:
-    """Replace ``sys.stdout`` and ``sys.stderr`` for a while; ``emit(stream, text)`` gets each line.
+    """Log what libraries log, from warnings on, and catch what is printed, for as long as the context lasts.
 
-    ``stream`` is ``stdout`` or ``stderr``. Whatever ``emit`` itself prints goes to the former standard error.
+    ``emit(stream, text)`` gets each line of ``sys.stdout`` and ``sys.stderr``; ``stream`` is ``stdout`` or ``stderr``.
+    Whatever ``emit`` itself prints goes to the former standard error.
     """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     former = sys.stdout, sys.stderr
     out = CaughtStream(lambda text: emit("stdout", text), fallback=former[1])
     err = CaughtStream(lambda text: emit("stderr", text), fallback=former[1])
+    root.handlers[:] = [LibraryHandler()]
+    root.setLevel(logging.WARNING)
+    logging.captureWarnings(capture=True)
     sys.stdout, sys.stderr = out, err
     try:
         yield
     finally:
         sys.stdout, sys.stderr = former
+        logging.captureWarnings(capture=False)
+        root.handlers[:] = handlers
+        root.setLevel(level)
         out.finish()
         err.finish()
 
@@ -315,22 +324,6 @@ class Printed(RateLimit):
 
 
 @contextlib.contextmanager
-def libraries_through_us() -> Iterator[None]:
-    """Log what libraries log, from warnings on, for as long as the context lasts."""
-    root = logging.getLogger()
-    former, former_level = root.handlers[:], root.level
-    root.handlers[:] = [LibraryHandler()]
-    root.setLevel(logging.WARNING)
-    logging.captureWarnings(capture=True)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(capture=False)
-        root.handlers[:] = former
-        root.setLevel(former_level)
-
-
-@contextlib.contextmanager
 def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> Iterator[LogWriter]:
     """Log as the settings say, for as long as the context lasts, prints and library logs included.
 
@@ -356,7 +349,6 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
         )
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
-        stack.enter_context(libraries_through_us())
         # A handler may configure structlog to print; what is printed is logged: if that were printed too, it would
         # never end. So this logger stays as structlog is configured now.
         now = structlog.get_config()

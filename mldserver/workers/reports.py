@@ -20,7 +20,7 @@ import structlog
 
 from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
-from mldserver.observe.logging import Logger, RateLimit, caught_output, libraries_through_us, set_level
+from mldserver.observe.logging import Logger, RateLimit, caught_output, set_level
 from mldserver.workers.wire import BeatMessage, LogLine
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def telling_through(end: socket.socket, level: int) -> Iterator[LogForwarder]:
         if Logger.level <= logging.INFO:
             teller.send("info", PRINTED, {"stream": stream, "text": text})
 
-    with libraries_through_us(), caught_output(printed):
+    with caught_output(printed):
         yield teller
 
 
