@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.dynamodb_streams.reader import Page
-    from mldserver.dynamodb_streams.shard_tree import Start, StreamShard
+    from mldserver.dynamodb_streams.shard_tree import StreamShard
     from mldserver.dynamodb_streams.streams_api import MakeClient
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake, Seen, ShardIntake
@@ -340,7 +340,14 @@ class DirectSource:
             opening = ShardOpening(shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id))
             reading.intake = shard = await self._intake.open_shard(opening)
             kill_point("shard.opened")
-            start = self._start(shard_id) if shard.after is None else stored(shard.after)
+            known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
+            if shard.after is not None:
+                start = stored(shard.after)
+            elif not self._first or any(known[parent].position for parent in parents if parent in known):
+                start = inherited(parents, known)
+            else:
+                late = shard_id not in self._placing
+                start = self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
             reading.reader = reader = ShardReader(
                 self._api,
                 self._arn,
@@ -361,14 +368,6 @@ class DirectSource:
             if shard.parked:
                 await runtime.park(shard_id, shard.parked)
             reading.claim.opened = True
-
-    def _start(self, shard_id: str) -> Start:
-        """Return where to begin with a shard of which the ledger has no position."""
-        known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
-        if not self._first or any(known[parent].position for parent in parents if parent in known):
-            return inherited(parents, known)
-        late = shard_id not in self._placing
-        return self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
 
     def _is_placed(self, shard_id: str) -> None:
         """Note that a shard's place is durable. When it is of all that this server begins with, they are read."""

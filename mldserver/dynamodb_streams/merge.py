@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -50,15 +50,14 @@ class _Page(Generic[_T]):
     """The first item that did not go out."""
 
 
+@dataclass(eq=False, slots=True)
 class Merge(Generic[_T]):
     """Takes pages of shards in, and gives their items out in order."""
 
-    def __init__(self) -> None:
-        """Begin without a shard."""
-        self._shards: dict[str, _Shard] = {}
-        self._heads: list[tuple[int, int, _Page[_T]]] = []
-        """A heap of pages, by the effective time of their first item and by the clock."""
-        self._clock = 0
+    _shards: dict[str, _Shard] = field(default_factory=dict)
+    _heads: list[tuple[int, int, _Page[_T]]] = field(default_factory=list)
+    """A heap of pages, by the effective time of their first item and by the clock."""
+    _clock: int = 0
 
     def open(self, shard_id: str, *, floor_ms: int | None = None) -> None:
         """Let a shard take part: nothing beyond ``floor_ms`` (its parent's last) goes out before it was heard of."""
