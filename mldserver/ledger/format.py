@@ -169,24 +169,9 @@ def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> Windo
         waiting and segments[waiting - 1].kind is SegmentKind.RECOMPUTE and not segments[waiting - 1].revision
     ):
         waiting -= 1
-    return WindowEntry(
-        window_id,
-        _STATES[state],
-        start_ms,
-        end_ms,
-        revision,
-        attempt,
-        owner,
-        segments[:waiting],
-        segments[waiting:],
-        bool(retained),
-        published_ms,
-        staging,
-        tuple(files),
-        rows_in,
-        rows_out,
-        error,
-    )
+    known_by = (window_id, _STATES[state], start_ms, end_ms, revision, attempt, owner)
+    taken = (segments[:waiting], segments[waiting:], bool(retained))
+    return WindowEntry(*known_by, *taken, published_ms, staging, tuple(files), rows_in, rows_out, error)
 
 
 def letter_row(letter: DeadLetter) -> list[Any]:

@@ -116,7 +116,8 @@ class OnDynamo(Pipeline):
 
     def state(self) -> Any:
         """What the ledger held at this server's latest look."""
-        return self.ledger._reached().book.state()
+        assert self.ledger._journal is not None, "it is open"
+        return self.ledger._journal.book.state()
 
 
 def _published(state: LedgerState) -> bool:
