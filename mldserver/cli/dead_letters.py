@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,9 +30,11 @@ from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    import asyncio
+    from collections.abc import Iterator
 
-    from mldserver.ledger.contract import LedgerState, StoredLetter
+    from mldserver.config.settings import Settings
+    from mldserver.ledger.contract import StoredLetter
     from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter
 
@@ -76,12 +77,12 @@ class Which:
     since: str | None = None
     """Only those that failed since: an ISO 8601 time (UTC unless it says), or a duration such as `2 hours`."""
 
-    async def of(self, ledger: Ledger) -> AsyncIterator[StoredLetter]:
+    def of(self, ledger: Ledger, runner: asyncio.Runner) -> Iterator[StoredLetter]:
         """Yield a ledger's letters that meet every condition. Raises ConfigError when ``since`` is no time."""
         since_ms, after = 0, None
         if self.since is not None:
             since_ms = round(since_time(self.since, datetime.now(UTC)).timestamp() * 1000)
-        while page := await ledger.letters(after=after, limit=_PAGE):
+        while page := runner.run(ledger.letters(after=after, limit=_PAGE)):
             for stored in page:
                 letter = stored.letter
                 if (
@@ -118,17 +119,14 @@ def list_letters(
     settings = settings_at(where)
     most = _LISTED if limit is None and not as_json else limit
     chosen: list[StoredLetter] = []
-
-    async def look(ledger: Ledger, held: LedgerState) -> tuple[str, int]:
-        more = 0
-        async for stored in which.of(ledger):
+    more = 0
+    with at_ledger(settings) as (ledger, runner):
+        held = runner.run(ledger.peek())
+        for stored in which.of(ledger, runner):
             if most is None or len(chosen) < most:
                 chosen.append(stored)
             else:
                 more += 1
-        return f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven", more
-
-    counts, more = at_ledger(settings, look)
     if as_json:
         tell_json([_document(stored, settings.pipeline) for stored in chosen])
         if more:
@@ -142,6 +140,7 @@ def list_letters(
         record = (letter.shard_id, letter.partition_key, letter.sequence, size)
         failed = (letter.attempts, moment(letter.at_ms), first_line(letter.error))
         rows.append((stored.id, state, *record, *failed))
+    counts = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
     tell(table("", columns, rows), counts + (f" ({more:,} more match; --limit)" if more else ""))
 
 
@@ -164,7 +163,9 @@ def show_letter(
         Write the record's payload, and nothing else, to standard output.
     """
     settings = settings_at(where)
-    (stored,) = at_ledger(settings, lambda ledger, _held: _named(ledger, (letter,), settings.pipeline))
+    with at_ledger(settings) as (ledger, runner):
+        runner.run(ledger.peek())
+        (stored,) = _named(ledger, runner, (letter,), settings.pipeline)
     if payload:
         tell_bytes(stored.letter.data)
     elif as_json:
@@ -195,24 +196,21 @@ def redrive_letters(
         Take the wish back, for letters that no server has taken yet.
     """
     settings = settings_at(where)
-    pipeline = settings.pipeline
-
-    async def mark(ledger: Ledger, _held: LedgerState) -> frozenset[str]:
-        ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
-        return await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
-
     if files:
         if letters or which != _ALL or everything or cancel:
             raise OperatorError(
                 "--from takes all letters of the files.", advice="Leave the ids and conditions out."
             )
-        added, coming = at_ledger(settings, lambda ledger, held: _take_in(ledger, held, files, pipeline))
+        added, coming = _take_in(settings, files)
         text = f"{added:,} letters are in the ledger, to be redriven."
         if coming:
             text += f" {coming:,} are left out: their records are delivered again anyway."
         answer(as_json, {"redriving": added, "delivered_again": coming}, text)
         return
-    there = at_ledger(settings, mark)
+    with at_ledger(settings) as (ledger, runner):
+        runner.run(ledger.peek())
+        ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
+        there = runner.run(ledger.redrive(ids, wanted=not cancel)) if ids else frozenset()
     name = "cancelled" if cancel else "redriving"
     what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
     answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
@@ -235,31 +233,30 @@ def purge_letters(
         Delete them.
     """
     settings = settings_at(where)
-
-    async def purge(ledger: Ledger, _held: LedgerState) -> set[str]:
-        ids = await _chosen(ledger, letters, which, settings.pipeline, everything=everything)
+    gone: set[str] = set()
+    with at_ledger(settings) as (ledger, runner):
+        runner.run(ledger.peek())
+        ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
         if not yes:
             raise OperatorError(
                 f"{len(ids):,} letters would be deleted, and their records with them.",
                 did="Nothing was deleted.",
                 advice="Add --yes.",
             )
-        gone: set[str] = set()
         for at in range(0, len(ids), LETTERS_AT_ONCE):
-            gone |= await ledger.purge(ids[at : at + LETTERS_AT_ONCE])
-        return gone
-
-    gone = at_ledger(settings, purge)
+            gone |= runner.run(ledger.purge(ids[at : at + LETTERS_AT_ONCE]))
     answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
 
 
-async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[StoredLetter]:
+def _named(
+    ledger: Ledger, runner: asyncio.Runner, names: tuple[str, ...], pipeline: str
+) -> list[StoredLetter]:
     """Return letters by their ids, or their records' (``shard/sequence/sub``, with or without the pipeline before it).
 
     All are looked for before one is used.
     """
     by_name: dict[str, StoredLetter] = {}
-    async for stored in _ALL.of(ledger):
+    for stored in _ALL.of(ledger, runner):
         for name in (stored.id, stored.letter.record, f"{pipeline}/{stored.letter.record}"):
             if name in names:
                 by_name[name] = stored
@@ -271,8 +268,14 @@ async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
-async def _chosen(
-    ledger: Ledger, names: tuple[str, ...], which: Which, pipeline: str, *, everything: bool
+def _chosen(
+    ledger: Ledger,
+    runner: asyncio.Runner,
+    names: tuple[str, ...],
+    which: Which,
+    pipeline: str,
+    *,
+    everything: bool,
 ) -> tuple[str, ...]:
     if sum((bool(names), which != _ALL, everything)) != 1:
         raise OperatorError(
@@ -280,11 +283,11 @@ async def _chosen(
             advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
         )
     if names:
-        return tuple(stored.id for stored in await _named(ledger, names, pipeline))
-    return tuple([stored.id async for stored in which.of(ledger)])
+        return tuple(stored.id for stored in _named(ledger, runner, names, pipeline))
+    return tuple(stored.id for stored in which.of(ledger, runner))
 
 
-async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipeline: str) -> tuple[int, int]:
+def _take_in(settings: Settings, places: list[str]) -> tuple[int, int]:
     """Put the letters of files into the ledger, wanted; return how many, and how many are delivered again anyway.
 
     All files are read before the first letter is put in. One that lies behind its shard's position was written by a
@@ -293,19 +296,20 @@ async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipelin
     from mldserver.deadletters.destinations import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
 
     letters: dict[str, DeadLetter] = {}
-    for place in places:
-        # Written twice, it is the same letter twice.
-        read = await asyncio.to_thread(read_letters, place, pipeline)
-        letters |= {letter.record: letter for letter in read}
-    async for stored in _ALL.of(ledger):
-        letters.pop(stored.letter.record, None)
     fresh = []
-    for letter in sorted(letters.values(), key=lambda letter: (letter.shard_id, letter.sequence)):
-        shard = held.shards.get(letter.shard_id)
-        if shard is None or (shard.position is not None and letter.sequence <= shard.position):
-            fresh.append(letter)
-    for at in range(0, len(fresh), _PAGE):
-        await ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True)
+    with at_ledger(settings) as (ledger, runner):
+        held = runner.run(ledger.peek())
+        for place in places:
+            # Written twice, it is the same letter twice.
+            letters |= {letter.record: letter for letter in read_letters(place, settings.pipeline)}
+        for stored in _ALL.of(ledger, runner):
+            letters.pop(stored.letter.record, None)
+        for letter in sorted(letters.values(), key=lambda letter: (letter.shard_id, letter.sequence)):
+            shard = held.shards.get(letter.shard_id)
+            if shard is None or (shard.position is not None and letter.sequence <= shard.position):
+                fresh.append(letter)
+        for at in range(0, len(fresh), _PAGE):
+            runner.run(ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True))
     return len(fresh), len(letters) - len(fresh)
 
 

@@ -26,7 +26,6 @@ from mldserver.cli.ledger_tool import (
     at_ledger,
     details,
     moment,
-    on_ledger,
     settings_at,
     state_at,
     table,
@@ -47,9 +46,7 @@ if TYPE_CHECKING:
 
     from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState, ShardState
-    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
-    from mldserver.records import Sequence
 
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
@@ -100,14 +97,11 @@ def create_ledger(*, where: Where = HERE) -> None:
             "A ledger in SQLite needs no table.",
             advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
         )
+    from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # `--help` must not wait for AWS's client
 
-    async def create(ledger: Ledger) -> None:
-        from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # `--help` must not wait for AWS's client
-
+    with at_ledger(settings) as (ledger, runner):
         assert isinstance(ledger, DynamoLedger)
-        await ledger.create_table()
-
-    on_ledger(settings, create)
+        runner.run(ledger.create_table())
     tell(f"The table {place.table} is there.")
 
 
@@ -121,8 +115,8 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
     """
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
-
-    async def reset(ledger: Ledger, held: LedgerState) -> list[str]:
+    with at_ledger(settings_at(where)) as (ledger, runner):
+        held = runner.run(ledger.peek())
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for shard_id in shards:
             if (owner := _shard(held, shard_id).owner) is not None:
@@ -130,9 +124,7 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
                     f"Shard {shard_id} is held by the server {owner}.",
                     advice="Stop that server first; a dead one's shards are free when another server has noticed.",
                 )
-        return sorted(await ledger.reset(frozenset(shards)))
-
-    done = at_ledger(where, reset)
+        done = sorted(runner.run(ledger.reset(frozenset(shards))))
     text = "is reset: it has no position any more."
     answer(as_json, {"reset": done}, details((shard_id, text) for shard_id in done))
     if left := sorted(set(shards).difference(done)):
@@ -145,15 +137,12 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
 @app.command(name="accept-gap")
 def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
-
-    async def accept(ledger: Ledger, held: LedgerState) -> Sequence | None:
+    with at_ledger(settings_at(where)) as (ledger, runner):
+        held = runner.run(ledger.peek())
         position = _shard(held, shard).position
-        if not await ledger.accept_gap(shard):
+        if not runner.run(ledger.accept_gap(shard)):
             del held.shards[shard]  # pruned since we looked
             _shard(held, shard)
-        return position
-
-    position = at_ledger(where, accept)
     text = f"may start beyond {position or 'nothing'}, the next time it is opened."
     document = {"accepted": shard, "position": None if position is None else str(position)}
     answer(as_json, document, details([(shard, text)]))

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 from rich import box
@@ -29,7 +29,7 @@ from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.observe.log_lines import harmless
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNBOUNDED: Final = sys.maxsize
 """Columns where no terminal bounds them: a line stays a line for grep, and whole."""
-
-T = TypeVar("T")
 
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
 
@@ -101,36 +99,27 @@ def as_operator_errors() -> Iterator[None]:
         raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
 
 
-def on_ledger(settings: Settings, work: Callable[[Ledger], Coroutine[Any, Any, T]]) -> T:
-    """Run ``work`` on the ledger, which is not opened. No server notices: nothing is registered or locked.
+@contextlib.contextmanager
+def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, asyncio.Runner]]:
+    """Give the ledger, which is not opened, and what runs its calls. No server notices: nothing is registered or locked.
 
-    Raises OperatorError when the ledger is damaged, newer, somebody else's or out of reach.
+    Raises OperatorError when the ledger is damaged, newer, somebody else's or out of reach; ``peek``, which comes first,
+    also when there is none.
     """
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
-    async def run() -> T:
+    with as_operator_errors(), asyncio.Runner() as runner:
         ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
         try:
-            return await work(ledger)
+            yield ledger, runner
         finally:
-            await ledger.close()
-
-    with as_operator_errors():
-        return asyncio.run(run())
-
-
-def at_ledger(where: Where | Settings, work: Callable[[Ledger, LedgerState], Coroutine[Any, Any, T]]) -> T:
-    """Run ``work`` on the ledger and what it holds. Raises OperatorError as ``on_ledger``, and when there is none."""
-
-    async def look(ledger: Ledger) -> T:
-        return await work(ledger, await ledger.peek())
-
-    return on_ledger(settings_at(where) if isinstance(where, Where) else where, look)
+            runner.run(ledger.close())
 
 
 def state_at(where: Where) -> LedgerState:
-    """Return what the ledger holds. Raises OperatorError as ``at_ledger``."""
-    return on_ledger(settings_at(where), lambda ledger: ledger.peek())
+    """Return what the ledger holds. Raises OperatorError as ``at_ledger``, and when there is none."""
+    with at_ledger(settings_at(where)) as (ledger, runner):
+        return runner.run(ledger.peek())
 
 
 def moment(ms: int | None) -> str:

@@ -16,6 +16,7 @@ from mldserver.cli.ledger_tool import (
     details,
     first_line,
     moment,
+    settings_at,
     state_at,
     table,
     tell,
@@ -26,7 +27,6 @@ from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
     from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
-    from mldserver.ledger.operations import Ledger
 
 _HELP = """
 Show the windows of a pipeline, and decide about those whose job keeps failing. Servers that run go on running.
@@ -155,8 +155,8 @@ def _decide(
 ) -> None:
     if not windows:
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
-
-    async def decide(ledger: Ledger, held: LedgerState) -> None:
+    with at_ledger(settings_at(where)) as (ledger, runner):
+        held = runner.run(ledger.peek())
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for window in windows:
             entry = _entry(held, window)
@@ -165,14 +165,12 @@ def _decide(
         for window in dict.fromkeys(windows):
             entry = held.windows[window]
             rows = sum(s.rows for s in (*entry.segments, *entry.pending) if s.revision in {0, entry.revision})
-            if not await ledger.decide(window, decision):
+            if not runner.run(ledger.decide(window, decision)):
                 raise _refused(window, "somebody else was faster", ())
             if not as_json:
                 tell(details([(window, text.format(rows=rows))]))
-        if as_json:
-            tell_json({name: list(dict.fromkeys(windows))})
-
-    at_ledger(where, decide)
+    if as_json:
+        tell_json({name: list(dict.fromkeys(windows))})
 
 
 def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
