@@ -44,19 +44,16 @@ class MldserverError(Exception):
         self.advice = advice
         self.where = where
 
-    @property
-    def name(self) -> str:
-        """The stable name under which the error is logged: its class name."""
-        return type(self).__name__
-
     def told(self, flat: Collection[str] = ("traceback",)) -> dict[str, Any]:
         """Return the error as fields of a log event; where it was is one field, ``where``, but for what is ``flat``.
 
+        ``error`` is its class's name, which is stable.
         A traceback is a field of its own in any event: readers of the log show it as a block.
         """
         where = {key: value for key, value in self.where.items() if value is not None and value != ""}
         own = {key: where.pop(key) for key in tuple(where) if key in flat}
-        said = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, "where": where}
+        name = type(self).__name__
+        said = {"error": name, "what": self.what, "did": self.did, "advice": self.advice, "where": where}
         return {key: value for key, value in said.items() if value} | own
 
     def __str__(self) -> str:

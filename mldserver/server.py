@@ -222,7 +222,13 @@ class Server:
             background = {name: group.create_task(work, name=name) for name, work in works.items()}
             taking = asyncio.sleep(0) if self._drain else parts.source.run()
             taking_in = group.create_task(taking, name="source")
-            code = await self._until_stopped(parts, redriving=background["dead letters"])
+            await self._stop.wait()
+            # The next start goes on with dead letters; no shard's last request waits for them.
+            background["dead letters"].cancel()
+            log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
+            work, unfinished = self._finish(parts), partial(self._unfinished, parts)
+            async with self._until(self.forced, work, unfinished) as orderly:
+                durable = orderly.done() and orderly.result()
             if parts.engine is not None and "windows" in background:
                 # The windows are given up, then Spark stops in order, while it still runs: cancelled, it would be killed.
                 background["windows"].cancel()
@@ -234,7 +240,7 @@ class Server:
             # It ends the calls that hold on when their batches are cancelled, so it goes behind these.
             await asyncio.wait({taking_in, background["dead letters"]}, timeout=_LET_GO_SECONDS)
             runtime.cancel()
-        return code
+        return EXIT_CLEAN if durable else EXIT_FORCED
 
     async def _run_engine(self, engine: Engine) -> None:
         await self._to_compute.wait()
@@ -279,18 +285,9 @@ class Server:
         self._stop.set()
         self.forced.set()
 
-    async def _until_stopped(self, parts: Parts, *, redriving: asyncio.Task[None]) -> int:
-        await self._stop.wait()
-        redriving.cancel()  # the next start goes on with it; no shard's last request waits for it
-        began_ms = self._clock.steady_ms()
-        log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
-        work = self._finish(parts, began_ms)
-        async with self._until(self.forced, work, partial(self._unfinished, parts)) as orderly:
-            durable = orderly.done() and orderly.result()
-        return EXIT_CLEAN if durable else EXIT_FORCED
-
-    async def _finish(self, parts: Parts, began_ms: int) -> bool:
+    async def _finish(self, parts: Parts) -> bool:
         """Stop in order; True when every accepted row is durable."""
+        began_ms = self._clock.steady_ms()
         try:
             async with asyncio.timeout(self.settings.grace_seconds):
                 parts.source.stop_accepting()

@@ -57,7 +57,7 @@ def test_every_error_hangs_in_the_tree_and_says_what_it_stands_for(name: str) ->
     error = getattr(errors, name)
     assert issubclass(error, MldserverError)
     assert error.__doc__
-    assert error("x").name == name
+    assert error("x").told()["error"] == name
 
 
 def test_every_error_is_one_partys_fault() -> None:

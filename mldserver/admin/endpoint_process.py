@@ -52,23 +52,21 @@ class Child:
     """The endpoint's side of the channel."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Own the socket to the server."""
+        """``end``: the socket to the server."""
+        self._end = end
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answered]] = {}
-        self._started: asyncio.Future[tuple[Start, socket.socket]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self._started: asyncio.Queue[tuple[Start, socket.socket]] = asyncio.Queue()
         self._tls: ServerTLS | None = None
         self._renewed = asyncio.Event()
         self._documents: asyncio.Queue[bytes] = asyncio.Queue()
-        self._channel = Channel[ToEndpoint](
-            end, ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0)
-        )
-        structlog.configure(processors=[structlog.processors.add_log_level, self._log])
+        self._channel: Channel[ToEndpoint]
 
     async def run(self) -> None:
         """Serve until the server's end."""
-        start, listener = await self._started
+        self._channel = Channel(self._end, ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0))
+        structlog.configure(processors=[structlog.processors.add_log_level, self._log])
+        start, listener = await self._started.get()
         entitle(start.pipeline, "admin endpoint")
         self._tls = start.tls()
         endpoint = Endpoint(
@@ -115,7 +113,7 @@ class Child:
     def _receive(self, message: ToEndpoint, files: Descriptors) -> None:
         match message:
             case Start():
-                self._started.set_result((message, socket.socket(fileno=files.pop(0))))
+                self._started.put_nowait((message, socket.socket(fileno=files.pop(0))))
             case Document():
                 self._documents.put_nowait(message.status)
             case Renew():
@@ -138,7 +136,7 @@ def main(arguments: list[str]) -> None:
     limit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
     end = socket.socket(fileno=int(arguments[0]))
     end.set_inheritable(False)
-    uvloop.run(_serve(end))
+    uvloop.run(Child(end).run())
 
 
 def limit(kind: int, most: int) -> None:
@@ -146,10 +144,6 @@ def limit(kind: int, most: int) -> None:
     hard = resource.getrlimit(kind)[1]
     allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (allowed, allowed))
-
-
-async def _serve(end: socket.socket) -> None:
-    await Child(end).run()
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("shards", counts or "none is listed"),
     ]
     if (lag_ms := document["lag_ms"]) is not None:
-        facts.append(("lag", _lag(lag_ms)))
+        facts.append(("lag", str(timedelta(seconds=lag_ms // 1000))))
     if document["stream"] != (newest := document["newest_enabled"]):
         other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
         facts.append(
@@ -228,11 +228,7 @@ def _shards(shards: list[dict[str, Any]], depths: list[int], *, with_ledger: boo
             f"{shard['first'] or ''} … {shard['last'] or ''}",
         ]
         if with_ledger:
-            lag = None if shard["lag_ms"] is None else _lag(shard["lag_ms"])
+            lag = None if shard["lag_ms"] is None else timedelta(seconds=shard["lag_ms"] // 1000)
             cells += [shard["position"], lag, shard["owner"], shard["note"] or ""]
         lines.append(cells)
     return table("", columns, lines)
-
-
-def _lag(ms: int) -> str:
-    return str(timedelta(seconds=ms // 1000))

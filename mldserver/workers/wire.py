@@ -337,7 +337,7 @@ def failed(request: int, error: BaseException) -> Failed:
     """Return an error as it crosses."""
     if isinstance(error, MldserverError):
         where = {key: value for key, value in error.where.items() if value is not None}
-        return Failed(request, error.name, error.what, error.did, error.advice, where)
+        return Failed(request, type(error).__name__, error.what, error.did, error.advice, where)
     return Failed(request, type(error).__name__, str(error), "", "", {})
 
 
