@@ -46,7 +46,8 @@ __all__ = ["Measured", "measure", "measure_segments"]
 SPEC = Tumbling(HOUR_MS, on="scheduled")
 RULES = CoordinatorRules(on_arrival=False, settle_time_ms=0)
 ID = tumbling_id(START_MS)
-WARM_UP = 2
+WARM_UP = 4
+"""Rounds; a driver's compiler is at work for some twenty jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ async def measure(
     folder: Path,
     progress: Callable[[str], None],
 ) -> list[Measured]:
-    """Measure every size; pipeline and floor take turns on one engine. Two rounds warm up."""
+    """Measure every size; pipeline and floor take turns on one engine."""
     found = []
     for rows in sizes:
         watch = Stopwatch(engine)
