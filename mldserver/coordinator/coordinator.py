@@ -200,7 +200,8 @@ class Coordinator:
     async def _run_cycle(self, reason: str) -> None:
         now_ms = self.clock.steady_ms()
         self._reports.tell_ahead(now_ms)
-        view, mark = self.watermark.look(now_ms), self._membership.mark()
+        view = self.watermark.look(now_ms)
+        self._membership.mark()
         batches = self.buffer.snapshot()
         await self._sync()
         self._reports.tell_missing(now_ms)
@@ -210,7 +211,7 @@ class Coordinator:
         if not complete:
             return
         view = self.watermark.still(view, now_ms)
-        self._membership.tell(view, mark)
+        self._membership.tell(view)
         view = self.watermark.combine(view, self._membership.peers.states())
         self.watermark.commit(view)
         self._view = view

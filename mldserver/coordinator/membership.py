@@ -56,10 +56,12 @@ class Membership:
     locks: ServerLocks | None
     """Show at once which servers are dead, where they can."""
     peers: Peers = field(init=False)
-    _statement: tuple[View, int] | None = field(init=False, default=None)
-    """The view that beats tell, and how many openings it counted on."""
-    _openings: int = field(init=False, default=0)
+    _statement: View | None = field(init=False, default=None)
+    """The view that beats tell."""
     _opening: int = field(init=False, default=0)
+    """How many shards are being opened."""
+    _counted: bool = field(init=False, default=False)
+    """Whether the latest view counts on every shard, none having been opened since."""
     _beat_ms: int = field(init=False, default=0)
     """The latest beat, as others see it."""
     beat_at_ms: int = field(init=False)
@@ -79,29 +81,29 @@ class Membership:
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
         """A shard is being opened: what was told so far says nothing of it."""
-        self._openings += 1
         self._opening += 1
+        self._counted, self._statement = False, None
         try:
             yield
         finally:
             self._opening -= 1
 
-    def mark(self) -> int | None:
-        """Return a mark to ``tell`` with, taken together with a view; None while a shard is being opened."""
-        return None if self._opening else self._openings
+    def mark(self) -> None:
+        """Note that a view is taken, which ``tell`` may tell."""
+        self._counted = not self._opening
 
-    def tell(self, view: View, mark: int | None) -> None:
+    def tell(self, view: View) -> None:
         """Let the next beats tell a view, everything that it counted on being registered."""
-        self._statement = None if mark is None else (view, mark)
+        self._statement = view if self._counted else None
 
     def _state(self) -> ServerState:
         # Two beats are never the same, whatever the clock does: by that others see that this server lives.
         self._beat_ms = max(self.clock.now_ms(), self._beat_ms + 1)
         self.beat_at_ms = self.clock.steady_ms()
         server_id = self.peers.server_id
-        if self._statement is None or self._statement[1] != self._openings:
+        view = self._statement
+        if view is None:
             return ServerState(server_id, self._beat_ms, reason="settling")
-        view = self._statement[0]
         held_by, reason = view.holder.shard_id, view.holder.reason
         return ServerState(
             server_id, self._beat_ms, view.own_ms, idle=view.idle, held_by=held_by, reason=reason

@@ -219,16 +219,18 @@ class WindowRunner:
                     await self._publish([committed])
             except _FAULTS as error:
                 # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
-                if await self._failed(
-                    life, error, of_run=committed is None and isinstance(error, WindowFailed | DriverLost)
-                ):
-                    return
+                of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
+                if await self._failed(life, error, of_run=of_run):
+                    break
                 if committed is not None and isinstance(error, FileNotFoundError):
                     # Somebody else may have published it, and the next revision too: the ledger knows.
                     committed, entry = None, replace(entry, state=WindowState.COMMITTED)
             else:
-                self._resume(entry.window_id)
-                return
+                break
+        # The others go on, unless another window halts them.
+        self.halted.pop(entry.window_id, None)
+        if not self.halted:
+            self._go.set()
 
     async def _commit(self, entry: WindowEntry) -> Committed | None:
         """Compute a window, or find its output committed. None: it is not this server's any more, or done."""
@@ -266,7 +268,6 @@ class WindowRunner:
             else:
                 self.set_aside += 1
                 life.state = "set_aside"
-                self._resume(window_id)
                 log.error("window.set_aside", attempts=life.failed_runs, **fields)
                 return True
         tries = life.failed_runs + life.failed_steps
@@ -297,12 +298,6 @@ class WindowRunner:
             return True  # the log has said why; the next failure tells the ledger
         decided, life.kept = life.kept and not kept, kept
         return not decided
-
-    def _resume(self, window_id: str) -> None:
-        """Let the others go on, unless another window halts them."""
-        self.halted.pop(window_id, None)
-        if not self.halted:
-            self._go.set()
 
 
 def _key(entry: WindowEntry) -> tuple[str, int]:

@@ -167,7 +167,7 @@ def test_ahead_is_what_is_after_the_effective_arrival_and_the_record_is_named_in
 
 
 def test_nothing_plans_nothing() -> None:
-    assert planned(clock=5) == FlushPlan((), (), (), 5, BatchProgress())
+    assert planned(clock=5) == FlushPlan((), (), (), 0, 5, BatchProgress())
 
 
 def test_a_handler_without_rows_moves_positions_only() -> None:

@@ -64,7 +64,7 @@ def test_a_shape_is_what_its_text_says_and_the_order_of_columns_is_no_other_shap
     again = shape(DELAY, AT, CARRIER)
     assert (again.fingerprint, len(OLD.fingerprint)) == (OLD.fingerprint, 12)
     assert OLD.ddl == "`at` TIMESTAMP NOT NULL, `carrier` STRING, `delay` INT"
-    assert Column("a`b", "INT").ddl == "`a``b` INT"
+    assert shape(Column("a`b", "INT")).ddl == "`a``b` INT"
     others = [shape(AT), shape(AT, CARRIER, DELAY, pipeline="q"), shape(AT, CARRIER, DELAY, spec=batches())]
     assert len({each.fingerprint for each in (OLD, *others)}) == 4
 

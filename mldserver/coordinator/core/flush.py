@@ -107,17 +107,14 @@ class FlushPlan:
     positions: tuple[PositionUpdate, ...]
     dead_letters: tuple[DeadLetter, ...]
     """Of records that come from their shards."""
+    rows: int
+    """In all files, late ones included."""
     clock: int
     progress: BatchProgress
     redriven: tuple[str, ...] = ()
     """Ids of dead letters that end with it."""
     failed_again: tuple[DeadLetter, ...] = ()
     """What they left: they stay in the ledger, wherever others go."""
-
-    @property
-    def rows(self) -> int:
-        """How many rows the flush holds, late ones included."""
-        return sum(map(len, self.files))
 
 
 def effective_times(times_ms: NDArray[np.int64], floor_ms: int | None) -> NDArray[np.int64]:
@@ -161,22 +158,19 @@ def buffered(
     far the shard is: a clock is wrong, and would make every row after them late.
     """
     effective = last_effective_ms(outcome.outline, floor_ms)
-    rows, event, latest, ahead = outcome.rows, _NO_TIMES, None, None
-    if rows is not None and len(rows):
-        times = effective_times(rows.column("_time").to_numpy(), floor_ms)
-        place = rows.schema.get_field_index("_time")
-        rows = rows.set_column(place, "_time", pa.array(times, pa.int64()))
-        event = times
-        if isinstance(spec, Tumbling) and spec.on is not None:
-            event = milliseconds(rows.column(spec.on))
-            latest, ahead = _latest(event, times, rows, max_ahead_ms)
-    else:
-        rows = None
-    if not (isinstance(spec, Tumbling) and spec.on is not None):
-        latest = effective
-    size = 0 if rows is None else rows.nbytes
+    column = spec.on if isinstance(spec, Tumbling) else None
+    rows, event, ahead = outcome.rows or None, _NO_TIMES, None
+    latest = effective if column is None else None
+    size = 0
     if outcome.dead_letters:
-        size += sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
+        size = sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
+    if rows is not None:
+        event = times = effective_times(rows.column("_time").to_numpy(), floor_ms)
+        rows = rows.set_column(rows.schema.get_field_index("_time"), "_time", pa.array(times, pa.int64()))
+        if column is not None:
+            event = milliseconds(rows.column(column))
+            latest, ahead = _latest(event, times, rows, max_ahead_ms)
+        size += rows.nbytes
     return BufferedBatch(
         shard_id,
         epoch,
@@ -319,11 +313,13 @@ def plan(
     files: tuple[WindowRows, ...] = ()
     if with_rows and spec is not None:
         files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
+    rows = sum(map(len, files))
     return FlushPlan(
         files,
         _positions(batches, durable),
         tuple(letter for batch in batches if not batch.redriven for letter in batch.dead_letters),
-        clock + sum(map(len, files)),
+        rows,
+        clock + rows,
         progress,
         tuple(letter_id for batch in batches for letter_id in batch.redriven),
         tuple(letter for batch in batches if batch.redriven for letter in batch.dead_letters),

@@ -42,11 +42,6 @@ class Column:
     def __str__(self) -> str:
         return f"{self.name} {self.type}{'' if self.nullable else ' NOT NULL'}"
 
-    @property
-    def ddl(self) -> str:
-        """The column as Spark reads it, its name quoted."""
-        return str(replace(self, name="`" + self.name.replace("`", "``") + "`"))
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -94,8 +89,9 @@ class Shape:
 
     @property
     def ddl(self) -> str:
-        """The columns as Spark DDL."""
-        return ", ".join(column.ddl for column in self.columns)
+        """The columns as Spark DDL, their names quoted."""
+        quoted = [replace(column, name=f"`{column.name.replace('`', '``')}`") for column in self.columns]
+        return ", ".join(map(str, quoted))
 
     def older(self, state: LedgerState) -> dict[str, str]:
         """Return the DDL of each shape with other columns that segments may have, by fingerprint."""
