@@ -85,18 +85,6 @@ class LogOutput:
             return False
         return True
 
-    def opened(self) -> int | None:
-        """Open the file again (after logrotate moved it), for ``swap``; None without a file. From any thread.
-
-        Raises OperatorError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
-        loop must not wait for a reader.
-        """
-        if self.path is None:
-            return None
-        fresh = _open(self.path, os.O_NONBLOCK)
-        os.set_blocking(fresh, True)
-        return fresh
-
     def swap(self, fresh: int) -> None:
         """Write to another descriptor from now on, and close the old one."""
         old, self._fd = self._fd, fresh
@@ -203,10 +191,15 @@ class LogWriter:
         return taken
 
     def reopen(self) -> None:
-        """Open the file again: lines queued so far go to the old one. Raises ConfigError; the old one stays then."""
-        fresh = self._output.opened()
-        if fresh is None:
+        """Open the file again (after logrotate moved it): lines queued so far go to the old one. No file: do nothing.
+
+        Raises OperatorError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
+        loop must not wait for a reader. The old one stays then.
+        """
+        if self.path is None:
             return
+        fresh = _open(self.path, os.O_NONBLOCK)
+        os.set_blocking(fresh, True)
         with self._changed:
             self._queue.append(fresh)
             self._changed.notify_all()

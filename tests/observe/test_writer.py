@@ -193,7 +193,7 @@ def test_lines_before_a_rotation_go_to_the_old_file_and_later_ones_to_the_new(tm
     settle(writer)
     (tmp_path / "x.log").rename(tmp_path / "x.log.2")
     path.mkdir()
-    with pytest.raises(OperatorError, match="cannot be opened"):
+    with pytest.raises(OperatorError, match="cannot be opened: Is a directory"):
         writer.reopen()
     writer.line(b"four", stamp="")
     assert writer.close()
@@ -206,3 +206,25 @@ def test_a_stream_is_not_opened_again(writer_of: Callable[..., LogWriter]) -> No
     assert writer.path is None
     writer.reopen()
     settle(writer)
+
+
+def test_a_named_pipe_that_nobody_reads_is_not_waited_for_when_it_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    output = LogOutput(path)
+    first = output._fd
+    writer = LogWriter(output, told)
+    writer.reopen()
+    writer.line(b"x", stamp="1")
+    settle(writer)
+    assert output._fd != first
+    assert os.get_blocking(output._fd), "a reader that is slow must not lose lines"
+    assert os.read(reader, 10) == b"x\n"
+    os.close(reader)
+    with pytest.raises(OperatorError, match="cannot be opened"):
+        writer.reopen()
+    writer.line(b"y", stamp="2")
+    settle(writer)
+    assert writer.lost == 1
+    assert writer.close()
