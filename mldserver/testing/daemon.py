@@ -281,10 +281,8 @@ class DaemonShard:
     def receive_eof(self) -> None:
         """The server closed. Raises JvmExit while an answer is awaited, or when more is to come."""
         if not self.finished:
-            raise self._exit(f"EOF while {self._doing()}")
-
-    def _doing(self) -> str:
-        return f"waiting for the answer to {self.outstanding}" if self.outstanding else "between two requests"
+            awaited = f"waiting for the answer to {self.outstanding}"
+            raise self._exit(f"EOF while {awaited if self.outstanding else 'between two requests'}")
 
     def _end(self, action: str, reason: str) -> None:
         self._reason = reason
@@ -295,7 +293,9 @@ class DaemonShard:
 
     def _request(self, action: str, **fields: object) -> None:
         if self.outstanding is not None:
-            raise Misuse(f"{action} while {self._doing()}: the daemon never pipelines")
+            raise Misuse(
+                f"{action} while waiting for the answer to {self.outstanding}: the daemon never pipelines"
+            )
         if action not in _AFTER.get(self.last_answered, frozenset()):
             raise Misuse(f"{action} cannot follow {self.last_answered}")
         self.outstanding = action
