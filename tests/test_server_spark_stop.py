@@ -62,8 +62,8 @@ async def computing(server: Server, spark: SparkEngine) -> int:
         await until(lambda: server.status().windows_waiting == 1 and server.is_ready)
         assert spark._life is not None
         await until(lambda: bool(spark._life._waiting))
-    assert group_members(spark._life._child.pid) == [spark._life._child.pid]
-    return spark._life._child.pid
+    assert group_members(spark._life.child.pid) == [spark._life.child.pid]
+    return spark._life.child.pid
 
 
 class Ahead(SystemClock):

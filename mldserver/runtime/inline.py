@@ -203,7 +203,7 @@ class InlineRuntime:
                 did="The server checkpoints the end, so that the shard's children can begin.",
                 advice="amazon_kclpy demands checkpoint() there; without it the shard is never done.",
             )
-        return processor.position
+        return processor.progress.position
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
@@ -220,7 +220,7 @@ class InlineRuntime:
         """Drop the shard's handler."""
         opened = self._shards.pop(shard_id, None)
         if opened is not None and opened.processor is not None:
-            opened.processor.close()  # a hook that still runs cannot checkpoint any more
+            opened.processor.progress.closed = True  # a hook that still runs cannot checkpoint any more
         self._shard_threads.release(shard_id)
 
     def threads(self, shard_id: str) -> tuple[WorkerThread, ...]:
@@ -301,8 +301,9 @@ class InlineRuntime:
             if returned.failure is not None:
                 tell = opened.tools.teller(shard.id)
                 tell("error", "handler.hook_failed", returned.failure, hook=hook.name, attempts=1)
-        processor.progress.settle()
-        late_ms = processor.progress.overdue_ms(self._clock.steady_ms())
+        progress = processor.progress
+        progress.settle()
+        late_ms = progress.overdue_ms(self._clock.steady_ms())
         if late_ms is not None:
             # It takes records, and never says that it is done with them.
             log.warning(
@@ -310,11 +311,11 @@ class InlineRuntime:
                 shard=shard.id,
                 handler=opened.tools.spec.path,
                 seconds=late_ms / 1000,
-                position=None if processor.position is None else str(processor.position),
+                position=None if progress.position is None else str(progress.position),
                 advice="Records are delivered again from there after a restart: call checkpointer.checkpoint().",
             )
-        owes = processor.progress.delivered != processor.position
-        return structs.replace(outcome, keeps_position=True, position=processor.position, owes=owes)
+        owes = progress.delivered != progress.position
+        return structs.replace(outcome, keeps_position=True, position=progress.position, owes=owes)
 
     async def _wait(
         self, shard: Shard, hook: str, failure: Failure, failures: int, *, grave: bool = False

@@ -267,7 +267,7 @@ class SparkEngine:
                 self._give_up(life)
                 if life.jobs_done:
                     backoff.worked()
-                reason, exit_code = life.reason(), life.exit_code
+                reason, exit_code = life.reason(), life.child.exit_code
                 if life.jvm_exit_code is not None:
                     who, exit_code = "jvm", life.jvm_exit_code
             delay = backoff.failed()

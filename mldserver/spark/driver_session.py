@@ -59,7 +59,7 @@ class Life:
         self._start = start
         self._clock = clock
         self._cancel_grace = cancel_grace
-        self._child: ChildProcess
+        self.child: ChildProcess
         self._channel: Channel[wire.FromDriver]
         self._hung_up = asyncio.Event()
         """Set when no message can come any more."""
@@ -102,7 +102,7 @@ class Life:
     ) -> Life:
         """Start a driver's process. Raises OSError."""
         self = cls(start, clock, cancel_grace=cancel_grace)
-        self._child = child = await ChildProcess.start(
+        self.child = child = await ChildProcess.start(
             command, environment=environment, output=[self._take_stdout, self._take_stderr], talks=True
         )
         assert child.end is not None, "it was started with a socket"
@@ -114,11 +114,6 @@ class Life:
         """How many jobs it works on."""
         return len(self._waiting)
 
-    @property
-    def exit_code(self) -> int | None:
-        """The driver's exit code, once it is dead."""
-        return self._child.exit_code
-
     def reason(self, *, briefly: bool = False) -> str:
         """Return why the life ended, in a sentence; unless ``briefly`` with what was said last."""
         if self._reason:
@@ -128,7 +123,7 @@ class Life:
             return f"The JVM died ({ending(self.jvm_exit_code)}), and its driver with it.{said}"
         if self.failed is not None:
             return f"The start failed: {self.failed.error}: {self.failed.message}{said}"
-        code = self.exit_code
+        code = self.child.exit_code
         return f"The driver's process died{'' if code is None else f' ({ending(code)})'}.{said}"
 
     async def live(self, start_deadline: float) -> None:
@@ -152,10 +147,10 @@ class Life:
                     watch.cancel()
                 for ended in self._cancelling.values():
                     ended.set()
-                await self._child.close(_DRAIN_SECONDS)
+                await self.child.close(_DRAIN_SECONDS)
         finally:
             self.over.set()
-            await self._child.close()
+            await self.child.close()
             self._channel.close()
             for _, answer in self._waiting.values():
                 if not answer.done():
@@ -171,7 +166,7 @@ class Life:
     def kill(self, reason: str) -> None:
         """End the life at once; ``live`` returns soon after."""
         self._reason = self._reason or reason
-        self._child.kill()
+        self.child.kill()
 
     def stop(self) -> None:
         """Ask the driver to stop in good order."""
@@ -237,8 +232,8 @@ class Life:
 
     async def _watch_end(self) -> None:
         """See an end that the socket does not tell: what the user's code has forked holds it open."""
-        await self._child.wait()
-        self._child.kill()
+        await self.child.wait()
+        self.child.kill()
         # Its last words may be on their way; who left the group with the socket will not close it.
         await asyncio.sleep(_DRAIN_SECONDS)
         self._hung_up.set()

@@ -135,14 +135,14 @@ class Cluster:
         return signs
 
 
+@dataclass(eq=False)
 class ConnectServer:
     """Looks at a session of Spark Connect by a client of its own."""
 
-    def __init__(self, client: Any) -> None:
-        """``client``: one that repeats nothing."""
-        self._client = client
-        self._tasks: dict[str | None, tuple[int, int]] = {}
-        """By operation: how many of its tasks are left, and run."""
+    _client: Any
+    """Repeats nothing."""
+    _tasks: dict[str | None, tuple[int, int]] = field(default_factory=dict)
+    """By operation: how many of its tasks are left, and run."""
 
     def look(self) -> dict[str, str]:
         """Return the signs of trouble. A look also keeps the server from closing a session for want of use."""

@@ -14,6 +14,7 @@ import operator
 import platform
 import re
 import sys
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -24,7 +25,7 @@ from mldserver.handler import sessions
 from mldserver.handler.loader import is_library
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pyspark.sql import SparkSession
 
@@ -93,11 +94,11 @@ class _Ahead:
         return exec, (_GUARD, {"source": _SESSIONS, "__name__": "mldserver_guard"})
 
 
+@dataclass(frozen=True, slots=True)
 class _Guarded:
     """Pickled, it is ``code``, with the guard ahead of it: a tuple is unpickled in its order."""
 
-    def __init__(self, code: object) -> None:
-        self.code = code
+    code: object
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.getitem, ((_Ahead(), self.code), 1)
@@ -155,28 +156,8 @@ def look(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, li
     return driver, executors
 
 
-def differences(driver: Interpreter, executors: Iterable[Interpreter], handler: str) -> list[str]:
-    """Return what differs between the driver's Python and executors', one sentence each, with what to do."""
-    told = {}
-    for one in executors:
-        for name, version in driver.versions.items():
-            its = one.versions[name]
-            if version and its.split(".")[:2] != version.split(".")[:2]:
-                held = f"{name} {its}" if its else f"no {name}"
-                told[name] = (
-                    f"The executors' Python (on {one.host}) has {held}, the driver's {name} {version}. Functions on "
-                    "pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
-                )
-        if one.error:
-            told["import"] = (
-                f"The handler's module {handler.partition(':')[0]} cannot be imported on executors (on {one.host}): "
-                f"{one.error}. Functions that need it fail there: install what it imports, or name it in spark_py_files."
-            )
-    return list(told.values())
-
-
 def check(session: Session, handler: str, tasks: int) -> list[str]:
-    """Return what to warn of.
+    """Return what differs between the driver's Python and executors', one sentence each, with what to do.
 
     Raises OperatorError where executors cannot run the driver's functions at all: no Python, or of another minor version.
     """
@@ -194,7 +175,22 @@ def check(session: Session, handler: str, tasks: int) -> list[str]:
             f"{what}: Spark could run none of the handler's functions there. Set spark_python (on Spark Connect: "
             f"PYSPARK_PYTHON in its server's environment) to an interpreter of Python {ours} that is there."
         ) from error
-    return differences(driver, executors, handler)
+    told = {}
+    for one in executors:
+        for name, version in driver.versions.items():
+            its = one.versions[name]
+            if version and its.split(".")[:2] != version.split(".")[:2]:
+                held = f"{name} {its}" if its else f"no {name}"
+                told[name] = (
+                    f"The executors' Python (on {one.host}) has {held}, the driver's {name} {version}. Functions on "
+                    "pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
+                )
+        if one.error:
+            told["import"] = (
+                f"The handler's module {handler.partition(':')[0]} cannot be imported on executors (on {one.host}): "
+                f"{one.error}. Functions that need it fail there: install what it imports, or name it in spark_py_files."
+            )
+    return list(told.values())
 
 
 def equip(session: Session, start: Start) -> list[str]:

@@ -22,7 +22,6 @@ from mldserver.spark.session import environment
 from mldserver.spark.user_code import (
     Interpreter,
     check,
-    differences,
     pack,
     sources,
 )
@@ -156,15 +155,22 @@ def test_handlers_that_run_python_on_executors_are_known_by_their_text(
     assert session.equip(replace(start, python="python3")) == ["looked at by ('flow', 2)"]
 
 
-def test_executors_like_the_driver_are_nothing_to_tell_of() -> None:
+def differences(
+    monkeypatch: pytest.MonkeyPatch, driver: Interpreter, executors: list[Interpreter], handler: str
+) -> list[str]:
+    monkeypatch.setattr(user_code, "look", lambda *_: (driver, executors))
+    return check(cast("Session", SimpleNamespace(spark=None)), handler, 2)
+
+
+def test_executors_like_the_driver_are_nothing_to_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = Interpreter("there", "3.11.9", {**VERSIONS, "pandas": "2.2.1"})
-    assert differences(DRIVER, [DRIVER, patched], "flow") == []
+    assert differences(monkeypatch, DRIVER, [DRIVER, patched], "flow") == []
 
 
-def test_what_differs_is_told_once_with_what_to_do() -> None:
+def test_what_differs_is_told_once_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Interpreter("there", "3.11.9", {"pandas": "1.5.3", "pyarrow": ""}, "ImportError: no aiohttp")
     wrong = "Functions on pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
-    assert differences(DRIVER, [DRIVER, other, other], "flow.departures:Flights") == [
+    assert differences(monkeypatch, DRIVER, [DRIVER, other, other], "flow.departures:Flights") == [
         f"The executors' Python (on there) has pandas 1.5.3, the driver's pandas 2.2.3. {wrong}",
         f"The executors' Python (on there) has no pyarrow, the driver's pyarrow 21.0.0. {wrong}",
         (
@@ -174,9 +180,9 @@ def test_what_differs_is_told_once_with_what_to_do() -> None:
     ]
 
 
-def test_what_the_driver_has_not_executors_need_not_have() -> None:
+def test_what_the_driver_has_not_executors_need_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Interpreter("here", "3.11.2", {"pandas": "", "pyarrow": "21.0.0"})
-    assert differences(driver, [DRIVER], "flow") == []
+    assert differences(monkeypatch, driver, [DRIVER], "flow") == []
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
 ) -> None:
     life = world.engine._life
     assert life is not None
-    driver = life._child.pid
+    driver = life.child.pid
     # The one session of the module: a driver of its own would cost this test another start.
     with monkeypatch.context() as short:
         short.setattr(world.engine, "job_deadline", 5.0)
@@ -300,7 +300,7 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
         assert (await world.engine.compute(world.job("identity", attempt=10))).rows == 3 * ROWS
     after = world.engine._life
     assert after is not None
-    assert after._child.pid != driver
+    assert after.child.pid != driver
     told = [event for event in logged if event["event"] in {"spark.lost", "spark.ready"}]
     assert [event["event"] for event in told] == ["spark.lost", "spark.ready"]
     assert told[0]["reason"] == "A cancelled job did not end within 0.2 seconds."
@@ -327,7 +327,7 @@ async def test_a_killed_jvm_fails_its_job_and_costs_its_driver_its_life(
 ) -> None:
     life = world.engine._life
     assert life is not None
-    driver = life._child.pid
+    driver = life.child.pid
     call = asyncio.ensure_future(world.engine.compute(world.job("endless", attempt=2)))
     await asyncio.wait({call}, timeout=1)
     os.kill(java_of(driver), signal.SIGKILL)

@@ -139,6 +139,7 @@ class CheckpointError(Exception):
         return repr(self.value)
 
 
+@dataclass(eq=False, repr=False)
 class Checkpointer:
     """Notes how far a processor is done with its shard's records.
 
@@ -146,10 +147,9 @@ class Checkpointer:
     never meets a throttled lease table.
     """
 
-    def __init__(self, progress: Progress, error: type[Exception]) -> None:
-        """``error`` is what the processor catches: ``CheckpointError``, of amazon_kclpy or of the stand-in for it."""
-        self._progress = progress
-        self._error = error
+    _progress: Progress
+    _error: type[Exception]
+    """What the processor catches: ``CheckpointError``, of amazon_kclpy or of the stand-in for it."""
 
     def checkpoint(
         self, sequence_number: str | int | None = None, sub_sequence_number: int | None = None

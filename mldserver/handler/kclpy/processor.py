@@ -28,7 +28,7 @@ from mldserver.handler.kclpy.amazon_kclpy import (
 )
 
 if TYPE_CHECKING:
-    from mldserver.records import Batch, Sequence, Shard
+    from mldserver.records import Batch, Shard
 
 HOOKS: Final = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
 """The hooks of ``Processor``, which are the server's own."""
@@ -66,15 +66,6 @@ class Processor:
         self._error = error
         self._checkpointer = Checkpointer(self.progress, error)
 
-    @property
-    def position(self) -> Sequence | None:
-        """How far it has checkpointed; None before its first checkpoint."""
-        return self.progress.position
-
-    def close(self) -> None:
-        """Refuse all further checkpoints."""
-        self.progress.closed = True
-
     def initialize(self, shard: Shard) -> None:
         """Tell it its shard."""
         self.progress = Progress(shard.start, shard.start_sub)
@@ -104,7 +95,7 @@ class Processor:
 
     def lease_lost(self, _shard: Shard) -> None:
         """Tell it that the lease went elsewhere: it cannot checkpoint any more."""
-        self.close()
+        self.progress.closed = True
         self._end("lease_lost", LeaseLostInput(), "ZOMBIE")
 
     def shard_ended(self, _shard: Shard) -> None:

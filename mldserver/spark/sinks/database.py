@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import OperatorError
@@ -52,13 +53,14 @@ class DatabaseError(RuntimeError):
         self.state = state
 
 
+@dataclass(frozen=True, slots=True)
 class Database:
     """One connection. Every statement is a transaction of its own, but for those within ``together``."""
 
-    def __init__(self, connection: Any, dialect: Any) -> None:
-        """Hold a ``java.sql.Connection`` and Spark's ``JdbcDialect``."""
-        self._connection = connection
-        self._dialect = dialect
+    _connection: Any
+    """A ``java.sql.Connection``."""
+    _dialect: Any
+    """Spark's ``JdbcDialect``."""
 
     def quoted(self, name: str) -> str:
         """Return a column's name as Spark writes it too, when it creates a table."""

@@ -66,13 +66,23 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
 
     window, table = job.window, _table(spark, sink)
-    summary = {_PIPELINE: window.pipeline, _WINDOW: window.id, _REVISION: str(window.revision)}
-    last, written = (None, 0) if table is None else _history(spark, sink, job)
+    # From metadata only: the last snapshot's id (None: there is none), and the window's highest revision (0: none).
+    last, written = None, 0
+    if table is not None:
+        snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
+        for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
+            last, summary = int(row["snapshot_id"]), row["summary"] or {}
+            if (summary.get(_PIPELINE), summary.get(_WINDOW)) == (window.pipeline, window.id):
+                written = max(written, int(summary.get(_REVISION) or 0))
     if written >= window.revision or (table is None and not job.files):
         return
     rows = staged(spark, job) if job.files or table is None else table.limit(0)
     writer = rows.writeTo(sink.target).options(**sink.options)
-    for name, value in summary.items():
+    for name, value in (
+        (_PIPELINE, window.pipeline),
+        (_WINDOW, window.id),
+        (_REVISION, str(window.revision)),
+    ):
         writer = writer.option(f"snapshot-property.{name}", value)
     if table is None:
         writer.using("iceberg").partitionedBy(F.col(WINDOW)).create()
@@ -81,18 +91,6 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         writer = writer.option("isolation-level", "serializable")
         writer = writer.option("validate-from-snapshot-id", str(last))
     writer.overwrite(F.col(WINDOW) == F.lit(window.id))
-
-
-def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> tuple[int | None, int]:
-    """Return the last snapshot's id (None: there is none) and the window's highest revision (0: none), from metadata only."""
-    snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
-    last, revision = None, 0
-    for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
-        last = int(row["snapshot_id"])
-        summary = row["summary"] or {}
-        if (summary.get(_PIPELINE), summary.get(_WINDOW)) == (job.window.pipeline, job.window.id):
-            revision = max(revision, int(summary.get(_REVISION) or 0))
-    return last, revision
 
 
 def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:

@@ -102,22 +102,15 @@ def existing(
         # On Spark Connect nothing is asked before.
         table.schema  # noqa: B018  # see above
     except Exception as error:  # Java's own exceptions are of many classes
-        name = condition(error)
+        # Such as ``DATA_SOURCE_NOT_FOUND``. Only some of Java's exceptions become Python's own; of the others the name is
+        # in the text, where there is one.
+        get = getattr(error, "getCondition", None)
+        name: str = (get() if callable(get) else None) or ""
+        if not name and (match := _CONDITION.search(str(error))):
+            name = match[1]
         if name in no_table:
             return None
         if name in faults:
             raise OperatorError(faults[name], advice=advice) from error
         raise
     return table
-
-
-def condition(error: BaseException) -> str:
-    """Return the name that Spark gives to an error, such as ``DATA_SOURCE_NOT_FOUND``; empty where it has none.
-
-    Only some of Java's exceptions become Python's own; of the others the name is in the text.
-    """
-    get = getattr(error, "getCondition", None)
-    if name := get() if callable(get) else None:
-        return str(name)
-    match = _CONDITION.search(str(error))
-    return match[1] if match else ""

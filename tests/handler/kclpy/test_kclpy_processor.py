@@ -61,7 +61,7 @@ def test_version_1_gets_plain_arguments_and_dicts() -> None:
     assert records[0].get("no such field") is None
     assert records[0].binary_data == bytes([0, 1, 2])
     checkpointer.checkpoint("42", 3)
-    assert processor.position == Sequence(42, 3)
+    assert processor.progress.position == Sequence(42, 3)
     assert requested == ("shutdown_requested", checkpointer)
     assert ended == ("shutdown", checkpointer, "TERMINATE")
 
@@ -89,7 +89,7 @@ def test_later_versions_get_one_object_for_each_call(version: int) -> None:
     assert each.timestamp_millis == 1_500
     assert each.approximate_arrival_timestamp == datetime.fromtimestamp(1.5)  # noqa: DTZ006  # as amazon_kclpy has it
     requested.checkpointer.checkpoint()
-    assert processor.position == Sequence(42, 3)
+    assert processor.progress.position == Sequence(42, 3)
 
 
 def test_data_is_base64_again_after_it_was_read_and_null_stays_null() -> None:
