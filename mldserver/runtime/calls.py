@@ -69,8 +69,7 @@ class Returned(msgspec.Struct):
     """Why the call after ``values`` failed; None when all arguments were worked on."""
 
 
-@dataclass(slots=True, eq=False)
-class Watch:
+class Watch(msgspec.Struct, eq=False):
     """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
 
     hook: str = ""

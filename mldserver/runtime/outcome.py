@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from mldserver.runtime.rows import Built
 
 log = structlog.get_logger("mldserver")
+
+
+_arrival_ms: Final = attrgetter("arrival_ms")
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -57,7 +61,7 @@ def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
         duplicates = 0
         if after is not None and first <= after:
             duplicates = bisect_right(records, after, key=lambda record: record.sequence)
-        arrivals: list[Any] = [record.arrival_ms for record in records]
+        arrivals: list[Any] = list(map(_arrival_ms, records))
         try:
             latest_ms = max(arrivals)
         except (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import is_not
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import structlog
 from msgspec import structs
 
@@ -19,7 +19,7 @@ from mldserver.handler.spec import RecordHook
 from mldserver.records import Batch
 from mldserver.runtime.calls import Watch
 from mldserver.runtime.failure_policy import Ending
-from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, halted, join_rows, take
 from mldserver.runtime.plan import BatchPlan, End
@@ -47,8 +47,7 @@ class _Halted(Exception):
     """A lane stopped the shard: the other lanes of the batch are cancelled."""
 
 
-@dataclass(slots=True)
-class BatchWork:
+class BatchWork(msgspec.Struct, eq=False):
     """The state of one batch while the handler works on it.
 
     A batch of a synchronous hook stays where it is called from its payload to its rows, at once on the event loop or on its
@@ -61,7 +60,8 @@ class BatchWork:
     decoder: BatchDecoder
     parked: Mapping[str, records.Sequence] | None = None
     """The shard's keys with dead letters, and the sequence of one: their records are dead letters at once."""
-    taken: Taken = field(init=False)
+    taken: Taken = Taken((), BatchOutline(0, 0, None, None, None, None), ())
+    """What was decoded, once it is."""
     lanes: Sequence[Lane] = ()
     rows: Any = None
     done: bool = False
@@ -78,7 +78,7 @@ class BatchWork:
             returned = self._attempt(watch if caller.watched else None)
             if self.done:
                 return BatchOutcome(self.taken.outline, self.rows)
-            step = caller.here(partial(self._go_on, returned), self.hook, shard=shard_id)
+            step = caller.here(partial(self._go_on, returned=returned), self.hook, shard=shard_id)
             if step is None:
                 return self._outcome()
         except (Exception, SystemExit) as error:
@@ -246,33 +246,40 @@ class BatchWork:
                 await self.lanes[0].run_async(self._near)
             else:
                 await self._together(partial(Lane.run_async, near=self._near))
-            await self._near(lambda _: self._join())
+            await self._near(self._join)
             return
         on_thread = self.tools.caller.on_thread
         if step is None:
             step = await on_thread(self._begin, self.hook, shard=self.delivery.shard_id)
         if len(self.lanes) > 1:
             await self._together(Lane.run_sync)
-            await self._near(lambda _: self._join())
+            await self._near(self._join)
         while step is not None:
             await self.lanes[0].pause(step)
-            work = partial(self._advance, step)
+            work = partial(self._go_on, step=step)
             step = await on_thread(work, self.hook, shard=self.delivery.shard_id)
 
     def _begin(self, watch: Watch) -> Step | None:
         with self.tools.caller.in_hand(watch):
             returned = self._attempt(watch)
-        return None if self.done or watch.abandoned else self._go_on(returned, watch)
+        return None if self.done or watch.abandoned else self._go_on(watch, returned=returned)
 
-    def _go_on(self, returned: Returned | None, watch: Watch) -> Step | None:
-        """Plan the batch, whose first run of calls came to this; return what a pause must come before."""
-        self._plan()
-        return None if len(self.lanes) > 1 else self._advance(self.lanes[0].plan.step(), watch, returned)
+    def _go_on(
+        self, watch: Watch, *, step: Step | None = None, returned: Returned | None = None
+    ) -> Step | None:
+        """Make a batch's calls, from ``step`` on, and return the one that a pause must come before.
 
-    def _advance(self, step: Step | None, watch: Watch, returned: Returned | None = None) -> Step | None:
+        Without ``step`` it is planned, and its first run of calls was made if it has ``returned``; several lanes are
+        then the caller's.
+        """
+        if step is None:
+            self._plan()
+            if len(self.lanes) > 1:
+                return None
+            step = self.lanes[0].plan.step()
         step = self.lanes[0].advance(step, watch, returned)
         if step is None:
-            self._join()
+            self._join(watch)
         return step
 
     async def _together(self, run: Callable[[Lane], Awaitable[None]]) -> None:
@@ -332,7 +339,7 @@ class BatchWork:
             if delivery.condemned is not None:
                 lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
 
-    def _join(self) -> None:
+    def _join(self, _watch: Watch) -> None:
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
             self.rows = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
