@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import mmap
 import os
 import random
 import signal
@@ -29,12 +30,12 @@ from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
 from mldserver.observe.logging import set_level
-from mldserver.records import Hook, Shard
+from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
 from mldserver.workers.reports import Heartbeat, telling_through
-from mldserver.workers.shared_memory import Mark, made, mapped, rows_bytes, rows_file
+from mldserver.workers.shared_memory import Mark, made, rows_bytes, rows_file
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -51,6 +52,8 @@ NEAR_BYTES: Final = 1 << 20
 
 _Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
 """A message, and the files that go with it."""
+_Work: TypeAlias = "Coroutine[Any, Any, _Answer | Sequence | None]"
+"""Of anything but a batch the answer says that it is done, and how far a handler has that keeps its position."""
 
 _BEHIND: Final = "A batch before this one has failed."
 """Its records may not reach the handler before those."""
@@ -144,7 +147,7 @@ class Child:
                 shard = Shard(message.shard, message.start, message.start_sub)
                 self._begin(message, self._runtime.open(shard))
             case wire.Notify():
-                self._begin(message, self._notify(message))
+                self._begin(message, self._runtime.notify(message.shard, Hook(message.hook)))
             case wire.Park():
                 keys = {
                     key: sequence for key, data in message.keys.items() if (sequence := wire.unpacked(data))
@@ -169,14 +172,12 @@ class Child:
                 self._pipeline = message.pipeline
                 entitle(self._pipeline, "worker in reserve")
                 file = files.pop(0)
-                self._arena = memoryview(mapped(file, message.arena_bytes))
+                self._arena = memoryview(mmap.mmap(file, message.arena_bytes, prot=mmap.PROT_READ))
                 self._mark = Mark(file)
                 os.close(file)
                 self._start.set_result(message)
 
-    def _begin(
-        self, message: wire.Request, work: Coroutine[Any, Any, _Answer | None], *, behind: bool = True
-    ) -> None:
+    def _begin(self, message: wire.Request, work: _Work, *, behind: bool = True) -> None:
         assert self._group is not None
         # Calls for one shard never overlap.
         before = frozenset(self._working.get(message.shard, ())) if behind else frozenset()
@@ -190,14 +191,17 @@ class Child:
         if not self._working[shard]:
             del self._working[shard]
 
-    async def _answer(
-        self, request: int, work: Coroutine[Any, Any, _Answer | None], before: frozenset[asyncio.Task[None]]
-    ) -> None:
+    async def _answer(self, request: int, work: _Work, before: frozenset[asyncio.Task[None]]) -> None:
         """Do ``work`` when what is ``before`` it has ended, and send what came of it."""
+        answer: _Answer
         try:
             if before:
                 await asyncio.wait(before)
-            answer = await work or (wire.Finished(request), ())
+            done = await work
+            if done is None or isinstance(done, Sequence):
+                answer = wire.Finished(request, wire.packed(done)), ()
+            else:
+                answer = done
         except asyncio.CancelledError as error:
             if request not in self._cancelled:
                 self._mark.add(1)  # it is the handler's doing, though none of its calls may be running
@@ -269,10 +273,6 @@ class Child:
                 await thread.settled()
             raise
 
-    async def _notify(self, message: wire.Notify) -> _Answer:
-        position = await self._runtime.notify(message.shard, Hook(message.hook))
-        return wire.Finished(message.id, wire.packed(position)), ()
-
     def _line(self, message: wire.Process, files: Descriptors) -> bytes | memoryview:
         """Return a batch's bytes, which lie in the message, in the arena, or in a file."""
         if message.inline is not None:
@@ -281,7 +281,7 @@ class Child:
             return self._arena[message.offset : message.offset + message.length]
         file = files.pop(0)
         try:
-            return memoryview(mapped(file, message.length))
+            return memoryview(mmap.mmap(file, message.length, prot=mmap.PROT_READ))
         finally:
             os.close(file)
 

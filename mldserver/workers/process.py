@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
+    from mldserver.protocol.messages import Line
     from mldserver.records import Sequence, Shard
     from mldserver.runtime.interface import Delivery
-    from mldserver.workers.shared_memory import Held
 
 log = structlog.get_logger("mldserver")
 
@@ -345,18 +345,20 @@ class WorkerProcess:
             self.arena.give_back(offset)
 
 
-def message_of(process: WorkerProcess, delivery: Delivery, held: Held, offset: int | None) -> wire.Process:
+def message_of(
+    process: WorkerProcess, delivery: Delivery, form: int, line: Line, length: int, offset: int | None
+) -> wire.Process:
     """Return what is sent of a batch; its line is inside if it is short, else at ``offset``, or in a file."""
     part = delivery.part
     return wire.Process(
         next(process.ids),
         delivery.shard_id,
-        held.form,
+        form,
         delivery.received_ms,
         wire.packed(delivery.after),
-        bytes(held.line) if held.length <= INLINE_BYTES else None,
+        bytes(line) if length <= INLINE_BYTES else None,
         offset,
-        held.length,
+        length,
         None if part is None else (part.start, part.stop),
         delivery.condemned,
         delivery.redriven,

@@ -174,7 +174,7 @@ class WorkerRuntime:
         try:
             answer = await self._tried(
                 shard_id,
-                lambda process: process.ask(wire.Notify(next(process.ids), shard_id, hook)),
+                lambda at: at.ask(wire.Notify(next(at.ids), shard_id, hook)),
                 self._policy.attempts,
                 patient=False,
             )
@@ -218,21 +218,21 @@ class WorkerRuntime:
     def begin(self, delivery: Delivery) -> Begun:
         """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""
         shard_id = delivery.shard_id
-        worker, held = self._worker(shard_id), Held(delivery.payload)
+        worker, (form, line) = self._worker(shard_id), delivery.payload.packed()
         process = worker.ready
         if (
             process is None
             or worker.opened.get(shard_id) != worker.generation
-            or held.length > NEAR_BYTES
+            or len(line) > NEAR_BYTES
             or self._parks
             or (pass_ := worker.gate.enter_now()) is None
         ):
             return self.process(delivery)
         offset = None
-        if held.length > INLINE_BYTES and (offset := process.arena.put_short(held.line)) is None:
+        if len(line) > INLINE_BYTES and (offset := process.arena.put_short(line)) is None:
             worker.gate.leave(pass_)
             return self.process(delivery)
-        message = message_of(process, delivery, held, offset)
+        message = message_of(process, delivery, form, line, len(line), offset)
 
         def ended(batch: asyncio.Future[Any]) -> None:
             worker.gate.leave(pass_)
@@ -340,7 +340,7 @@ class WorkerRuntime:
         offset = None
         if held.length > INLINE_BYTES and process.is_open:
             offset = await held.put(process.arena)
-        message = message_of(process, delivery, held, offset)
+        message = message_of(process, delivery, held.form, held.line, held.length, offset)
         outcome: BatchOutcome
         if message.inline is None and offset is None:
             async with process.files:
@@ -413,10 +413,7 @@ class WorkerRuntime:
         while True:
             with contextlib.suppress(WorkerGone):
                 await self._with_process(
-                    shard_id,
-                    lambda process: process.ask(message(next(process.ids))),
-                    alone=False,
-                    patient=False,
+                    shard_id, lambda at: at.ask(message(next(at.ids))), alone=False, patient=False
                 )
                 return
 

@@ -214,11 +214,6 @@ def _write(file: int, data: memoryview, offset: int) -> None:
             done += os.pwrite(file, rest, offset + done)
 
 
-def mapped(file: int, length: int) -> mmap.mmap:
-    """Return a file's bytes without a copy; the file may be closed."""
-    return mmap.mmap(file, length, prot=mmap.PROT_READ)
-
-
 def rows_file(rows: pa.Table) -> tuple[int, int]:
     """Return a file in memory with the rows as an Arrow stream, and its size."""
     file = os.memfd_create("mldserver-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

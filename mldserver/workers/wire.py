@@ -260,12 +260,13 @@ def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
 def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0) -> Done:
     """Return what became of a batch as it crosses; its rows are in ``rows``, or in a file of ``rows_bytes``."""
     outline = outcome.outline
+    first = packed(outline.first)
     return Done(
         request,
         outline.records,
         outline.duplicates,
-        packed(outline.first),
-        packed(outline.last),
+        first,
+        first if outline.last is outline.first else packed(outline.last),
         outline.latest_arrival_ms,
         outline.millis_behind_latest,
         rows,
@@ -289,7 +290,8 @@ def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
             rows = rows_in(file, done.rows_bytes)
         finally:
             os.close(file)
-    first, last = unpacked(done.first), unpacked(done.last)
+    first = unpacked(done.first)
+    last = first if done.last == done.first else unpacked(done.last)
     return BatchOutcome(
         BatchOutline(
             done.records, done.duplicates, first, last, done.latest_arrival_ms, done.millis_behind_latest
@@ -300,7 +302,7 @@ def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
         done.skipped,
         done.discarded,
         done.keeps_position,
-        unpacked(done.position),
+        unpacked(done.position) if done.keeps_position else None,
         done.owes,
     )
 

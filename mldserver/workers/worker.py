@@ -38,7 +38,8 @@ _RETIRE_MS: Final = 30_000
 _FAILED_AFTER: Final = 8
 """Lives in a row that came to nothing, after which the worker counts as failed."""
 _PAUSE_SECONDS: Final = 15.0
-_RESTLESS_ABOVE: Final = 5
+RESTLESS_ABOVE: Final = 5
+"""Deaths lately (``Deaths.lately``), from which on a person should look."""
 _HALF_LIFE_MS: Final = 30_000
 PATIENCE_SECONDS: Final = 2.5
 """How often it is looked, while somebody waits, whether those inside are worked on; twice in a row that must not be so:
@@ -74,10 +75,6 @@ class Deaths:
     def lately(self, now_ms: int) -> float:
         """Return how many deaths after useful lives count now: the count halves every 30 s."""
         return float(self._lately * 0.5 ** (max(0, now_ms - self._lately_at_ms) / _HALF_LIFE_MS))
-
-    def restless(self, now_ms: int) -> bool:
-        """Whether a person should look: it works, but dies too often."""
-        return self.lately(now_ms) > _RESTLESS_ABOVE
 
     @property
     def failed(self) -> bool:
@@ -267,7 +264,7 @@ class Worker:
     @property
     def restless(self) -> bool:
         """Whether its processes die too often, though they do something."""
-        return self._deaths.restless(self._clock.steady_ms())
+        return self._deaths.lately(self._clock.steady_ms()) > RESTLESS_ABOVE
 
     @property
     def present(self) -> WorkerProcess | None:

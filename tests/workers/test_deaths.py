@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mldserver.workers.wire import BeatMessage as Beat
-from mldserver.workers.worker import Cause, Deaths, Limits, judge
+from mldserver.workers.worker import RESTLESS_ABOVE, Cause, Deaths, Limits, judge
 
 LIMITS = Limits(worker_kill_after_ms=1000, worker_memory=100)
 
@@ -24,17 +24,16 @@ def test_a_worker_that_works_between_its_deaths_never_waits_and_never_counts_as_
 def test_a_worker_that_dies_often_is_restless_whatever_it_does_in_between() -> None:
     deaths = Deaths()
     for number in range(6):
-        assert not deaths.restless(number)
+        assert deaths.lately(number) <= RESTLESS_ABOVE
         deaths.died(number, useful=True)
-    assert deaths.restless(6)
+    assert deaths.lately(6) > RESTLESS_ABOVE
     assert deaths.lately(30_005) == pytest.approx(3, rel=0.01)
-    assert not deaths.restless(30_005)
 
 
 def test_deaths_that_are_meant_count_for_nothing() -> None:
     deaths = Deaths()
     assert {deaths.died(now, useful=True, meant=True) for now in range(100)} == {0}
-    assert (deaths.failed, deaths.restless(100)) == (False, False)
+    assert (deaths.failed, deaths.lately(100)) == (False, 0)
 
 
 def test_lives_that_come_to_nothing_make_it_failed_until_one_works() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,6 @@ from mldserver.workers.shared_memory import (
     Mark,
     line_file,
     made,
-    mapped,
     rows_bytes,
     rows_file,
     rows_from,
@@ -37,7 +37,7 @@ async def test_lines_are_seen_on_the_other_side_as_they_were_put_in_near_or_besi
 ) -> None:
     monkeypatch.setattr(shared_memory, "NEAR_BYTES", 2000)
     arena = Arena(SIZE)
-    other = memoryview(mapped(arena.fd, SIZE))
+    other = memoryview(mmap.mmap(arena.fd, SIZE, prot=mmap.PROT_READ))
     lines = [os.urandom(size) for size in (1, 64, 1999, 2001, 5000)]
     placed = [(await arena.put(line), line) for line in lines]
     for offset, line in placed:
@@ -104,7 +104,7 @@ def test_a_line_of_its_own_file_is_whole_there_and_gone_here(size: int) -> None:
     copy = bytes(line)
     file = line_file(line)
     assert line == b""
-    assert mapped(file, size)[:] == copy
+    assert mmap.mmap(file, size, prot=mmap.PROT_READ)[:] == copy
     os.close(file)
     file = line_file(copy)
     assert len(copy) == size, "bytes stay"
