@@ -139,13 +139,12 @@ def _refuse_constant(name: str) -> None:
 
 _CHECKPOINTABLE: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
 _FINAL: Final = frozenset({"leaseLost", "shardEnded", "shutdown"})
+_GOING_ON: Final = _FINAL | {"processRecords", "shutdownRequested"}
 _AFTER: Final = {
     None: frozenset({"initialize"}),
-    "initialize": frozenset({"processRecords", "shutdownRequested", "shardEnded", "leaseLost", "shutdown"}),
-    "processRecords": frozenset(
-        {"processRecords", "shutdownRequested", "shardEnded", "leaseLost", "shutdown"}
-    ),
-    "shutdownRequested": frozenset({"leaseLost", "shardEnded", "shutdown"}),
+    "initialize": _GOING_ON,
+    "processRecords": _GOING_ON,
+    "shutdownRequested": _FINAL,
 }
 """Which request may follow which (KCL life cycle); nothing follows an ending."""
 

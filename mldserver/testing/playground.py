@@ -40,30 +40,13 @@ _BAD: Final = frozenset({"error", "critical"})
 _OUTWARD: Final = frozenset(
     {
         # What is played must never stand in a ledger, a table or a place for dead letters that somebody else reads.
-        "ledger",
-        "pipeline",
-        "rename_from",
-        "server_id",
-        "sink",
-        "sink_table",
-        "sink_options",
-        "dead_letters",
+        *("ledger", "pipeline", "rename_from", "server_id"),
+        *("sink", "sink_table", "sink_options", "dead_letters"),
         # The real stream's shards are none of the fake one's.
-        "source",
-        "from",
-        "stream",
-        "region",
-        "endpoint_url",
-        "list_shards_interval",
+        *("source", "from", "stream", "region", "endpoint_url", "list_shards_interval"),
         # Nobody connects but the fake daemon, and nobody looks.
-        "allow_shards",
-        "tls_certificate",
-        "tls_key",
-        "tls_client_ca",
-        "tls_names",
-        "insecure",
-        "admin",
-        "admin_token_file",
+        *("allow_shards", "tls_certificate", "tls_key", "tls_client_ca", "tls_names", "insecure"),
+        *("admin", "admin_token_file"),
     }
 )
 """Settings that reach out of a run's folder. ``cache_dir`` does too, but what lies there only saves time."""
