@@ -190,17 +190,9 @@ def as_json(event: Mapping[str, Any]) -> bytes:
     """
     ordered = {key: event[key] for key in _FIRST if key in event} | dict(event)
     try:
-        return orjson.dumps(ordered, default=_told)
+        return orjson.dumps(ordered, default=_plain)
     except TypeError:  # orjson's JSONEncodeError: something in it is beyond JSON
         return orjson.dumps(_plain(ordered))
-
-
-def _told(value: object) -> Any:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value).decode("utf-8", "backslashreplace")
-    if isinstance(value, set | frozenset):
-        return sorted(map(_text, value))
-    return _text(value)
 
 
 def _text(value: object) -> str:
@@ -212,8 +204,8 @@ def _text(value: object) -> str:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return the same with everything replaced that orjson refuses."""
-    if value is None or isinstance(value, bool | float):
+    """Return what orjson takes: the same, but for everything that it refuses."""
+    if value is None or type(value) in {bool, float}:
         return value
     if type(value) is int:
         return value if -(2**63) <= value < 2**64 else str(value)
@@ -221,7 +213,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
     if depth < _DEEPEST and type(value) in {list, tuple}:
         return [_plain(item, depth + 1) for item in value]
-    return _text(value) if isinstance(value, str) else _told(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(_text, value))
+    if isinstance(value, bytes | bytearray | memoryview):
+        value = bytes(value).decode("utf-8", "backslashreplace")
+    return _text(value)
 
 
 def as_text(event: Mapping[str, Any], *, colours: bool) -> str:

@@ -48,6 +48,15 @@ def test_a_sequence_number_beyond_64_bits_is_told_in_its_digits() -> None:
     }
 
 
+class Reading(float):
+    """As numpy's float64 is: a float, and none that JSON takes."""
+
+
+@pytest.mark.parametrize("beside", [1, 2**70])
+def test_a_float_of_another_class_is_told_as_text_whatever_stands_beside_it(beside: int) -> None:
+    assert read_back(seconds=Reading(1.5), beside=beside)["seconds"] == "1.5"
+
+
 def test_what_json_does_not_know_is_told_as_text() -> None:
     assert read_back(
         path=Path("/a"),
