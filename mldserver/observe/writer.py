@@ -58,14 +58,11 @@ class LogOutput:
         """
         self.path = place if isinstance(place, Path) else None
         self._fd = _open(place) if isinstance(place, Path) else place
+        self.is_terminal = os.isatty(self._fd)
+        """Whether a person is looking."""
         self._write = write
         self._torn = _ends_within_a_line(self._fd)
         """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether a person is looking."""
-        return os.isatty(self._fd)
 
     def line(self, line: bytes) -> bool:
         """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
