@@ -77,7 +77,7 @@ class Patient(SystemClock):
         if seconds != GRACE:
             await super().sleep(seconds)
         elif (life := self.engine._life) is not None:
-            await until(lambda: bool(life._waiting))
+            await until(lambda: bool(life.waiting))
 
 
 def engine(folder: Path, plan: str) -> SparkEngine:

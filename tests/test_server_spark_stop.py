@@ -61,7 +61,7 @@ async def computing(server: Server, spark: SparkEngine) -> int:
         await FakeMLD(stream, await server.listening()).run()
         await until(lambda: server.status().windows_waiting == 1 and server.is_ready)
         assert spark._life is not None
-        await until(lambda: bool(spark._life._waiting))
+        await until(lambda: bool(spark._life.waiting))
     assert group_members(spark._life.child.pid) == [spark._life.child.pid]
     return spark._life.child.pid
 

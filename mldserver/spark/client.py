@@ -167,7 +167,7 @@ class SparkEngine:
             None if started is None else started.spark_version,
             None if started is None else started.ui,
             self._start_seconds,
-            0 if life is None else life.jobs,
+            0 if life is None else len(life.waiting),
         )
 
     async def run(self) -> None:

@@ -64,9 +64,10 @@ class Life:
         self._hung_up = asyncio.Event()
         """Set when no message can come any more."""
         self._ids = itertools.count(1)
-        self._waiting: dict[
+        self.waiting: dict[
             int, tuple[wire.Run | wire.Publish, asyncio.Future[wire.Done | wire.FailedJob]]
         ] = {}
+        """The jobs that it works on, by their ids, and what waits for their answers."""
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -109,11 +110,6 @@ class Life:
         self._channel = Channel(child.end, wire.FromDriver, receive=self._take, ended=self._end)
         return self
 
-    @property
-    def jobs(self) -> int:
-        """How many jobs it works on."""
-        return len(self._waiting)
-
     def reason(self, *, briefly: bool = False) -> str:
         """Return why the life ended, in a sentence; unless ``briefly`` with what was said last."""
         if self._reason:
@@ -152,7 +148,7 @@ class Life:
             self.over.set()
             await self.child.close()
             self._channel.close()
-            for _, answer in self._waiting.values():
+            for _, answer in self.waiting.values():
                 if not answer.done():
                     answer.set_exception(self._lost())
             self._stdout.tell()
@@ -192,7 +188,7 @@ class Life:
         # Which window of a group it was nobody knows.
         about = {} if isinstance(work, tuple) and work[1:] else {"window": run.job.window.id}
         answer: asyncio.Future[wire.Done | wire.FailedJob] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = (run, answer)
+        self.waiting[number] = (run, answer)
         try:
             self._channel.send(run)
             kill_point("job.running" if isinstance(run, wire.Run) else "sink.writing")
@@ -208,7 +204,7 @@ class Life:
             said = self._redacted(f"{done.error}: {done.message}")
             raise WindowFailed(said, traceback=self._redacted(done.traceback), **about)
         finally:
-            no_answer = self._waiting.pop(number, None) is not None
+            no_answer = self.waiting.pop(number, None) is not None
             if no_answer and not self.over.is_set() and self._tasks is not None:
                 ended = self._cancelling[number] = asyncio.Event()
                 self._channel.send(wire.Cancel(number))
@@ -252,10 +248,10 @@ class Life:
                 )
             case wire.Done() | wire.FailedJob():
                 self._answer(message)
-            case wire.Progress() if message.id in self._waiting:  # or it is of a job that nobody waits for
+            case wire.Progress() if message.id in self.waiting:  # or it is of a job that nobody waits for
                 log.debug(
                     "spark.progress",
-                    window=self._waiting[message.id][0].job.window.id,
+                    window=self.waiting[message.id][0].job.window.id,
                     job=message.id,
                     stages=message.stages,
                     tasks=message.tasks,
@@ -277,7 +273,7 @@ class Life:
     def _answer(self, message: wire.Done | wire.FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
-        _, answer = self._waiting.pop(message.id, (None, None))
+        _, answer = self.waiting.pop(message.id, (None, None))
         if answer is not None and not answer.done():
             self.jobs_done += isinstance(message, wire.Done)
             answer.set_result(message)

@@ -359,7 +359,7 @@ async def test_a_job_that_is_cancelled_together_with_the_engine_ends_as_cancelle
         run = tasks.create_task(it.engine.run())
         await it.engine.ready()
         computing = tasks.create_task(it.engine.compute(job("hangs")))
-        await until(lambda: it.engine._life is not None and bool(it.engine._life._waiting))
+        await until(lambda: it.engine._life is not None and bool(it.engine._life.waiting))
         for task in (computing, run) if jobs_first else (run, computing):
             task.cancel()
     assert (run.cancelled(), computing.cancelled()) == (True, True)

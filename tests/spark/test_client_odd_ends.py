@@ -82,8 +82,8 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         alive = it.engine._life
         assert alive is not None
         call = asyncio.ensure_future(it.engine.compute(job("hangs")))
-        await until(lambda: bool(alive._waiting))
-        (job_id,) = alive._waiting
+        await until(lambda: bool(alive.waiting))
+        (job_id,) = alive.waiting
         if first == "the cancelling":
             call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
@@ -169,7 +169,7 @@ async def test_an_outdated_driver_ends_between_two_jobs_and_nobody_takes_that_fo
     async with it.running(), asyncio.TaskGroup() as group:
         running = group.create_task(it.engine.compute(job("hangs")))
         await it.engine.ready()
-        await until(lambda: bool(it.engine._life and it.engine._life._waiting))
+        await until(lambda: bool(it.engine._life and it.engine._life.waiting))
         it.engine.renew()
         later = group.create_task(it.engine.compute(job("later")))
         await asyncio.sleep(0)

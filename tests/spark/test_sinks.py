@@ -191,10 +191,10 @@ def test_jdbc_of_two_servers_that_write_a_window_the_one_that_claimed_last_wins(
         jdbc.fill(staged(place.spark, job), place.sink, first, create=True)
         with pytest.raises(RuntimeError, match="another server has claimed window w1"):
             jdbc.move(one, first)
-        jdbc.clear(one, first)
+        jdbc.clear(one, first, first.stage)
         jdbc.fill(staged(place.spark, job), place.sink, second, create=True)
         jdbc.move(other, second)
-        jdbc.clear(other, second)
+        jdbc.clear(other, second, second.stage)
         assert not jdbc.claim(one, first)
     assert place.rows() == [("a", "w1", 1), ("b", "w1", 1)]
     assert (place.windows(), place.stages()) == ([("flights", "w1", 1, "none")], [])
@@ -209,7 +209,7 @@ def test_jdbc_rows_that_a_task_wrote_twice_are_not_published(place: Place) -> No
         database.change(f"INSERT INTO {twice.stage} SELECT * FROM {twice.stage}")
         with pytest.raises(RuntimeError, match="the stage of window w1 holds 4 rows, not 2"):
             jdbc.move(database, twice)
-        jdbc.clear(database, twice)
+        jdbc.clear(database, twice, twice.stage)
     assert place.rows() == []
 
 

@@ -115,21 +115,20 @@ class Database:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Make the statements within one transaction: all count at its end, none when it raises."""
-        self._call("setAutoCommit", False)
+        with _in_words():
+            self._connection.setAutoCommit(False)
         try:
             yield
-            self._call("commit")
+            with _in_words():
+                self._connection.commit()
         except BaseException:
             # A database takes back by itself what a connection did that is gone; the first error is the one to tell.
-            with contextlib.suppress(DatabaseError):
-                self._call("rollback")
-                self._call("setAutoCommit", True)
+            with contextlib.suppress(DatabaseError), _in_words():
+                self._connection.rollback()
+                self._connection.setAutoCommit(True)
             raise
-        self._call("setAutoCommit", True)
-
-    def _call(self, name: str, *values: bool) -> None:
         with _in_words():
-            getattr(self._connection, name)(*values)
+            self._connection.setAutoCommit(True)
 
 
 @contextlib.contextmanager

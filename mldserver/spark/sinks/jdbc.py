@@ -128,7 +128,7 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
 
 def _rehearse(database: Database, table: str, columns: dict[str, str] | None) -> None:
     """Do all that a window needs the right for, without rows: a database looks at rights and types all the same."""
-    windows, stage = suffixed(table, "__windows"), _new_stage(table)
+    windows, stage = suffixed(table, "__windows"), suffixed(table, f"{_STAGE}{secrets.token_hex(6)}")
     _make_windows(database, windows)
     with database.together():
         database.change(f"CREATE TABLE {stage} (stage INTEGER)")
@@ -162,15 +162,12 @@ def _make_windows(database: Database, windows: str) -> None:
             raise
 
 
-def _new_stage(table: str, kind: str = _STAGE) -> str:
-    return suffixed(table, f"{kind}{secrets.token_hex(6)}")
-
-
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
     with connected(spark, sink) as database:
         kind = _FIRST if database.columns(sink.table) is None else _STAGE
-        attempt = claim(database, Try(job, sink.table, _new_stage(sink.table, kind)))
+        stage = suffixed(sink.table, f"{kind}{secrets.token_hex(6)}")
+        attempt = claim(database, Try(job, sink.table, stage))
     if attempt is None:
         return
     if job.files:
@@ -188,9 +185,9 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         except BaseException:
             # The first error is the one to tell; the next try drops the stage.
             with contextlib.suppress(DatabaseError):
-                clear(database, attempt)
+                clear(database, attempt, attempt.stage)
             raise
-        clear(database, attempt)
+        clear(database, attempt, attempt.stage)
 
 
 def claim(database: Database, attempt: Try) -> Try | None:
@@ -220,10 +217,10 @@ def claim(database: Database, attempt: Try) -> Try | None:
     )
     if not changed:
         raise RuntimeError(f"another server writes window {attempt.job.window.id} at the same time")
-    if left != _NONE:
+    if left != _NONE and due:
         database.drop(left)
-        if not due:
-            _name_none(database, attempt, left)
+    elif left != _NONE:
+        clear(database, attempt, left)
     return attempt if due else None
 
 
@@ -292,13 +289,9 @@ def _insert(database: Database, attempt: Try, columns: dict[str, str], stage: di
         )
 
 
-def clear(database: Database, attempt: Try) -> None:
-    """Drop this try's stage, and name none. Repeatable."""
-    database.drop(attempt.stage)
-    _name_none(database, attempt, attempt.stage)
-
-
-def _name_none(database: Database, attempt: Try, stage: str) -> None:
+def clear(database: Database, attempt: Try, stage: str) -> None:
+    """Drop a stage of the try's window, and name none. Repeatable."""
+    database.drop(stage)
     database.change(
         f"UPDATE {attempt.windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND stage = ?",  # noqa: S608  # the operator's own name
         _NONE,
