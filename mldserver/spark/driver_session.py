@@ -357,20 +357,16 @@ def parse(line: str) -> Entry:
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
             fields = orjson.loads(line)
-    if "level" not in fields or "msg" not in fields:
-        if plain := _PLAIN.match(line):
-            return Entry(_level(plain[1], plain[3]), plain[3], plain[2])
-        return Entry(_level("INFO", line), line)
-    logger, text = str(fields.get("logger", "")), str(fields["msg"])
-    level = "debug" if logger in _SAID_TWICE else _level(str(fields["level"]), text)
-    exception = fields.get("exception")
-    if isinstance(exception, dict):  # pyspark's own logger, in Python
-        return Entry(level, text, logger, f"{exception.get('class')}: {exception.get('msg')}")
-    stack = str(exception or "").splitlines()
-    if len(stack) > _FRAMES:
-        stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
-    return Entry(level, text, logger, "\n".join(stack))
-
-
-def _level(name: str, text: str) -> str:
-    return "debug" if _ALWAYS_SAID.search(text) else _LEVELS.get(name, "info")
+    level, text, logger, stack = "INFO", line, "", []
+    if "level" in fields and "msg" in fields:
+        level, text, logger = str(fields["level"]), str(fields["msg"]), str(fields.get("logger", ""))
+        exception = fields.get("exception")
+        stack = str(exception or "").splitlines()
+        if isinstance(exception, dict):  # pyspark's own logger, in Python
+            stack = [f"{exception.get('class')}: {exception.get('msg')}"]
+        if len(stack) > _FRAMES:
+            stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
+    elif plain := _PLAIN.match(line):
+        level, logger, text = plain.groups()
+    quiet = _ALWAYS_SAID.search(text) or (fields and logger in _SAID_TWICE)
+    return Entry("debug" if quiet else _LEVELS.get(level, "info"), text, logger, "\n".join(stack))
