@@ -30,7 +30,7 @@ from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotTher
 from mldserver.jobs.engine import EngineFacts, PublishJob, WindowJob, WindowResult, deadline_seconds
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
-from mldserver.spark.java import Java, archive_path, discard, is_there, probe
+from mldserver.spark.java import Java, archive_path, discard, probe
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.sinks import is_tested
 
@@ -385,7 +385,8 @@ class SparkEngine:
         archive, wanted = train, None
         if archive is None and java is not None and self.cache_dir is not None:
             path = archive_path(self.cache_dir, java, self.conf, os.environ, quick=self.quick)
-            archive, wanted = (path, None) if is_there(path) else (None, path)
+            # None, too, where it cannot be looked for: in a home that a service's unit file hides.
+            archive, wanted = (path, None) if os.path.isfile(path) else (None, path)  # noqa: PTH113  # Path's own would raise
         if self._work is not None:
             self._work.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work)
@@ -428,7 +429,7 @@ async def train(start: Start, command: Sequence[str], environment: Mapping[str, 
         await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
         with contextlib.suppress(OSError):
             await asyncio.to_thread(discard, wanted)
-    if await asyncio.to_thread(is_there, wanted):
+    if await asyncio.to_thread(os.path.isfile, wanted):
         said = f"Spark's classes are archived in {wanted}: later starts take about half the time."
         log.info("spark.log", logger=__name__, text=said)
     else:

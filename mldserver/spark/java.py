@@ -148,14 +148,6 @@ def archive_path(
     return cache / f"spark-{readable}-java-{java.major}-{key}.jsa"
 
 
-def is_there(archive: Path) -> bool:
-    """Whether there is an archive to start from; one in a place that cannot be looked into is none."""
-    try:
-        return archive.is_file()
-    except OSError:  # a home that a service's unit file hides, for one
-        return False
-
-
 def unfinished(archive: Path) -> Path:
     """Return the name under which this process writes the archive until it is complete."""
     return archive.with_name(f"{archive.name}.{os.getpid()}.tmp")
