@@ -74,10 +74,8 @@ class ShardReader:
         clock: Clock,
         random: Callable[[], float],
         poll_seconds: float,
-        limit: int = 1000,
-        calls_per_second: float = _CALLS_PER_SECOND,
     ) -> None:
-        """``poll_seconds``: between two looks at the tip, on average; ``limit``: records in a page, at most 1000."""
+        """``poll_seconds``: between two looks at the tip, on average."""
         self.shard_id = shard_id
         self.after = start.number if isinstance(start, After) else None
         """The last sequence number that was read."""
@@ -88,8 +86,7 @@ class ShardReader:
         self._clock = clock
         self._random = random
         self._poll_seconds = poll_seconds
-        self._limit = limit
-        self._bucket = TokenBucket(calls_per_second, burst=_AT_TIP)
+        self._bucket = TokenBucket(_CALLS_PER_SECOND, burst=_AT_TIP)
         self._iterator: str | None = None
         self._empty = 0
         """Empty pages in a row."""
@@ -138,7 +135,7 @@ class ShardReader:
                 if self._iterator is None:
                     self._iterator = await self._api.iterator(self._arn, self.shard_id, self._place)
                     self._looked_ms = now_ms
-                raw, following = await self._api.records(self._iterator, limit=self._limit)
+                raw, following = await self._api.records(self._iterator)
             except (IteratorExpired, Trimmed) as error:
                 self._iterator = None
                 if self._place is LATEST:

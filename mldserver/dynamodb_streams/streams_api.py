@@ -96,7 +96,6 @@ class Description(NamedTuple):
     """``ENABLED``, ``ENABLING``, ``DISABLING`` or ``DISABLED``."""
     view_type: str
     """``KEYS_ONLY``, ``NEW_IMAGE``, ``OLD_IMAGE`` or ``NEW_AND_OLD_IMAGES``."""
-    label: str
     table: str
     shards: list[StreamShard]
 
@@ -224,9 +223,7 @@ class StreamsApi:
                 break
             request["ExclusiveStartShardId"] = last
         status, view_type = page["StreamStatus"], page.get("StreamViewType", "")
-        return Description(
-            arn, status, view_type, page.get("StreamLabel", ""), page.get("TableName", ""), shards
-        )
+        return Description(arn, status, view_type, page.get("TableName", ""), shards)
 
     async def children(self, arn: str, shard_id: str) -> list[StreamShard]:
         """Return the children of a shard that AWS names just now; they may come later than the shard's end."""

@@ -65,7 +65,7 @@ class Script:
             raise self.refusals.popleft()
         return f"iterator {len(self.places)}"
 
-    async def records(self, iterator: str, *, limit: int) -> tuple[list[dict[str, Any]], str | None]:
+    async def records(self, iterator: str, *, limit: int = 1000) -> tuple[list[dict[str, Any]], str | None]:
         assert iterator == f"iterator {len(self.places)}"
         self.asked_ms.append(self.clock.steady_ms())
         page = self.pages.popleft() if self.pages else []
@@ -386,7 +386,9 @@ async def test_times_in_whole_seconds_count_as_any_part_of_theirs(
 
 async def test_trap_13_a_slow_shard_delays_no_other(clock: VirtualClock) -> None:
     class Slow(Script):
-        async def records(self, iterator: str, *, limit: int) -> tuple[list[dict[str, Any]], str | None]:
+        async def records(
+            self, iterator: str, *, limit: int = 1000
+        ) -> tuple[list[dict[str, Any]], str | None]:
             await self.clock.sleep(3600)
             return await super().records(iterator, limit=limit)
 

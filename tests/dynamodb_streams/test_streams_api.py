@@ -125,7 +125,6 @@ async def test_a_listing_is_paged_to_its_end(client: Client, api: StreamsApi) ->
         NEW,
         "ENABLED",
         "NEW_IMAGE",
-        "2027-01-01T00:00:00.000",
         "orders",
         [StreamShard("a", None, 1, 9), StreamShard("b", "a", 10, None)],
     )
