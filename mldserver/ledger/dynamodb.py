@@ -266,7 +266,7 @@ class Compaction:
     """Transactions take it; a compaction does so only now and then."""
     clock: Clock
     _busy: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
-    _closing: bool = field(init=False, default=False)
+    _closing: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _copy: Snapshot | None = field(init=False, default=None)
     """One that is on its way into the table."""
     _left: deque[tuple[int, bytes]] = field(init=False, default_factory=deque)
@@ -289,8 +289,7 @@ class Compaction:
             return False
         try:
             async with self._busy:
-                copy = await self._begin()
-                if copy is not None and await self._write(copy):
+                if (copy := await self._written()) is not None:
                     waste = {value.blob for value in await self.table.waste()} - {copy.value.blob}
                     before = await self._put_in_force(copy)
                     if before is not None:
@@ -304,41 +303,42 @@ class Compaction:
 
     async def close(self) -> None:
         """End what is under way, soon. What is not in force by then is waste."""
-        self._closing = True
+        self._closing.set()
         async with self._busy:
             pass
 
-    async def _begin(self) -> Snapshot | None:
-        """Return what is to be written; None when the log is short after all, or the ledger is being closed."""
+    async def _written(self) -> Snapshot | None:
+        """Return a snapshot once all of it is written.
+
+        None: the log is short after all, writing was in vain, or the ledger is being closed.
+        """
         async with self.turn:
-            if self._closing:
+            if self._closing.is_set():
                 return None
             await self.journal.refresh()
-            if self._copy is not None or not self._is_long():
-                return self._copy
-            version, everything = self.journal.book.version, self.journal.book.everything()
-        data = await asyncio.to_thread(pack_changes, everything, {})
-        pieces = (data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES))
-        self._left = deque(enumerate(pieces))
-        value = Value(blob=f"{self.table.unique()}-s", parts=len(self._left))
-        await self.table.put_waste(value)
-        self._copy = Snapshot(version, len(data), value)
-        return self._copy
-
-    async def _write(self, copy: Snapshot) -> bool:
-        """Write the parts that are left; False when that was ended, or is in vain."""
-        while self._left and not self._closing:
+            if (copy := self._copy) is None:
+                if not self._is_long():
+                    return None
+                version, everything = self.journal.book.version, self.journal.book.everything()
+        if copy is None:
+            data = await asyncio.to_thread(pack_changes, everything, {})
+            pieces = (data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES))
+            self._left = deque(enumerate(pieces))
+            value = Value(blob=f"{self.table.unique()}-s", parts=len(self._left))
+            await self.table.put_waste(value)
+            copy = self._copy = Snapshot(version, len(data), value)
+        while self._left and not self._closing.is_set():
             if not await self.table.is_waste(copy.value):
                 await self._give_up(copy)
-                return False
+                return None
             await self.table.put_part(copy.value, *self._left[0])
             self._left.popleft()
-        return not self._closing
+        return None if self._closing.is_set() else copy
 
     async def _put_in_force(self, copy: Snapshot) -> Snapshot | None:
         """Return the snapshot before it; None when it is not in force, be it not yet or never."""
         for failures in range(1, _NAMINGS + 1):
-            if self._closing:
+            if self._closing.is_set():
                 break
             async with self.turn:
                 await self.journal.refresh()
