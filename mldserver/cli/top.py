@@ -174,11 +174,11 @@ def _rates(before: Status | None, now: Status) -> tuple[dict[str, Rates], Rates]
     return rates, between(before.totals, now.totals)
 
 
+@dataclass(slots=True)
 class Keys:
     """What is typed in the terminal, key by key; nothing where standard input is none."""
 
-    def __init__(self) -> None:
-        self._inputs = [0] if os.isatty(0) else []
+    _inputs: list[int] = field(default_factory=lambda: [0] if os.isatty(0) else [])
 
     @contextlib.contextmanager
     def read_singly(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -51,22 +52,23 @@ MFD_EXEC: Final = 0x10
 cannot be executed, or is not had at all."""
 
 
+@dataclass(frozen=True, slots=True)
 class Files:
     """Files for the daemon that nobody else can read, under paths without a space.
 
     On Linux they are memory of this process: whatever ends it, nothing is left of them.
     """
 
-    def __init__(self, folder: Path | None, stack: contextlib.ExitStack) -> None:
-        """Keep them in ``folder``; None: in memory, until the end of the ``stack``."""
-        self._folder = folder
-        self._stack = stack
+    folder: Path | None
+    """Where they are kept; None: in memory."""
+    stack: contextlib.ExitStack
+    """At whose end those in memory are gone."""
 
     def add(self, name: str, content: bytes, *, executable: bool = False) -> str:
         """Return the path of a new file. Raises PermissionError where this host lets nothing in memory be executed."""
         mode = 0o700 if executable else 0o600
-        if self._folder is not None:
-            path = self._folder / name
+        if self.folder is not None:
+            path = self.folder / name
             path.write_bytes(content)
             path.chmod(mode)
             return str(path)
@@ -82,7 +84,7 @@ class Files:
             os.fchmod(writing, mode)
             # What is open for writing cannot be executed.
             reading = os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
-            self._stack.callback(os.close, reading)
+            self.stack.callback(os.close, reading)
         # The process id, not "self": the daemon's children close what they inherit.
         return f"/proc/{os.getpid()}/fd/{reading}"
 
