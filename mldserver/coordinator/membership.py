@@ -326,13 +326,9 @@ class ServerLocks:
     def release(self) -> None:
         """Let the own file go, and take it away: the server has left the ledger."""
         if self._held is not None:
-            self._held[0].unlink(missing_ok=True)
-        self.drop()
-
-    def drop(self) -> None:
-        """Let the own file go as the process's end does; without effect when none is held."""
-        if self._held is not None:
-            os.close(self._held[1])
+            path, descriptor = self._held
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
             self._held = None
 
     @staticmethod

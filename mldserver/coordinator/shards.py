@@ -248,15 +248,15 @@ class ShardSession:
         if self.alive and backpressure.is_held(self):
             shards.soon()
             await backpressure.wait(self)
-        while not answered:
+        paused = self.paused and not answered
+        while paused:
             await backpressure.until(lambda: not self.paused or self.shard_id in backpressure.draining)
-            if not self.paused:
-                break
-            await shards.flush("drain")
-            if checkpoint is not None:
-                await checkpoint()
-            backpressure.draining.discard(self.shard_id)
-            await backpressure.release()
+            if paused := self.paused:
+                await shards.flush("drain")
+                if checkpoint is not None:
+                    await checkpoint()
+                backpressure.draining.discard(self.shard_id)
+                await backpressure.release()
         if self.alive:
             self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 

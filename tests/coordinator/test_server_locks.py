@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from coordinator.pipeline import let_die
 
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.errors import OperatorError
@@ -30,9 +31,9 @@ def test_a_server_is_dead_once_its_lock_is_free(tmp_path: Path) -> None:
     own, other = ServerLocks(tmp_path), ServerLocks(tmp_path)
     own.hold("one")
     assert not other.is_dead("one")
-    own.drop()
+    let_die(own)
     assert other.is_dead("one")
-    own.drop()
+    let_die(own)
 
 
 def test_of_a_server_without_a_file_nothing_can_be_told(tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_of_a_server_without_a_file_nothing_can_be_told(tmp_path: Path) -> None:
 def test_the_file_of_a_dead_server_can_be_taken_away_again_and_again(tmp_path: Path) -> None:
     own, other = ServerLocks(tmp_path), ServerLocks(tmp_path)
     own.hold("one")
-    own.drop()
+    let_die(own)
     other.forget("one")
     other.forget("one")
     assert list(tmp_path.iterdir()) == []
