@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from collections.abc import Set as AbstractSet
 
 FORGOTTEN_AFTER: Final = 100
 """Whole answers in a row without it, until a finished shard is forgotten. One that came back later would be read again."""
@@ -96,23 +97,38 @@ class ShardTree:
         named = {shard.id: shard for shard in shards}
         new = tuple(sorted(named.keys() - self._nodes.keys()))
         for shard in named.values():
-            self._put(shard)
-        if not whole or not named:
-            return new
+            node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
+            node.absent = 0
+            # The first parent that is named stays. One that would make the shard its own ancestor is none.
+            known, parent = node.shard, node.shard.parent or shard.parent
+            if known.parent is None and parent is not None:
+                if shard.id in (parent, *self.ancestors(parent)):
+                    parent = None
+                else:
+                    self._children.setdefault(parent, set()).add(shard.id)
+            # An old answer does not open a closed shard again.
+            first = known.first if shard.first is None else shard.first
+            last = known.last if shard.last is None else shard.last
+            node.shard = StreamShard(shard.id, parent, first, last)
+        if whole and named:
+            self._left_out(named.keys())
+        return new
+
+    def _left_out(self, named: AbstractSet[str]) -> None:
+        """Count what a whole answer lacks: parents of the shards that it names, and shards, which are forgotten in the end."""
         for name in named:
             node, parent = self._nodes[name], self._nodes[name].shard.parent
             node.orphaned += parent is not None and parent not in self._nodes
-        for name in self._nodes.keys() - named.keys():
+        for name in self._nodes.keys() - named:
             node, parent = self._nodes[name], self._nodes[name].shard.parent
             node.absent += 1
-            if node.finished and node.absent >= FORGOTTEN_AFTER:
-                del self._nodes[name]
-                if parent is not None:
-                    siblings = self._children[parent]
-                    siblings.discard(name)
-                    if not siblings:
-                        del self._children[parent]
-        return new
+            if not node.finished or node.absent < FORGOTTEN_AFTER:
+                continue
+            del self._nodes[name]
+            if parent is not None:
+                self._children[parent].discard(name)
+                if not self._children[parent]:
+                    del self._children[parent]
 
     def finished(self, shard_id: str) -> None:
         """Note that nothing of a shard is left to hand over (all of it was, or AWS says that it is gone): its children may start.
@@ -170,20 +186,3 @@ class ShardTree:
             depth, shard_id = stack.pop()
             yield depth, self._nodes[shard_id].shard
             stack += [(depth + 1, child) for child in reversed(self.children(shard_id))]
-
-    def _put(self, shard: StreamShard) -> None:
-        node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
-        node.absent = 0
-        known, parent = node.shard, node.shard.parent
-        # The first parent that is named stays. One that would make the shard its own ancestor is none.
-        if (
-            parent is None
-            and shard.parent is not None
-            and shard.id not in (shard.parent, *self.ancestors(shard.parent))
-        ):
-            parent = shard.parent
-            self._children.setdefault(parent, set()).add(shard.id)
-        # An old answer does not open a closed shard again.
-        first = known.first if shard.first is None else shard.first
-        last = known.last if shard.last is None else shard.last
-        node.shard = StreamShard(shard.id, parent, first, last)
