@@ -114,9 +114,7 @@ class Deadlines:
     def tell_here(self) -> None:
         """Tell once of a call that holds up the event loop for longer than it may: when it is done, or beside it."""
         here = self.here
-        started_ms = (
-            None if here is None else here.started_ms
-        )  # once: another thread may end the call meanwhile
+        started_ms = None if here is None else here.started_ms  # once: another thread may end it meanwhile
         if here is None or started_ms is None or here.told_ms is not None:
             return
         took_ms = self._clock.steady_ms() - started_ms

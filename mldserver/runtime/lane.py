@@ -63,9 +63,8 @@ class Tools:
 
         One that was told within the last minute is told at debug, and counted.
         """
-        bound = log.bind(
-            shard=shard, handler=self.spec.path
-        )  # once: more costly than a line that is left out
+        # Once: more costly than a line that is left out.
+        bound = log.bind(shard=shard, handler=self.spec.path)
 
         def tell(level: str, event: str, failure: Failure, sequence: object = None, **fields: Any) -> None:
             times = 0 if level == "debug" else self.told.times((event, level, shard, failure.fingerprint))

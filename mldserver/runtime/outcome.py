@@ -64,9 +64,8 @@ def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
         arrivals: list[Any] = list(map(_arrival_ms, records))
         try:
             latest_ms = max(arrivals)
-        except (
-            TypeError
-        ):  # some have none: cheaper than to look for that first, as they all have one but in V1
+        except TypeError:
+            # Some have none: cheaper than to look for that first, as they all have one but in V1.
             latest_ms = None
         if latest_ms is None:
             arrivals = [delivery.received_ms if arrival is None else arrival for arrival in arrivals]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -22,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-_FLOAT_MAX: Final = float(np.finfo(np.float32).max)
 _NULLS: Final = frozenset({"NAType", "NaTType"})
 """The types of pandas' missing values, known by name: handlers that do not use pandas never load it."""
 _FIXED: Final = frozenset({type(None), bool, int, float, str, bytes, Decimal, date, datetime})
@@ -156,18 +156,12 @@ def _integer(value: Any) -> int:
     return int(value)
 
 
-def _double(value: Any) -> float:
+def _real(largest: float, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise _Refused
     number = float(value)
-    if math.isinf(number) and isinstance(value, Decimal) and value.is_finite():
-        raise _Refused(": it is too large")
-    return number
-
-
-def _single(value: Any) -> float:
-    number = _double(value)
-    if math.isfinite(number) and abs(number) > _FLOAT_MAX:
+    finite = value.is_finite() if isinstance(value, Decimal) else math.isfinite(number)
+    if finite and abs(number) > largest:
         raise _Refused(": it is too large")
     return number
 
@@ -252,8 +246,8 @@ _Scalar = tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any], t
 _SCALARS: Final[tuple[_Scalar, ...]] = (
     (types.is_boolean, (bool,), _refuse, bool),
     (types.is_integer, (int,), _integer, None),
-    (types.is_float64, (float, int), _double, float),
-    (types.is_float32, (), _single, None),
+    (types.is_float64, (float, int), partial(_real, sys.float_info.max), float),
+    (types.is_float32, (), partial(_real, float(np.finfo(np.float32).max)), None),
     (types.is_string, (str,), _text, None),
     (types.is_binary, (bytes,), _bytes, bytes),
     (types.is_decimal, (Decimal, int), _decimal, None),
