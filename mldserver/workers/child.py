@@ -244,7 +244,7 @@ class Child:
             if type(outcome) is BatchOutcome and (outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES):
                 if not self._channel.unsent:
                     self._unsent = time.monotonic()
-                self._channel.send(*_answer_at_once(message.id, outcome))
+                self._channel.send(*_answer_of(message.id, outcome))
                 return
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
             if not message.redriven:  # a dead letter that runs again is before nothing
@@ -262,7 +262,10 @@ class Child:
             raise InternalError(_BEHIND, shard=message.shard)
         threads = self._runtime.threads(message.shard)
         try:
-            return await _answer_of(message.id, await outcome_of(begun or self._runtime.process(delivery)))
+            outcome = await outcome_of(begun or self._runtime.process(delivery))
+            if outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES:
+                return _answer_of(message.id, outcome)
+            return await made(partial(_answer_of, message.id, outcome), lambda answer: os.close(answer[1][0]))
         except Exception:
             if not message.redriven:
                 self._failed.add(message.shard)
@@ -286,20 +289,8 @@ class Child:
             os.close(file)
 
 
-async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
+def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
     """Return what became of a batch as a message, and the file that goes with it."""
-    rows = outcome.rows
-    if rows is None or rows.nbytes <= NEAR_BYTES:
-        return _answer_at_once(request, outcome)
-    try:
-        file, size = await made(partial(rows_file, rows), lambda made: os.close(made[0]))
-    except OSError as error:
-        abandon(f"The rows of a batch cannot be handed over: {error}.")
-    return wire.done_of(request, outcome, rows_bytes=size), (file,)
-
-
-def _answer_at_once(request: int, outcome: BatchOutcome) -> _Answer:
-    """Do as ``_answer_of``, for rows that are quickly written."""
     rows = outcome.rows
     if rows is None:
         return wire.done_of(request, outcome), ()
