@@ -120,8 +120,7 @@ def list_letters(
     most = _LISTED if limit is None and not as_json else limit
     chosen: list[StoredLetter] = []
     more = 0
-    with at_ledger(settings) as (ledger, runner):
-        held = runner.run(ledger.peek())
+    with at_ledger(settings) as (ledger, held, runner):
         for stored in which.of(ledger, runner):
             if most is None or len(chosen) < most:
                 chosen.append(stored)
@@ -163,8 +162,7 @@ def show_letter(
         Write the record's payload, and nothing else, to standard output.
     """
     settings = settings_at(where)
-    with at_ledger(settings) as (ledger, runner):
-        runner.run(ledger.peek())
+    with at_ledger(settings) as (ledger, _, runner):
         (stored,) = _named(ledger, runner, (letter,), settings.pipeline)
     if payload:
         tell_bytes(stored.letter.data)
@@ -207,8 +205,7 @@ def redrive_letters(
             text += f" {coming:,} are left out: their records are delivered again anyway."
         answer(as_json, {"redriving": added, "delivered_again": coming}, text)
         return
-    with at_ledger(settings) as (ledger, runner):
-        runner.run(ledger.peek())
+    with at_ledger(settings) as (ledger, _, runner):
         ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
         there = runner.run(ledger.redrive(ids, wanted=not cancel)) if ids else frozenset()
     name = "cancelled" if cancel else "redriving"
@@ -234,8 +231,7 @@ def purge_letters(
     """
     settings = settings_at(where)
     gone: set[str] = set()
-    with at_ledger(settings) as (ledger, runner):
-        runner.run(ledger.peek())
+    with at_ledger(settings) as (ledger, _, runner):
         ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
         if not yes:
             raise OperatorError(
@@ -297,8 +293,7 @@ def _take_in(settings: Settings, places: list[str]) -> tuple[int, int]:
 
     letters: dict[str, DeadLetter] = {}
     fresh = []
-    with at_ledger(settings) as (ledger, runner):
-        held = runner.run(ledger.peek())
+    with at_ledger(settings) as (ledger, held, runner):
         for place in places:
             # Written twice, it is the same letter twice.
             letters |= {letter.record: letter for letter in read_letters(place, settings.pipeline)}

