@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
 from mldserver.base.tls import ServerTLS
-from mldserver.base.uris import hadoop_settings
+from mldserver.base.uris import hadoop_settings, redacted
 from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
 from mldserver.coordinator.coordinator import Coordinator
@@ -262,13 +262,7 @@ def destination_of(
         kind = cast("Literal['jsonl', 'parquet']", place.kind)
         if not place.target:
             return FolderDestination(store, FOLDER, pipeline=pipeline, kind=kind)
-        try:
-            other = OutputStore(place.target)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
-                f"dead_letters = {place} cannot be reached: {error}.",
-                advice="Check the URI: its name, and the options after the question mark.",
-            ) from error
+        other = _store_at(place.target, redacted(place.target), f"dead_letters = {place}")
         # Another pipeline on the same stream, with files of the same names, may have the same place.
         return FolderDestination(other, pipeline, pipeline=pipeline, kind=kind)
     from mldserver.deadletters.aws_destinations import DESTINATIONS  # noqa: PLC0415  # most servers never need AWS's client
@@ -350,15 +344,20 @@ def store_of(settings: Settings) -> OutputStore:
     """Return the output folder, not touched yet. Blocking. Raises OperatorError for a URI that leads nowhere."""
     out = settings.out
     uri = out.uri if isinstance(out, RemoteOut) else str(out)
+    return _store_at(uri, str(out), f"The output folder {out}", home=home(settings))
+
+
+def _store_at(uri: str, shown: str, what: str, *, home: Path | None = None) -> OutputStore:
+    """Return the store at a path or URI; ``shown`` is that without secrets, and ``what`` the subject of the error's sentence."""
     try:
-        return OutputStore(uri, home=home(settings))
+        return OutputStore(uri, home=home)
     except (OSError, ValueError, NotImplementedError) as error:
-        text = str(error).replace(uri, str(out))  # pyarrow repeats what it cannot read, secrets and all
+        text = str(error).replace(uri, shown)  # pyarrow repeats what it cannot read, secrets and all
         raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
-            f"The output folder {out} cannot be reached: {text}.",
+            f"{what} cannot be reached: {text}.",
             advice="Check the URI: its name, and the options after the question mark, are those of "
             "pyarrow.fs.FileSystem.from_uri.",
-            path=str(out),
+            path=shown,
         ) from error
 
 

@@ -169,6 +169,10 @@ def test_a_folder_elsewhere_is_reached_at_the_start_or_told(tmp_path: Path) -> N
     assert files(tmp_path / "else") == ["h/a/1-0.parquet", "h/b/1-0.parquet"]
     with pytest.raises(OperatorError, match="cannot be reached"):
         made("nothing://x")
+    with pytest.raises(OperatorError) as caught:
+        made("s3://key:se%ZZcret@lake/x")  # which pyarrow repeats
+    assert str(caught.value).startswith("dead_letters = parquet:s3://…@lake/x cannot be reached: ")
+    assert "cret" not in f"{caught.value.told()}"
 
 
 async def test_two_pipelines_on_one_stream_may_share_a_folder_elsewhere(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ HELD_BY = {
         "config/test_config.py::test_no_value_that_opens_something_is_told",
         "config/test_config.py::test_a_refusal_tells_what_is_wrong_without_secrets",
         "docs/test_security.py::test_no_secret_of_a_setting_is_in_log_status_or_metrics",
+        "deadletters/test_destinations.py::test_a_folder_elsewhere_is_reached_at_the_start_or_told",
     ],
     "The endpoint's process": [
         "admin/test_endpoint_keeper.py::test_its_process_gives_way_and_knows_no_secret_of_the_environment"
