@@ -322,8 +322,8 @@ class Worker:
     async def run(self) -> None:
         """Keep a process running until cancelled."""
         while True:
-            process = self._heir() or await self._fresh()
-            self._process, self._retiring = process, False
+            process = self._next or await self._fresh()
+            self._process, self._next, self._retiring = process, None, False
             self.generation += 1
             process.tell(Number(self.number))
             log.info("worker.started", worker=self.number, pid=process.pid, generation=self.generation)
@@ -333,14 +333,10 @@ class Worker:
             finally:
                 self._process = None
                 await process.close()
-            if self._next is None:
+            if process.blamed:
                 await self._clock.sleep(await self._tell_death(process, cause, stacks))
-            else:
+            else:  # another takes over
                 self.suspects, self._deaths = set(), Deaths()
-
-    def _heir(self) -> WorkerProcess | None:
-        heir, self._next = self._next, None
-        return heir
 
     async def _live(self, process: WorkerProcess) -> tuple[Cause | None, str]:
         """Return once the process has ended, by itself or by us: why then, and where it was."""
