@@ -95,13 +95,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int | float | None):
         return value
     if isinstance(value, dict):
-        return {_cut(str(key)): _plain(each) for key, each in value.items()}
+        return {_plain(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(each) for each in value]
-    return _cut(str(value))
-
-
-def _cut(text: str) -> str:
+    text = str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … and {len(text) - LONGEST} characters more"
 
 

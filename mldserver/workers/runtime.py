@@ -338,8 +338,8 @@ class WorkerRuntime:
     async def _sent(self, delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
         """Return what becomes of a batch in a process. Raises WorkerGone, and as ``Runtime.process``."""
         offset = None
-        if held.length > INLINE_BYTES and process.is_open:
-            offset = await held.put(process.arena)
+        if held.length > INLINE_BYTES and process.is_open and held.own_file is None:
+            offset = await process.arena.put(held.line)
         message = message_of(process, delivery, held.form, held.line, held.length, offset)
         outcome: BatchOutcome
         if message.inline is None and offset is None:

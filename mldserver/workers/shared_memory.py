@@ -153,26 +153,23 @@ class Held:
         """Keep ``payload``; a long line in a bytearray is emptied once it lies in a file."""
         self.form, self.line = payload.packed()
         self.length = len(self.line)
-        self._file: int | None = None
-
-    async def put(self, arena: Arena) -> int | None:
-        """Copy them into a process's arena; return their offset there, None when there is no room for them."""
-        return await arena.put(self.line) if self._file is None else None
+        self.own_file: int | None = None
+        """What holds them in place of ``line``, once they have found no room in an arena."""
 
     async def file(self) -> int:
         """Return a file that holds them, which is the caller's to close."""
-        if self._file is None:
-            self._file = await made(partial(line_file, self.line), os.close)
-        return os.dup(self._file)
+        if self.own_file is None:
+            self.own_file = await made(partial(line_file, self.line), os.close)
+        return os.dup(self.own_file)
 
     def let_go(self) -> None:
         """Close the file, if there is one: beside the loop, as freeing 200 MB takes the kernel 25 ms.
 
         Not waited for: nobody needs to know when, and a cancellation must not keep it open.
         """
-        if self._file is not None:
-            asyncio.get_running_loop().run_in_executor(None, os.close, self._file)
-            self._file = None
+        if self.own_file is not None:
+            asyncio.get_running_loop().run_in_executor(None, os.close, self.own_file)
+            self.own_file = None
 
 
 async def made(make: Callable[[], _T], close: Callable[[_T], None]) -> _T:

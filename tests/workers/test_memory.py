@@ -170,7 +170,7 @@ async def test_a_long_lines_file_is_closed_however_busy_other_threads_are_and_no
     asyncio.get_running_loop().set_default_executor(executor)
     before = descriptors()
     held = Held(MLDLine(bytearray(b"x" * 100), Version.V2))
-    held._file = line_file(b"x")
+    held.own_file = line_file(b"x")
     executor.submit(go.wait)
     held.let_go()
     assert descriptors() == before + 1
