@@ -166,14 +166,20 @@ class BatchPlan:
         if ending is Ending.HALT:
             self.halted = again
             return None
-        if len(indices) == 1:
-            assert ending is not None, "a single record without an end was called again above"
-            self._end(first, ending, failure)
-            if step.halved:
-                self._merge()
-            return None
-        self._halve(step)
-        return again
+        if len(indices) > 1:
+            self._halve(step)
+            return again
+        assert ending is not None, "a single record without an end was called again above"
+        self._end(first, ending, failure)
+        if step.halved and self._merging:
+            # A bad record was found: what is left of the search may well be good, all of it.
+            rest: list[int] = []
+            while self.todo and self.todo[-1].halved and not self.todo[-1].failures:
+                rest += self.todo.pop().indices
+            if rest:
+                self._merged = Step(rest, halved=True)
+                self.todo.append(self._merged)
+        return None
 
     def named(self, step: Step, indices: Iterable[int], failure: Failure, now_ms: int) -> list[Again]:
         """A call failed because of these records of it; the others were not taken, and are called without them."""
@@ -208,17 +214,6 @@ class BatchPlan:
         middle = len(step.indices) // 2
         self._suspect = Step(step.indices[middle:], halved=True)
         self.todo += [self._suspect, Step(step.indices[:middle], halved=True)]
-
-    def _merge(self) -> None:
-        """A bad record was found: what is left of the search may well be good, all of it."""
-        if not self._merging:
-            return
-        rest: list[int] = []
-        while self.todo and self.todo[-1].halved and not self.todo[-1].failures:
-            rest += self.todo.pop().indices
-        if rest:
-            self._merged = Step(rest, halved=True)
-            self.todo.append(self._merged)
 
     def _ending(self, indices: Sequence[int], failure: Failure, now_ms: int) -> Ending | None:
         """Count a call for these records that failed; return how they end, None when they are called again."""
