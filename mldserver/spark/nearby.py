@@ -92,6 +92,6 @@ def through_disk(
     return outputs
 
 
-def _copy(there: FileSystem, source: str, here: FileSystem, target: str) -> None:
-    with there.open_input_stream(source) as read, here.open_output_stream(target) as write:
-        shutil.copyfileobj(read, write, 1 << 20)
+def _copy(of: FileSystem, path: str, to: FileSystem, place: str) -> None:
+    with of.open_input_stream(path) as source, to.open_output_stream(place) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
