@@ -39,9 +39,10 @@ DRIVER = Path(__file__).parent / "support" / "failing_driver.py"
 WITHOUT_SPARK = """
 from types import SimpleNamespace
 from mldserver.spark import driver
-spark = SimpleNamespace(version="4.3.0", stop=lambda: None)
+context = SimpleNamespace(uiWebUrl=None)
+spark = SimpleNamespace(version="4.3.0", sparkContext=context, stop=lambda: None)
 driver.open_session = lambda _: SimpleNamespace(
-    jvm=None, spark=spark, ui=None, connect=False, look=lambda: None, stop=spark.stop
+    jvm=None, spark=spark, connect=False, look=lambda: None, stop=spark.stop
 )
 driver.main()
 """
