@@ -133,8 +133,9 @@ class Surroundings(NamedTuple):
 async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[str], None]) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    It is loaded in a worker, unless the settings say otherwise. ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
-    file system hangs: a daemon thread, which holds up nothing.
+    The handler is loaded in a worker, unless the settings say otherwise. ``step`` is told what is waited for. Cancelled,
+    it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread, which holds up
+    nothing.
 
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.

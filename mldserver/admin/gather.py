@@ -209,10 +209,8 @@ class Gatherer:
         workers: tuple[Worker, ...] = ()
         version = parts.handler_version
         if isinstance(parts.runtime, WorkerRuntime):
-            workers, version = (
-                tuple(parts.runtime.workers),
-                parts.runtime.spec.version,
-            )  # it changes with a reload
+            workers = tuple(parts.runtime.workers)
+            version = parts.runtime.spec.version  # it changes with a reload
         budgets = {
             "buffer": document.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),
             "segments": document.Budget(used_bytes=told.segment_bytes, limit_bytes=rules.segment_disk_bytes),

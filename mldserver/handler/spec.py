@@ -213,8 +213,8 @@ def parse_schema(ddl: str) -> Schema:
     plain = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
     columns = [
         Column(one[1] or one[2], sql := one[3].upper(), _SIMPLE[sql], nullable=not one[4])
-        for one in plain
-        if one and all(plain)
+        for one in (plain if all(plain) else ())
+        if one
     ]
     for definition in [] if columns else _definitions(ddl):
         try:
