@@ -19,8 +19,8 @@ from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver

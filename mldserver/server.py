@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
     from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.coordinator.reports import CoordinatorStatus
+    from mldserver.coordinator.progress import CoordinatorStatus
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
     from mldserver.sources.listing import MakeKinesis

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "base",
         "children",
         "handler.loader",
-        "handler.sessions",
+        "handler.spark_at_import",
         "jobs.engine",
         "observe.logging",
     ),
@@ -124,7 +124,7 @@ NOT_IN_CORES = frozenset(
 
 ONLY_IN = {
     # Where a handler is imported that imports it, its session is guarded.
-    "pyspark": ("spark", "handler.sessions"),
+    "pyspark": ("spark", "handler.spark_at_import"),
     "sqlite3": ("ledger",),
     "cyclopts": ("cli",),
     "aws_kinesis_agg": ("protocol", "testing"),
@@ -325,7 +325,7 @@ def planted(folder: Path, files: dict[str, str]) -> list[Import]:
         (
             "ledger/x.py",
             "import pyspark.sql",
-            "ledger.x:1 imports pyspark: only in ('spark', 'handler.sessions')",
+            "ledger.x:1 imports pyspark: only in ('spark', 'handler.spark_at_import')",
         ),
         ("server.py", "from mldserver import cli", "server:1 imports cli: against"),
         ("novel.py", "from mldserver import records", "novel:1 imports records: against"),

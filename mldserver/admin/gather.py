@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mldserver.assembly import Parts
     from mldserver.base.clock import Clock, Durations
     from mldserver.config.settings import Settings
-    from mldserver.coordinator.reports import CoordinatorStatus
+    from mldserver.coordinator.progress import CoordinatorStatus
     from mldserver.records import Sequence
     from mldserver.sources.intake import SourceStatus
     from mldserver.workers.worker import Worker

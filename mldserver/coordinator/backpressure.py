@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import Buffer
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.coordinator.core.windows import CoordinatorRules
 
 log = structlog.get_logger("mldserver")
 

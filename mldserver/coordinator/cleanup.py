@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.windows import CoordinatorRules, CutWindows
+    from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows
     from mldserver.jobs.runner import WindowRunner
     from mldserver.ledger.contract import LedgerState, Segment, WindowEntry
     from mldserver.ledger.operations import Ledger

@@ -31,7 +31,7 @@ from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.membership import Membership
-from mldserver.coordinator.reports import CoordinatorStatus, Reports
+from mldserver.coordinator.progress import CoordinatorStatus, Reports
 from mldserver.coordinator.shards import RedriveIntake, Shards
 from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import BufferedBatch
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.coordinator.core.shape import Shape
-    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.flusher import Destination
     from mldserver.coordinator.membership import ServerLocks
     from mldserver.jobs.runner import WindowRunner

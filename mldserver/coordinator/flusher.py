@@ -19,7 +19,7 @@ import structlog
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
-from mldserver.coordinator.core.windows import CutWindows, OpenWindows, WindowKey
+from mldserver.coordinator.core.open_windows import CutWindows, OpenWindows, WindowKey
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.windows import CoordinatorRules
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore

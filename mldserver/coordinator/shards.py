@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from mldserver.coordinator.cleanup import Retention
     from mldserver.coordinator.core.flush import Buffer
     from mldserver.coordinator.core.lineage import Lineage
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.coordinator.core.sessions import Sessions
     from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.membership import Membership
-    from mldserver.coordinator.reports import Reports
+    from mldserver.coordinator.progress import Reports
     from mldserver.ledger.contract import ShardState
     from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence

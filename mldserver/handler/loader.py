@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
-from mldserver.handler import sessions
+from mldserver.handler import spark_at_import
 from mldserver.handler.failure import describe
 from mldserver.handler.kclpy.amazon_kclpy import standing_in
 
@@ -127,7 +127,7 @@ def _import(module_name: str, path: str) -> ModuleType:
 
     The server's log is one, and its events have a schema; it is never without its configuration, as the loop logs meanwhile.
     """
-    guard = sessions.ImportGuard()
+    guard = spark_at_import.ImportGuard()
     configured = structlog.get_config() if structlog.is_configured() else None
     if configured is not None:
         configured["processors"] = list(configured["processors"])  # the module might change the list itself
@@ -176,7 +176,7 @@ def _widen(missing: str) -> bool:
 def _broken(error: BaseException, path: str) -> HandlerInvalid:
     """Tell of an error inside the user's module as it is."""
     # Neither the import machinery's frames nor ours.
-    skipped = (__file__, importlib.__file__, sessions.__file__)
+    skipped = (__file__, importlib.__file__, spark_at_import.__file__)
     stack = traceback.extract_tb(error.__traceback__)
     frames = [f for f in stack if not f.filename.startswith("<frozen ") and f.filename not in skipped]
     file, line = "", 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zipfile import ZipFile
 
 from mldserver.errors import OperatorError
-from mldserver.handler import sessions
+from mldserver.handler import spark_at_import
 from mldserver.handler.loader import is_library
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ if not any(type(finder).__name__ == "ImportGuard" for finder in sys.meta_path):
 """
 """A Python worker runs many tasks; only the first has to compile the guard."""
 
-_SESSIONS: Final = Path(sessions.__file__).read_text("utf-8")
+_SESSIONS: Final = Path(spark_at_import.__file__).read_text("utf-8")
 
 
 class _Ahead:

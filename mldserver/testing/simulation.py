@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
-    from mldserver.coordinator.reports import CoordinatorStatus
+    from mldserver.coordinator.progress import CoordinatorStatus
     from mldserver.jobs.engine import Engine
 
 _RESTART_SECONDS: Final = 0.5

@@ -34,8 +34,8 @@ from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
-from mldserver.workers.reports import Heartbeat, telling_through
 from mldserver.workers.shared_memory import Mark, made, rows_bytes, rows_file
+from mldserver.workers.worker_reports import Heartbeat, telling_through
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from mldserver.handler.spec import HandlerSpec
     from mldserver.records import Sequence as Position
     from mldserver.records import Shard
-    from mldserver.workers.process import WorkerProcess
     from mldserver.workers.spares import Spares
     from mldserver.workers.worker import Worker
+    from mldserver.workers.worker_process import WorkerProcess
 
 WAIT_SECONDS: Final = 30.0
 """How long shards may wait for calls that take long, and then once more for ``initialize``, until the reload is given up."""

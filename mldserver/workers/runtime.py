@@ -31,11 +31,11 @@ from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
 from mldserver.workers import wire
-from mldserver.workers.process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker, place, spread
+from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from mldserver.base.backoff import Backoff
 from mldserver.errors import HandlerError, HandlerInvalid
 from mldserver.workers import wire
-from mldserver.workers.process import WorkerGone, WorkerProcess
+from mldserver.workers.worker_process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from mldserver.base.clock import Clock
-    from mldserver.workers.process import WorkerProcess
     from mldserver.workers.wire import BeatMessage
+    from mldserver.workers.worker_process import WorkerProcess
 
 log = structlog.get_logger("mldserver")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from mldserver.coordinator.reports import CoordinatorStatus
+    from mldserver.coordinator.progress import CoordinatorStatus
     from mldserver.server import Server
 
 HANDLER = '''

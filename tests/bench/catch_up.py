@@ -21,7 +21,7 @@ from bench.pipelines import Pipeline, living
 from support.shards import accept
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.output.layout import SEGMENTS
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline

@@ -18,7 +18,7 @@ from bench.pipelines import Pipeline, living
 from support.virtual_loop import LoopClock, VirtualLoop
 from support.virtual_process import VirtualExecutor, stand_ins
 
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
 

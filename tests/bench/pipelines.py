@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bench.deliveries import Delivered
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.windows import CoordinatorRules
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.coordinator.shards import ShardSession
     from mldserver.jobs.engine import Engine
     from mldserver.windows import WindowSpec

@@ -17,7 +17,7 @@ from bench.pipelines import living
 from support.store import SqliteStore
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.ledger.contract import Commit, Flush, Segment, SegmentKind
 from mldserver.output.layout import LEDGER, segment_path
 from mldserver.output.owner import FolderClaim

@@ -21,7 +21,7 @@ from bench.pipelines import living
 from bench.rounds import in_turn
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.jobs.engine import WindowJob
 from mldserver.output.manifest import current_files
 from mldserver.output.store import OutputStore

@@ -27,7 +27,7 @@ from bench.pipelines import Pipeline, living
 from bench.rounds import in_turn, medians
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.jobs.engine import WindowJob
 from mldserver.ledger.contract import Segment, SegmentKind
 from mldserver.output import joined

@@ -10,7 +10,7 @@ from support.generated import settings_page
 from mldserver.config.locations import cache_folder
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, specs
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits
 

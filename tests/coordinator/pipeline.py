@@ -20,8 +20,8 @@ from support.store import SqliteStore
 
 from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowRunner

@@ -25,7 +25,7 @@ from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.coordinator.core.windows import WindowKey
+    from mldserver.coordinator.core.open_windows import WindowKey
 
 SPEC = Tumbling(1000)
 S = Sequence

@@ -9,7 +9,7 @@ import pytest
 from coordinator.writing import W, Writing, publish, zero
 from support.store import SqliteStore
 
-from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.ledger.contract import (
     Flush,
     PositionUpdate,
@@ -172,7 +172,7 @@ async def test_rows_come_to_rest_in_one_flush_for_however_many_windows_that_are_
     await again.flusher.cut(40_000, close_all=False)
     for window in W:
         await publish(again, window)
-    monkeypatch.setattr("mldserver.coordinator.core.windows._REMEMBERED", 3)
+    monkeypatch.setattr("mldserver.coordinator.core.open_windows._REMEMBERED", 3)
     again.restore(await again.ledger.sync(ServerState("one", 1)))
     async with asyncio.timeout(800):
         await again.flush([again.batch(shard, *((4 + n, ms) for n, ms in rows))])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.core.lineage import Lineage, Presence
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
 from mldserver.coordinator.core.watermark import Watermark
-from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.errors import InternalError
 from mldserver.ledger.contract import PositionUpdate, ShardState
 from mldserver.records import Sequence

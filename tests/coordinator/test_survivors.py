@@ -12,8 +12,8 @@ from coordinator.outcomes import outcome
 from mldserver.coordinator.core import flush
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan
 from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import Watermark
-from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.membership import Membership
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence

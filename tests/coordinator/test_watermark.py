@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import PREFETCH, Holder, View, Watermark
-from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.ledger.contract import ServerState
 
 IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000

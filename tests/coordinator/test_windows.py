@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.windows import (
+from mldserver.coordinator.core.open_windows import (
     _REMEMBERED,
     CoordinatorRules,
     CutWindows,

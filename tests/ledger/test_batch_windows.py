@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.windows import assign
+from mldserver.coordinator.core.open_windows import assign
 from mldserver.ledger.contract import BatchProgress, BatchStep, batch_id, batch_number
 from mldserver.windows import batches
 

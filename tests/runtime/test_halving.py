@@ -17,8 +17,8 @@ from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import Delivery
 from mldserver.runtime.plan import BatchPlan, Step
 from mldserver.workers import runtime as workers
-from mldserver.workers.process import WorkerGone
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.worker_process import WorkerGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

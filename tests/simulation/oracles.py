@@ -13,7 +13,7 @@ from mldserver.testing.fake_stream import SHARD_END
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import BufferedBatch
-    from mldserver.coordinator.reports import CoordinatorStatus
+    from mldserver.coordinator.progress import CoordinatorStatus
     from mldserver.ledger.contract import Flush
     from mldserver.testing.fake_stream import StreamRecord
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import CutWindows, WindowKey
 from mldserver.coordinator.core.sessions import ShardPosition
 from mldserver.coordinator.core.watermark import Watermark
-from mldserver.coordinator.core.windows import CutWindows, WindowKey
 from mldserver.coordinator.flusher import Flusher
 from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from mldserver.coordinator.core.flush import FlushPlan
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import View
-    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.ledger.book import Book
     from mldserver.ledger.operations import Transaction
     from mldserver.records import Sequence

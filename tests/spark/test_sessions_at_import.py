@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from mldserver.handler.sessions import ImportGuard
+from mldserver.handler.spark_at_import import ImportGuard
 from mldserver.runtime.trial import check_handler
 
 HANDLER = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mldserver.workers import reports
-from mldserver.workers.reports import Heartbeat
+from mldserver.workers import worker_reports
+from mldserver.workers.worker_reports import Heartbeat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,5 +19,5 @@ def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(
     beating = Heartbeat.__new__(Heartbeat)
     beating._resident = 0
     assert beating._resident_bytes() > 0
-    monkeypatch.setattr(reports, "_STATM", tmp_path / "cannot be opened")
+    monkeypatch.setattr(worker_reports, "_STATM", tmp_path / "cannot be opened")
     assert beating._resident_bytes() == beating._resident > 0

@@ -24,17 +24,17 @@ RECORDS = 3
 """Whose calls take longer together than one may take."""
 BUSY = """
 import time
-from mldserver.workers import reports
+from mldserver.workers import worker_reports
 
-now, beats, send_now = time.monotonic_ns(), 0, reports.send_now
+now, beats, send_now = time.monotonic_ns(), 0, worker_reports.send_now
 time.monotonic_ns = lambda: now
 
 def send(end, message, **options):
     global beats
-    beats += isinstance(message, reports.BeatMessage)
+    beats += isinstance(message, worker_reports.BeatMessage)
     return send_now(end, message, **options)
 
-reports.send_now = send
+worker_reports.send_now = send
 
 {define} process_record(record):
     global now

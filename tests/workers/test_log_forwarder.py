@@ -13,7 +13,7 @@ import structlog
 from mldserver.children.channel import pair, receive_now
 from mldserver.observe.logging import BURST, RateLimit
 from mldserver.workers import wire
-from mldserver.workers.reports import LONGEST, _plain, telling_through
+from mldserver.workers.worker_reports import LONGEST, _plain, telling_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,7 +117,7 @@ def test_errors_come_with_their_traceback(server: Server) -> None:
 def test_what_is_said_beyond_a_flood_is_counted(
     server: Server, say: Callable[[], None], event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mldserver.workers.reports.RateLimit", lambda: RateLimit(now=lambda: 0.0))
+    monkeypatch.setattr("mldserver.workers.worker_reports.RateLimit", lambda: RateLimit(now=lambda: 0.0))
     with telling_through(server.here, logging.INFO) as teller:
         told = []
         for number in range(BURST + 500):

@@ -7,7 +7,7 @@ from typing import Any
 from workers.kit import named
 
 from mldserver.observe.logging import BURST, Printed
-from mldserver.workers.process import _Printed
+from mldserver.workers.worker_process import _Printed
 
 
 def told(logged: list[dict[str, Any]]) -> list[str]:

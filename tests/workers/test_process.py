@@ -20,8 +20,8 @@ from mldserver.handler.inspection import load_spec
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
-from mldserver.workers.process import WorkerGone, WorkerProcess, _Printed
 from mldserver.workers.shared_memory import Arena
+from mldserver.workers.worker_process import WorkerGone, WorkerProcess, _Printed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

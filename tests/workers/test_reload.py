@@ -23,10 +23,10 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.testing import VirtualClock
 from mldserver.workers import reload
-from mldserver.workers.process import WorkerGone, WorkerProcess
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Limits
+from mldserver.workers.worker_process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome

@@ -19,9 +19,9 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, MLDLine
-from mldserver.workers.process import Unopened, WorkerGone
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
+from mldserver.workers.worker_process import Unopened, WorkerGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,10 @@ from mldserver.base.clock import SystemClock
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.testing import VirtualClock
-from mldserver.workers.process import WorkerProcess
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Limits
+from mldserver.workers.worker_process import WorkerProcess
 
 HANDLER = """
 import os

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from mldserver.workers.process import WorkerProcess
+    from mldserver.workers.worker_process import WorkerProcess
 
 HANDLER = """
 import os, pathlib, time

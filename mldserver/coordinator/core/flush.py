@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from mldserver.coordinator.core.windows import WindowKey, assign
+from mldserver.coordinator.core.open_windows import WindowKey, assign
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.windows import CoordinatorRules
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.ledger.contract import ServerState
 
 PREFETCH = 5

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from mldserver.coordinator.core.flush import Ahead
     from mldserver.coordinator.core.lineage import Lineage
+    from mldserver.coordinator.core.open_windows import CoordinatorRules
     from mldserver.coordinator.core.watermark import View
-    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.records import DeadLetter
 
 log = structlog.get_logger("mldserver")
