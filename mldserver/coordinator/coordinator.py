@@ -254,12 +254,12 @@ class Coordinator:
         self._flusher.learn(state)
         self.shards.state = state
         self.redriving.learn(state)
-        # Anew: other servers write and delete segments too.
-        held = self._backpressure
-        held.segment_bytes = state.segment_bytes + self._flusher.garbage_bytes
-        held.segment_bytes += 0 if self._runner is None else self._runner.steps.garbage.bytes
-        held.settled_bytes = held.segment_bytes - state.open_bytes
-        held.computing = bool(state.under_way)
+        # Counted anew: other servers write and delete segments too.
+        pressure = self._backpressure
+        pressure.segment_bytes = state.segment_bytes + self._flusher.garbage_bytes
+        pressure.segment_bytes += 0 if self._runner is None else self._runner.steps.garbage.bytes
+        pressure.settled_bytes = pressure.segment_bytes - state.open_bytes
+        pressure.computing = bool(state.under_way)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
         """Make what is buffered durable. False: rows were left out that the watermark may still count on."""

@@ -215,8 +215,8 @@ class StreamsApi:
             page = await self._describe_page(arn, **request)
             for shard in page.get("Shards", ()):
                 numbers = shard.get("SequenceNumberRange") or {}
-                first, last = numbers.get("StartingSequenceNumber"), numbers.get("EndingSequenceNumber")
-                bounds = int(first) if first else None, int(last) if last else None
+                start, end = numbers.get("StartingSequenceNumber"), numbers.get("EndingSequenceNumber")
+                bounds = int(start) if start else None, int(end) if end else None
                 shards.append(StreamShard(shard["ShardId"], shard.get("ParentShardId") or None, *bounds))
             last = page.get("LastEvaluatedShardId")
             if not last or last == request.get("ExclusiveStartShardId"):

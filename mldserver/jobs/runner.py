@@ -145,9 +145,8 @@ class WindowRunner:
                 group.append(self._queue.get_nowait())
                 size += sum(segment.bytes for segment in group[-1].segments)
             left = await self._together(group) if len(group) > 1 else {first.window_id: None}
-            for entry in sorted(
-                group, key=lambda entry: entry.window_id in left
-            ):  # what is done already comes first
+            # What is done already comes first.
+            for entry in sorted(group, key=lambda entry: entry.window_id in left):
                 if entry.window_id in left:
                     await self._go.wait()
                     with structlog.contextvars.bound_contextvars(window=entry.window_id):

@@ -140,9 +140,9 @@ class UnderWay(Generic[_T]):
         """``work`` does all that a batch needs and sets ``handled`` on the way.
 
         ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
-        ``submit`` returns or raises it. ``hold`` is told once for each batch, however it leaves, of how many bytes less its
-        line was. ``has_room``: whether more may come, to be held in memory. ``goes_on`` is told when the task takes over. ``early``
-        is told of each batch that is owed an answer.
+        ``submit`` returns or raises it. ``hold`` is told once for each batch, however it leaves, that the bytes of its line are
+        held no more: by their negative number. ``has_room``: whether more may come, to be held in memory. ``goes_on`` is told when
+        the task takes over. ``early`` is told of each batch that is owed an answer.
         """
         self._work = work
         self._late = late

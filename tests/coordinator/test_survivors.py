@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,15 +14,17 @@ from mldserver.coordinator.core import flush
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.core.watermark import Holder, View, Watermark
 from mldserver.coordinator.membership import Membership
-from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.ledger.contract import BatchProgress, LedgerState, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from mldserver.ledger.contract import ServerState
 
 
 # The event time of a position.
@@ -98,6 +101,18 @@ def test_the_event_time_of_the_last_batch_in_its_place_is_found(monkeypatch: pyt
 # Shards that are let go.
 
 
+def member(ledger: Any) -> Membership:
+    lineage = Lineage()
+    return Membership(
+        ledger=ledger,
+        lineage=lineage,
+        watermark=Watermark(CoordinatorRules(), lineage, 0),
+        clock=VirtualClock(0),
+        timeout_ms=1000,
+        locks=None,
+    )
+
+
 class Releases:
     """A ledger that takes its time to release shards, and what happens meanwhile."""
 
@@ -120,15 +135,7 @@ async def a_newer_release_is_not_forgotten() -> None:
     Else the ledger holds it as this server's, and every other server waits for it.
     """
     ledger: Any = Releases()
-    lineage = Lineage()
-    membership = Membership(
-        ledger=ledger,
-        lineage=lineage,
-        watermark=Watermark(CoordinatorRules(), lineage, 0),
-        clock=VirtualClock(0),
-        timeout_ms=1000,
-        locks=None,
-    )
+    membership = member(ledger)
     membership.released["a"] = 1
     membership.released["b"] = 1
     ledger.meanwhile = lambda: membership.released.update(a=2)
@@ -153,3 +160,81 @@ async def test_a_newer_release_that_is_forgotten_is_found(monkeypatch: pytest.Mo
     monkeypatch.setattr(Membership, "release", forgetful)
     with pytest.raises(AssertionError):
         await a_newer_release_is_not_forgotten()
+
+
+# What beats tell while a shard is opened.
+
+
+class Beats:
+    """A ledger that hears what a server tells of itself."""
+
+    server_id = "one"
+
+    def __init__(self) -> None:
+        self.heard: list[ServerState] = []
+
+    async def sync(self, own: ServerState, _since: int) -> LedgerState:
+        self.heard.append(own)
+        return LedgerState()
+
+
+async def a_view_is_told_only_while_it_counts_on_every_shard() -> None:
+    """From the moment in which a shard is opened no view is told that was taken before its opening had ended.
+
+    Else other servers, who know already that this one has the shard, take it for as far as the others are.
+    """
+    ledger = Beats()
+    membership, view = member(ledger), View(500, Holder("a", "behind"), own_ms=500)
+
+    async def told() -> str:
+        await membership.sync()
+        return ledger.heard[-1].reason
+
+    assert await told() == "settling"
+    membership.mark()
+    membership.tell(view)
+    assert (await told(), ledger.heard[-1].watermark_ms) == ("behind", 500)
+    with membership.opening():
+        assert (await told(), ledger.heard[-1].watermark_ms) == ("settling", None)
+        membership.mark()
+        membership.tell(view)
+        assert await told() == "settling", "the view was taken while it was opened"
+        membership.mark()
+    membership.tell(view)
+    assert await told() == "settling", "the view was taken while it was opened"
+    membership.mark()
+    with membership.opening():
+        pass
+    membership.tell(view)
+    assert await told() == "settling", "the view was taken before it was opened"
+    membership.mark()
+    with membership.opening():
+        with membership.opening():
+            pass
+        membership.mark()
+    membership.tell(view)
+    assert await told() == "settling", "one of two was opened still"
+    membership.mark()
+    membership.tell(view)
+    assert await told() == "behind"
+
+
+async def test_a_view_is_told_only_while_it_counts_on_every_shard() -> None:
+    await a_view_is_told_only_while_it_counts_on_every_shard()
+
+
+@pytest.mark.parametrize("kept", ["_statement", "_counted"])
+async def test_a_view_that_is_told_of_a_shard_that_it_does_not_count_is_found(
+    monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    @contextlib.contextmanager
+    def opening(membership: Membership) -> Iterator[None]:
+        before = getattr(membership, kept)
+        with right(membership):
+            setattr(membership, kept, before)
+            yield
+
+    right = Membership.opening
+    monkeypatch.setattr(Membership, "opening", opening)
+    with pytest.raises(AssertionError):
+        await a_view_is_told_only_while_it_counts_on_every_shard()

@@ -129,7 +129,7 @@ async def test_batches_are_answered_ahead_and_taken_in_order(stream: Stream) -> 
     # The shard is not silent while any of them is worked on.
     assert stream.shard.calls == DONE * 4
     assert stream.house.listener._budget.held == 0
-    assert not stream.house.listener.owners.claims.get(SHARD).lock.locked()  # type: ignore[union-attr]  # it is there
+    assert not stream.house.listener.owners.claims[SHARD].lock.locked()
 
 
 async def test_the_runtime_is_told_for_which_the_daemon_does_not_wait(stream: Stream) -> None:

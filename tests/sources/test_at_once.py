@@ -184,7 +184,7 @@ async def test_a_batch_that_the_runtime_works_on_by_itself_is_answered_when_it_i
     await daemon.process(2)
     await daemon.answered("processRecords")
     assert lazily.intake.shards[0].calls == ["began", "accept", "accept"]
-    assert not lazily.listener.owners.claims.get(SHARD).lock.locked()
+    assert not lazily.listener.owners.claims[SHARD].lock.locked()
 
 
 async def test_its_checkpoint_comes_before_its_answer(house: House) -> None:
