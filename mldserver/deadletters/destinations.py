@@ -165,8 +165,9 @@ def files(
 
 
 def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
-    """Return the letters of the files that a path or URI names: itself, or all below it; ``*`` in its last part: any name.
+    """Return the letters of the files that a path or URI names: of one file, or of all below a folder.
 
+    ``*`` in its last part stands for any name.
     Blocking. Raises OperatorError for files that are not there, cannot be read, or hold letters of another pipeline.
     """
     try:

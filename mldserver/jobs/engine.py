@@ -1,6 +1,6 @@
 """What the coordinator asks of an engine: the thing that computes windows.
 
-``client.py`` runs Spark in a child process; ``mldserver.testing`` has a small engine for tests.
+``spark/client.py`` runs Spark in a child process; ``mldserver.testing`` has a small engine for tests.
 """
 
 from __future__ import annotations

@@ -281,8 +281,9 @@ class Driver:
         directory = start.python_path[0] if start.python_path else None
         user_code.guard_executors(connect=session.connect)
         pipeline = pipeline_of(load(start.handler, directory=directory).target if start.handler else None)
-        for warning in user_code.equip(session, start) if pipeline.on_window is not None else ():
-            self.send(wire.Log("warning", warning))
+        if pipeline.on_window is not None:
+            for warning in user_code.equip(session, start):
+                self.send(wire.Log("warning", warning))
         warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)

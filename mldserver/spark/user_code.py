@@ -84,14 +84,14 @@ if not any(type(finder).__name__ == "ImportGuard" for finder in sys.meta_path):
 """
 """A Python worker runs many tasks; only the first has to compile the guard."""
 
-_SESSIONS: Final = Path(spark_at_import.__file__).read_text("utf-8")
+_AT_IMPORT: Final = Path(spark_at_import.__file__).read_text("utf-8")
 
 
 class _Ahead:
     """Pickled, it is the code that guards imports where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (_GUARD, {"source": _SESSIONS, "__name__": "mldserver_guard"})
+        return exec, (_GUARD, {"source": _AT_IMPORT, "__name__": "mldserver_guard"})
 
 
 @dataclass(frozen=True, slots=True)
