@@ -1,7 +1,7 @@
 """Departures and mean delay per carrier and hour.
 
 Shows the usual shape: JSON records become rows, windows are cut on a column of the rows, and Spark sums each window up
-once. The input is one JSON object a record, as in ``handlers/data/flights-2013-01.jsonl.gz``.
+once. The input is one JSON object a record, as in ``handlers/data/flights-2013-01.jsonl.xz``.
 """
 
 from pyspark.sql import DataFrame

@@ -55,7 +55,7 @@ def check(
     handler
         Dotted path of the handler: `package.module` or `package.module:Name`.
     input
-        Records to run through it, one a line, as for `sim`; .gz is unpacked.
+        Records to run through it, one a line, as for `sim`; .gz and .xz are unpacked.
     limit
         Run this many of them at most.
     allow_dead_letters

@@ -50,7 +50,8 @@ def sim(
     /,
     *,
     input: Annotated[  # noqa: A002  # the option's name
-        Path | None, Parameter(help="One record a line; .gz is unpacked. [default: the bundled departures]")
+        Path | None,
+        Parameter(help="One record a line; .gz and .xz are unpacked. [default: the bundled departures]"),
     ] = None,
     limit: Annotated[
         int | None, Parameter(help="Play this many lines at most.", validator=Number(gte=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
+import lzma
 import os
 import tempfile
 import zlib
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import Engine
     from mldserver.records import DeadLetter
 
-DEPARTURES: Final = "flights-2013-01.jsonl.gz"
+DEPARTURES: Final = "flights-2013-01.jsonl.xz"
 """The bundled input: 27,004 departures from New York's airports in January 2013."""
 
 _LOG: Final = "_server.log"
@@ -53,7 +54,7 @@ _OUTWARD: Final = frozenset(
 
 
 def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
-    """Return the lines of a file (gzip by its suffix), blank ones left out; without a path the bundled departures.
+    """Return the lines of a file (gzip or xz by its suffix), blank ones left out; without a path the bundled departures.
 
     Raises ConfigError when the file cannot be read or holds no line.
     """
@@ -68,9 +69,8 @@ def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
         path = Path(spec.origin).parent / "data" / DEPARTURES
     try:
         data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
+        data = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix, bytes)(data)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", advice="Check its path and rights.") from error
     lines = list(itertools.islice((line for line in data.splitlines() if line.strip()), limit))
     if not lines:

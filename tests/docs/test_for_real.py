@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
+import lzma
 import os
 import shlex
 import subprocess
@@ -18,7 +18,7 @@ from support.spark_classes import spark_cache
 if TYPE_CHECKING:
     from pathlib import Path
 
-FLIGHTS = ROOT / "handlers" / "data" / "flights-2013-01.jsonl.gz"
+FLIGHTS = ROOT / "handlers" / "data" / "flights-2013-01.jsonl.xz"
 
 
 def example(page: str, language: str, word: str) -> str:
@@ -31,7 +31,7 @@ def example(page: str, language: str, word: str) -> str:
 @pytest.mark.slow
 def test_the_readmes_handler_is_checked_and_played_by_the_readmes_commands(tmp_path: Path) -> None:
     (tmp_path / "departures.py").write_text(example("README.md", "python", "process_record"))
-    with gzip.open(FLIGHTS) as lines:
+    with lzma.open(FLIGHTS) as lines:
         (tmp_path / "events.jsonl").write_bytes(b"".join(next(lines) for _ in range(120)))
     said, cache = [], str(spark_cache(tmp_path).parent)
     for line in example("README.md", "sh", "mldserver check").splitlines():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,10 +30,11 @@ def test_without_a_file_the_bundled_departures_are_read() -> None:
     assert json.loads(lines[0])["carrier"] == "UA"
 
 
-def test_blank_lines_do_not_count_and_gzip_is_unpacked(tmp_path: Path) -> None:
+def test_blank_lines_do_not_count_and_what_is_packed_is_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"1\n\n2\r\n  \n3")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"1\n2\n3\n"))
-    for name in ("a.jsonl", "a.jsonl.gz"):
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(b"1\n2\n3\n"))
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.xz"):
         assert read_lines(tmp_path / name) == [b"1", b"2", b"3"]
         assert read_lines(tmp_path / name, limit=2) == [b"1", b"2"]
 
@@ -41,9 +43,21 @@ DAMAGED = gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20
 """A whole header, and then nothing that could be deflated."""
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no gzip", DAMAGED, gzip.compress(b"cut off", mtime=0)[:-3]])
-def test_input_that_cannot_be_used_is_the_operators_error(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / ("x.gz" if content else "x")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("x", None), ("x", b""), ("x.gz", b"no gzip"), ("x.gz", DAMAGED)),
+        *(
+            ("x.gz", gzip.compress(b"cut off", mtime=0)[:-3]),
+            ("x.xz", b"no xz"),
+            ("x.xz", lzma.compress(b"1")[:-3]),
+        ),
+    ],
+)
+def test_input_that_cannot_be_used_is_the_operators_error(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=str(path)):
