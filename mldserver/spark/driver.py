@@ -197,7 +197,7 @@ class Jobs:
                     self.send(wire.Progress(job.run.id, *progress))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # what it was started with holds secrets
 class Driver:
     """One driver's life: Start, jobs, Stop."""
 
