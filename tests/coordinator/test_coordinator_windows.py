@@ -171,6 +171,23 @@ async def test_a_watermark_that_rows_wait_for_too_long_is_said_to_be_stuck_until
     assert named(logged, "watermark.held")[0]["held_by"] == "hung"
 
 
+async def test_a_watermark_is_stuck_too_where_shards_wait_for_disk_though_no_window_is_due(
+    tmp_path: Path,
+) -> None:
+    rules = replace(RULES, segment_disk_bytes=1, flush_bytes=1)
+    pipeline = Pipeline(tmp_path, spec=Tumbling(3_600_000), rules=rules)
+    async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
+        hung, there = await pipeline.open("hung"), await pipeline.open("there")
+        began_ms = pipeline.clock.now_ms()
+        given = [group.create_task(pipeline.give(hung, [(1, began_ms)]))]
+        await pipeline.cycle()
+        hung.began()  # and its handler hangs
+        given += [group.create_task(pipeline.give(there, [(1, began_ms + 9000)]))]
+        await pipeline.clock.advance((rules.missing_limit_ms + rules.idle_time_ms) / 1000 + 10)
+        assert (coordinator.status().held_by, coordinator.status().stuck) == ("hung", True)
+        await asyncio.gather(hung.finish(), there.finish())
+
+
 async def test_a_stream_that_is_idle_is_never_stuck_and_neither_is_one_whose_windows_are_not_due(
     tmp_path: Path,
 ) -> None:

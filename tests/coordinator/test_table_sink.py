@@ -28,8 +28,10 @@ class Failing(TableEngine):
     def __init__(self, table: Path, errors: list[Exception]) -> None:
         super().__init__(table)
         self.errors = errors
+        self.asked: list[str] = []
 
     async def publish(self, job: PublishJob) -> None:
+        self.asked.append(job.window.id)
         if self.errors:
             raise self.errors.pop()
         await super().publish(job)
@@ -98,6 +100,24 @@ async def test_a_table_that_fails_is_written_again_and_the_window_is_neither_com
         assert (pipeline.runner.set_aside, pipeline.staged()) == (0, [])
     assert named(logged, "window.set_aside") == []
     assert len(named(logged, "window.halted")) == 1
+
+
+async def test_an_output_that_was_published_by_another_and_deleted_is_not_asked_for_again(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = Tables(tmp_path, [WindowFailed("no quota")])
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 10_000)])
+        await pipeline.cycle()
+        assert pipeline.state().windows[W[0]].state is WindowState.COMMITTED
+        for file in pipeline.staged():
+            file.unlink()
+        await pipeline.ledger.published({W[0]: 1}, retain=False)
+        await pipeline.clock.advance(200)
+        assert pipeline.runner is not None
+        assert (pipeline.engine.asked.count(W[0]), pipeline.runner.unfinished) == (1, {})
+    assert len(named(logged, "window.failed")) == 2
 
 
 async def test_an_engine_that_was_given_no_table_says_so(

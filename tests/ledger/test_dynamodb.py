@@ -21,6 +21,7 @@ from tests.ledger.samples import letter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mldserver.ledger.book import Draft
     from mldserver.ledger.dynamodb import DynamoLedger
     from mldserver.records import DeadLetter
     from tests.ledger.conftest import HandClock
@@ -300,6 +301,25 @@ async def test_a_ledger_that_loses_every_race_says_so(ledger_on: Factory, dynamo
     with pytest.raises(LedgerError, match="faster 40 times"):
         await ledger.register(flush("a", 1))
     assert (await ledger.register(flush("a", 1))).registered
+
+
+async def test_who_loses_a_race_decides_anew_on_what_the_other_has_written(
+    ledger_on: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, other = await start(ledger_on(), "a"), await start(ledger_on("two"))
+    append, races = ledger._journal.append, 0
+
+    async def outrun(draft: Draft) -> bool:
+        nonlocal races
+        races += 1
+        if races == 1:
+            await other.open_shard("b")
+        return await append(draft)
+
+    monkeypatch.setattr(ledger._journal, "append", outrun)
+    assert (await ledger.register(flush("a", 1))).registered
+    assert races == 2
+    assert (await other.peek()).shards.keys() == {"a", "b"}
 
 
 async def test_letters_are_packed_once_however_many_races_their_transaction_loses(
