@@ -217,9 +217,8 @@ class FlowSettings:
 
     flush_interval_ms: int = setting(ms(), 5_000)
     """Rows become durable at least this often."""
-    # What is not durable when a window's last row comes delays the window: 16 MiB take some 70 ms on a slow core.
-    flush_bytes: int = rare(kinds.size(), 16 * MIB)
-    """Rows become durable at once beyond this size."""
+    flush_bytes: int = rare(kinds.size(), 64 * MIB)
+    """Rows become durable at once beyond this size; beyond a quarter of it in a window's first few flushes."""
     buffer_bytes: int = rare(kinds.size(), 512 * MIB)
     """Rows in memory at most; shards that are ahead wait."""
     segment_disk_bytes: int = setting(kinds.size(), 50 * GIB)

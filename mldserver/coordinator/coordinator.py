@@ -25,7 +25,7 @@ from mldserver.base.backoff import backoff
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention, recover, take_over
-from mldserver.coordinator.core.flush import Buffer
+from mldserver.coordinator.core.flush import Buffer, flush_at
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
@@ -223,6 +223,7 @@ class Coordinator:
         waiting |= windows is not None and windows.overdue(self.clock.now_ms())
         self._reports.note(view, now_ms, waiting=waiting)
         await self._cut(view)
+        self.shards.flush_at = flush_at(self.rules.flush_bytes, self._flusher.uncut)
         await self._flusher.join_small()
         freed, shards, more = await self._retention.step(pressure.segment_bytes)
         pressure.segment_bytes -= freed

@@ -109,6 +109,8 @@ class Flusher:
     flushes: int = field(init=False, default=0)
     segments: int = field(init=False, default=0)
     """Files that were registered, and what they took."""
+    uncut: int = field(init=False, default=0)
+    """Files that were registered since windows were cut."""
     segment_bytes: int = field(init=False, default=0)
     latest_letters: deque[DeadLetter] = field(init=False, default_factory=lambda: deque(maxlen=20))
     late_by_window: dict[str, int] = field(init=False, default_factory=dict)
@@ -335,6 +337,7 @@ class Flusher:
         self.rows_durable += planned.rows
         self.flushes += 1
         self.segments += len(segments)
+        self.uncut += len(segments)
         self.segment_bytes += sum(segment.bytes for segment in segments)
         self.dead_letters += len(planned.dead_letters)
         self.latest_letters.extend(planned.dead_letters)
@@ -392,6 +395,7 @@ class Flusher:
         kill_point("revision.cutting" if due else "window.cutting")
         entries = await self.ledger.cut((*closable, *due))
         kill_point("revision.cut" if due else "window.cut")
+        self.uncut = 0
         self.open_windows.cut(closable)
         self.cut_windows.cut((*closable, *(entry.window_id for entry in entries)))
         for entry in entries:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.core.flush import BufferedBatch, buffered, last_effective_ms
+from mldserver.coordinator.core.flush import BufferedBatch, buffered, flush_at, last_effective_ms
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import GapRefused
@@ -65,6 +65,11 @@ class Shards:
     state: LedgerState = field(init=False, default_factory=LedgerState)
     """As the latest cycle found it."""
     rows_accepted: int = field(init=False, default=0)
+    flush_at: int = field(init=False)
+    """Bytes of rows in memory from which on a cycle follows at once."""
+
+    def __post_init__(self) -> None:
+        self.flush_at = flush_at(self.rules.flush_bytes, 0)
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
@@ -228,7 +233,7 @@ class ShardSession:
             arrival_ms=effective_ms,
             received_ms=received_ms,
         )
-        if shards.buffer.bytes >= shards.rules.flush_bytes:
+        if shards.buffer.bytes >= shards.flush_at:
             shards.soon()
         if shards.backpressure.is_held(self):
             return False

@@ -66,6 +66,22 @@ async def test_many_rows_are_flushed_before_the_interval_is_over(tmp_path: Path)
         assert session.checkpoint_due() == S(1)
 
 
+async def test_the_more_segments_a_window_has_the_more_rows_are_flushed_at_once(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, flush_bytes=400))
+    async with pipeline.life():
+        shards = pipeline.coordinator.shards
+        session = await pipeline.open("a")
+        assert shards.flush_at == 100
+        for number in range(1, 9):
+            await pipeline.give(session, [(number, 1000)])
+            await pipeline.cycle()
+        assert shards.flush_at == 200
+        await pipeline.give(session, [(9, 12_000)])
+        await pipeline.cycle()
+        assert pipeline.published() == {W[0]: [1, 2, 3, 4, 5, 6, 7, 8]}
+        assert shards.flush_at == 100
+
+
 async def test_what_is_delivered_again_with_other_borders_is_dropped(pipeline: Pipeline) -> None:
     async with pipeline.life():
         session = await pipeline.open("a")

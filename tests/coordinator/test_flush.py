@@ -16,6 +16,7 @@ from mldserver.coordinator.core.flush import (
     BufferedBatch,
     FlushPlan,
     buffered,
+    flush_at,
     plan,
 )
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
@@ -323,3 +324,8 @@ def test_a_plan_loses_no_row_and_keeps_the_total_order(
             assert all(file.key.start_ms <= ms < file.key.end_ms for ms, _ in inside)
         else:
             assert len(inside) <= spec.max_rows
+
+
+def test_a_windows_first_segments_are_written_soonest() -> None:
+    assert [flush_at(64, segments) for segments in (0, 7, 8, 16, 24, 1000)] == [16, 16, 32, 48, 64, 64]
+    assert [flush_at(most, 0) for most in (1, 3, 7)] == [1, 1, 1]
