@@ -66,7 +66,9 @@ async def test_many_rows_are_flushed_before_the_interval_is_over(tmp_path: Path)
         assert session.checkpoint_due() == S(1)
 
 
-async def test_the_more_segments_a_window_has_the_more_rows_are_flushed_at_once(tmp_path: Path) -> None:
+async def test_the_more_segments_a_window_has_the_more_rows_are_flushed_at_once_until_its_end_is_near(
+    tmp_path: Path,
+) -> None:
     pipeline = Pipeline(tmp_path, rules=replace(RULES, flush_bytes=400))
     async with pipeline.life():
         shards = pipeline.coordinator.shards
@@ -76,9 +78,12 @@ async def test_the_more_segments_a_window_has_the_more_rows_are_flushed_at_once(
             await pipeline.give(session, [(number, 1000)])
             await pipeline.cycle()
         assert shards.flush_at == 200
-        await pipeline.give(session, [(9, 12_000)])
+        await pipeline.give(session, [(9, 9500)])
         await pipeline.cycle()
-        assert pipeline.published() == {W[0]: [1, 2, 3, 4, 5, 6, 7, 8]}
+        assert shards.flush_at == 100
+        await pipeline.give(session, [(10, 12_000)])
+        await pipeline.cycle()
+        assert pipeline.published() == {W[0]: [1, 2, 3, 4, 5, 6, 7, 8, 9]}
         assert shards.flush_at == 100
 
 

@@ -276,14 +276,16 @@ def test_dead_letters_are_stored_in_the_order_of_their_batches() -> None:
     assert planned(*batches).dead_letters == tuple(letters)
 
 
-@pytest.mark.parametrize(("halved", "files"), [(HALVED_BYTES, [4, 1]), (100, [2, 2, 1]), (1, [2, 2, 1])])
-def test_rows_of_one_window_that_are_many_bytes_are_two_files(halved: int, files: list[int]) -> None:
-    batches = [take("a", [(1, 10), (2, 30), (3, 1500)]), take("b", [(1, 20), (2, 40)])]
+@pytest.mark.parametrize(("halved", "files"), [(HALVED_BYTES, [4, 2]), (100, [2, 2, 2]), (1, [2, 2, 2])])
+def test_many_bytes_for_a_window_are_two_files_once_a_later_one_has_rows(
+    halved: int, files: list[int]
+) -> None:
+    batches = [take("a", [(1, 10), (2, 30), (3, 1500), (4, 1600)]), take("b", [(1, 20), (2, 40)])]
     with patch("mldserver.coordinator.core.flush.HALVED_BYTES", halved):
         flush = planned(*batches)
     assert [len(file) for file in flush.files] == [len(file.rows) for file in flush.files] == files
     times = [ms for file in flush.files for ms in file.rows["_time"].to_pylist()]
-    assert times == [10, 20, 30, 40, 1500]
+    assert times == [10, 20, 30, 40, 1500, 1600]
 
 
 @given(

@@ -180,7 +180,7 @@ async def test_two_files_of_a_window_are_written_together_or_not_at_all(
 ) -> None:
     monkeypatch.setattr("mldserver.coordinator.core.flush.HALVED_BYTES", 1)
     shard = await writing.ledger.open_shard("a")
-    batch = writing.batch(shard, (1, 1000), (2, 1001), (3, 1002))
+    batch = writing.batch(shard, (1, 1000), (2, 1001), (3, 1002), (4, 10_000))
 
     def full(name: str, after: bool) -> None:
         if name == "write" and after and writing.faults.calls.count("write") == 2:

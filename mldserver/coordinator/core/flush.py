@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _NO_TIMES = np.empty(0, np.int64)
 
-HALVED_BYTES = 32 * 1024 * 1024
-"""From here on a window's rows of one flush are two files, which two threads gather and write. Four would be another third
-of processor time, and no sooner on two cores."""
+HALVED_BYTES = 8 * 1024 * 1024
+"""From here on what a flush adds to a window that has an end in sight is two files, which two threads gather and write:
+the window waits for them. Nobody waits for the others, and each file costs the window's job some milliseconds."""
 
 
 class Ahead(msgspec.Struct, frozen=True):
@@ -295,10 +295,13 @@ class Buffer:
 
 
 def flush_at(most_bytes: int, segments: int) -> int:
-    """Return how many bytes of rows are flushed at once. ``segments``: how many were written since the last cut.
+    """Return how many bytes of rows are flushed at once.
+
+    ``segments``: how many were written since the last cut; 0 too where the next one is near.
 
     What is not durable when a window's last row comes delays the window, 16 MiB by some 70 ms on a slow core; and so does
-    each segment that its job opens, by 2 to 5 ms. A quarter of the most is best for a million rows, all of it for ten.
+    each segment that its job opens, by 2 to 5 ms. A quarter of the most is best for a million rows, and for the last ones
+    of ten; all of it for the others.
     """
     return min(most_bytes, max(1, most_bytes // 4) * (1 + segments // 8))
 
@@ -362,7 +365,8 @@ def _split(
     row_bytes = sum(size for _, _, size in runs) / max(len(table), 1)
     files = []
     for i, key in enumerate(assignment.keys):
-        parts = 2 if counts[i] > 1 and counts[i] * row_bytes >= HALVED_BYTES else 1
+        closing = i + 1 < len(assignment.keys)  # rows of a later window have come
+        parts = 2 if closing and counts[i] > 1 and counts[i] * row_bytes >= HALVED_BYTES else 1
         borders = np.linspace(starts[i], starts[i + 1], parts + 1).astype(int).tolist()
         for first, behind in itertools.pairwise(borders):
             own = table.slice(first, behind - first) if order is None else table

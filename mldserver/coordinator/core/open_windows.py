@@ -127,6 +127,14 @@ class OpenWindows:
         ends = (key.end_ms for key in self._open.values() if key.end_ms is not None)
         return min(ends, default=wall_ms) + self.spec.lateness_ms < wall_ms
 
+    def ending(self, watermark_ms: int | None) -> bool:
+        """Whether a window closes when the watermark goes on by a sixteenth of its length."""
+        if watermark_ms is None or not isinstance(self.spec, Tumbling):
+            return False
+        reached = watermark_ms - self.spec.lateness_ms
+        now, soon = tumbling_starts(np.array([reached, reached + self.spec.size_ms // 16]), self.spec)
+        return bool(now != soon)
+
     def closable(
         self, *, watermark_ms: int | None, now_ms: int, wall_ms: int, close_all: bool = False
     ) -> tuple[str, ...]:
