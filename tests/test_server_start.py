@@ -344,4 +344,4 @@ def test_a_server_inside_somebodys_thread_lives_and_ends_without_signals(
         return await living
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(run, life()).result(60) == EXIT_CLEAN
+        assert thread.submit(run, life()).result(800) == EXIT_CLEAN
