@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _NO_TIMES = np.empty(0, np.int64)
 
 HALVED_BYTES = 8 * 1024 * 1024
-"""From here on what a flush adds to a window that has an end in sight is two files, which two threads gather and write:
-the window waits for them. Nobody waits for the others, and each file costs the window's job some milliseconds."""
+"""From here on what a flush adds to a window is two files, gathered and written by two threads, if a later window has rows:
+then the window's end waits for them. Nobody waits for others, and each file costs the window's job some milliseconds."""
 
 
 class Ahead(msgspec.Struct, frozen=True):
