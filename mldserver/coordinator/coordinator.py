@@ -223,8 +223,8 @@ class Coordinator:
         waiting |= windows is not None and windows.overdue(self.clock.now_ms())
         self._reports.note(view, now_ms, waiting=waiting)
         await self._cut(view)
-        ending = windows is not None and windows.ending(view.watermark_ms)
-        self.shards.flush_at = flush_at(self.rules.flush_bytes, 0 if ending else self._flusher.uncut)
+        passed = 0.0 if windows is None else windows.passed(view.watermark_ms)
+        self.shards.flush_at = flush_at(self.rules.flush_bytes, self._flusher.uncut_bytes, passed)
         await self._flusher.join_small()
         freed, shards, more = await self._retention.step(pressure.segment_bytes)
         pressure.segment_bytes -= freed

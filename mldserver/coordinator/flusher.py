@@ -109,8 +109,8 @@ class Flusher:
     flushes: int = field(init=False, default=0)
     segments: int = field(init=False, default=0)
     """Files that were registered, and what they took."""
-    uncut: int = field(init=False, default=0)
-    """Files that were registered since windows were cut."""
+    uncut_bytes: int = field(init=False, default=0)
+    """What batches had in memory that were registered since windows were cut."""
     segment_bytes: int = field(init=False, default=0)
     latest_letters: deque[DeadLetter] = field(init=False, default_factory=lambda: deque(maxlen=20))
     late_by_window: dict[str, int] = field(init=False, default_factory=dict)
@@ -150,6 +150,8 @@ class Flusher:
             if entry.state is WindowState.OPEN:
                 self.open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
             else:
+                if entry.window_id in self.open_windows:
+                    self.uncut_bytes = 0  # another server has cut it
                 self.open_windows.cut([entry.window_id])
         self.cut_windows.learn(state, self.clock.steady_ms())
 
@@ -193,6 +195,7 @@ class Flusher:
         kill_point("flush.registered")
         late_rows = self.rows_late
         self._registered(planned, segments, own)
+        self.uncut_bytes += sum(batch.bytes for batch in live)
         log.debug(
             "flush.done",
             rows=planned.rows,
@@ -337,7 +340,6 @@ class Flusher:
         self.rows_durable += planned.rows
         self.flushes += 1
         self.segments += len(segments)
-        self.uncut += len(segments)
         self.segment_bytes += sum(segment.bytes for segment in segments)
         self.dead_letters += len(planned.dead_letters)
         self.latest_letters.extend(planned.dead_letters)
@@ -395,7 +397,7 @@ class Flusher:
         kill_point("revision.cutting" if due else "window.cutting")
         entries = await self.ledger.cut((*closable, *due))
         kill_point("revision.cut" if due else "window.cut")
-        self.uncut = 0
+        self.uncut_bytes = 0
         self.open_windows.cut(closable)
         self.cut_windows.cut((*closable, *(entry.window_id for entry in entries)))
         for entry in entries:

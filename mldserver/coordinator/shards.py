@@ -69,7 +69,7 @@ class Shards:
     """Bytes of rows in memory from which on a cycle follows at once."""
 
     def __post_init__(self) -> None:
-        self.flush_at = flush_at(self.rules.flush_bytes, 0)
+        self.flush_at = flush_at(self.rules.flush_bytes, 0, 0.0)
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
@@ -233,7 +233,7 @@ class ShardSession:
             arrival_ms=effective_ms,
             received_ms=received_ms,
         )
-        if shards.buffer.bytes >= shards.flush_at:
+        if shards.buffer.new_bytes >= shards.flush_at:
             shards.soon()
         if shards.backpressure.is_held(self):
             return False

@@ -65,24 +65,27 @@ steps = st.lists(
 
 @given(steps)
 def test_it_behaves_as_a_list_does(script: list[tuple[str, str, int]]) -> None:
-    buffer, model = Buffer(), []
+    buffer, model, new = Buffer(), [], []
     seen, seen_model = buffer.snapshot(), []
     for step, shard, size in script:
         if step == "add":
             each = batch(shard, size)
             buffer.add(each)
             model.append(each)
+            new.append(each)
         elif step == "drop":
             gone = [each for each in model if each.shard_id == shard]
             assert buffer.drop_shard(shard) == len(gone)
             model = [each for each in model if each.shard_id != shard]
         elif step == "look":
-            seen, seen_model = buffer.snapshot(), list(model)
+            seen, seen_model, new = buffer.snapshot(), list(model), []
+            assert [id(each) for each in seen.values()] == [id(each) for each in model]
         else:
             buffer.remove(seen)
             model = [each for each in model if not any(each is old for old in seen_model)]
-        assert [id(each) for each in buffer.snapshot().values()] == [id(each) for each in model]
-        assert (len(buffer), buffer.bytes) == (len(model), sum(each.bytes for each in model))
+        left = [each for each in new if any(each is kept for kept in model)]
+        sums = [sum(each.bytes for each in some) for some in (model, left)]
+        assert (len(buffer), buffer.bytes, buffer.new_bytes) == (len(model), *sums)
 
 
 def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_shards_end() -> None:

@@ -66,25 +66,44 @@ async def test_many_rows_are_flushed_before_the_interval_is_over(tmp_path: Path)
         assert session.checkpoint_due() == S(1)
 
 
-async def test_the_more_segments_a_window_has_the_more_rows_are_flushed_at_once_until_its_end_is_near(
-    tmp_path: Path,
-) -> None:
-    pipeline = Pipeline(tmp_path, rules=replace(RULES, flush_bytes=400))
+async def test_the_nearer_a_windows_end_the_fewer_rows_are_flushed_at_once(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, flush_bytes=4000))
     async with pipeline.life():
         shards = pipeline.coordinator.shards
         session = await pipeline.open("a")
-        assert shards.flush_at == 100
-        for number in range(1, 9):
-            await pipeline.give(session, [(number, 1000)])
+        least: list[int] = []
+        for number, second in enumerate((1, 5, 9), 1):
+            await pipeline.give(session, [(number, second * 1000)])
             await pipeline.cycle()
-        assert shards.flush_at == 200
-        await pipeline.give(session, [(9, 9500)])
+            least.append(shards.flush_at)
+        written = pipeline.coordinator._flusher.uncut_bytes  # what it goes by
+        assert least[2] == max(250, int(written / 18))
+        assert least == sorted(least, reverse=True)
+        await pipeline.give(session, [(4, 12_000)])
         await pipeline.cycle()
-        assert shards.flush_at == 100
-        await pipeline.give(session, [(10, 12_000)])
+        assert pipeline.published() == {W[0]: [1, 2, 3]}
+        assert shards.flush_at == 1000, "nothing of the next window is known"
+
+
+async def test_rows_that_a_flush_is_writing_do_not_ask_for_the_next(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, flush_bytes=400))
+    async with pipeline.life() as coordinator:
+        session = await pipeline.open("a")
+        given: list[asyncio.Task[None]] = []
+
+        def give_more(name: str, after: bool) -> None:
+            if name == "write" and not given:
+                more = pipeline.give(session, [(9, 1000)])
+                given.append(asyncio.get_running_loop().create_task(more))
+
+        pipeline.faults.hook = give_more
+        await pipeline.give(session, [(number, 1000) for number in range(1, 9)])
+        assert coordinator.buffer.bytes >= coordinator.shards.flush_at
+        await pipeline.clock.advance(0)
+        assert given[0].done()
+        assert session.checkpoint_due() == S(8), "the ninth waits for the interval"
         await pipeline.cycle()
-        assert pipeline.published() == {W[0]: [1, 2, 3, 4, 5, 6, 7, 8, 9]}
-        assert shards.flush_at == 100
+        assert session.checkpoint_due() == S(9)
 
 
 async def test_what_is_delivered_again_with_other_borders_is_dropped(pipeline: Pipeline) -> None:

@@ -328,6 +328,32 @@ def test_a_plan_loses_no_row_and_keeps_the_total_order(
             assert len(inside) <= spec.max_rows
 
 
-def test_a_windows_first_segments_are_written_soonest() -> None:
-    assert [flush_at(64, segments) for segments in (0, 7, 8, 16, 24, 1000)] == [16, 16, 32, 48, 64, 64]
-    assert [flush_at(most, 0) for most in (1, 3, 7)] == [1, 1, 1]
+def test_half_of_what_a_window_is_still_to_get_is_flushed_at_once() -> None:
+    assert flush_at(640, 1000, 0.5) == 500
+    assert flush_at(640, 1500, 0.75) == 250
+    assert flush_at(640, 1000, 0.25) == 640, "the most"
+    assert flush_at(640, 1_000_000, 0.9999) == 50
+    assert flush_at(640, 1_000_000, 0.99999) == 40, "the least"
+
+
+def test_what_a_window_gets_is_not_known_before_something_of_it_is_flushed_or_where_no_time_closes_it() -> (
+    None
+):
+    assert [flush_at(640, 0, passed) for passed in (0.0, 0.5)] == [160, 160]
+    assert flush_at(640, 1000, 0.0) == 640
+    assert [flush_at(most, written, 0.5) for most in (1, 3) for written in (0, 1)] == [1, 1, 1, 1]
+
+
+@given(st.floats(0.5, 60), st.floats(0.01, 0.2), st.sampled_from([0.0, 0.002, 0.01]))
+def test_a_windows_last_rows_are_few_however_many_it_has(rows: float, batch: float, behind: float) -> None:
+    """``rows``: of the window, ``batch``: of a batch, both by what is flushed at most; ``behind``: the watermark."""
+    most, got, written, segments = 6400, 0.0, 0, 0
+    at = flush_at(most, 0, 0.0)
+    while got < rows:
+        got = min(rows, got + batch)
+        if (new := int(got * most) - written) >= at:
+            written, segments = written + new, segments + 1
+            at = flush_at(most, written, max(0.0, got / rows - behind))
+    left = rows - written / most
+    assert left <= max(0.25, 2 * behind * rows) + batch
+    assert segments <= rows + 9 + behind * rows / 0.0625

@@ -197,6 +197,25 @@ async def test_two_files_of_a_window_are_written_together_or_not_at_all(
     assert (written, [segment.rows for segment in segments]) == ([[1], [2, 3]], [1, 2])
 
 
+async def test_what_was_written_since_the_last_cut_is_counted_whichever_server_cuts(writing: Writing) -> None:
+    shard = await writing.ledger.open_shard("a")
+    batches = [
+        writing.batch(shard, (1, 1000)),
+        writing.batch(shard, (2, 11_000)),
+        writing.batch(shard, (3, 12_000)),
+    ]
+    await writing.flush(batches[:1], "interval")
+    assert writing.flusher.uncut_bytes == batches[0].bytes > 0
+    await writing.flusher.cut(10_000, close_all=False)
+    assert writing.flusher.uncut_bytes == 0
+    await writing.flush(batches[1:], "interval")
+    writing.flusher.learn(writing.registered())
+    assert writing.flusher.uncut_bytes == batches[1].bytes + batches[2].bytes
+    writing.ledger.store.cut([W[1]])
+    writing.flusher.learn(writing.registered())
+    assert writing.flusher.uncut_bytes == 0
+
+
 async def test_a_ledger_that_fails_changes_nothing_and_the_flush_can_be_repeated(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
     batch = writing.batch(shard, (1, 1000))

@@ -250,11 +250,11 @@ def test_a_window_closes_when_the_watermark_reaches_its_end_and_lateness() -> No
     assert windows.closable(watermark_ms=HOUR + 60_000, now_ms=0, wall_ms=0) == (key(0).id,)
 
 
-def test_a_window_is_ending_in_its_last_sixteenth_lateness_included() -> None:
+def test_the_share_of_a_window_that_has_passed_is_known_from_the_watermark_lateness_included() -> None:
     windows = OpenWindows(Tumbling(1600, lateness_ms=200))
-    told = [windows.ending(ms) for ms in (None, 99, 100, 199, 200, 1699, 1700, 1799, 1800)]
-    assert told == [False, False, True, True, False, False, True, True, False]
-    assert not OpenWindows(batches(max_rows=5, max_age=1)).ending(1799), "it closes by its rows or its age"
+    told = [windows.passed(ms) for ms in (None, -200, 100, 199, 200, 1000, 1799, 1800)]
+    assert told == [0.0, 0.75, 0.9375, 1599 / 1600, 0.0, 0.5, 1599 / 1600, 0.0]
+    assert not OpenWindows(batches(max_rows=5, max_age=1)).passed(1799), "it closes by its rows or its age"
 
 
 def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -> None:

@@ -205,8 +205,12 @@ class Buffer:
 
     bytes: int = field(init=False, default=0)
     """Bytes of all batches."""
+    new_bytes: int = field(init=False, default=0)
+    """Bytes of those that no cycle has seen."""
     _batches: dict[int, BufferedBatch] = field(init=False, default_factory=dict)
     _next: int = field(init=False, default=0)
+    _seen: int = field(init=False, default=0)
+    """The number from which on they are new."""
     _moves: dict[str, int] = field(init=False, default_factory=dict)
     """Of each shard whose latest batch only moves its position, and that no cycle has seen yet, its number."""
     # A cycle asks for every shard what of it is durable: each must find its own without a look at the others.
@@ -223,6 +227,7 @@ class Buffer:
         self._next += 1
         self._numbers.setdefault(batch.shard_id, {})[number] = None
         self.bytes += batch.bytes
+        self.new_bytes += batch.bytes
         return number
 
     def move(
@@ -257,6 +262,7 @@ class Buffer:
     def snapshot(self) -> dict[int, BufferedBatch]:
         """Return what is there now, by a number that stays."""
         self._moves.clear()
+        self._seen, self.new_bytes = self._next, 0
         return dict(self._batches)
 
     def remove(self, numbers: Iterable[int]) -> None:
@@ -266,6 +272,7 @@ class Buffer:
             if batch is None:
                 continue
             self.bytes -= batch.bytes
+            self.new_bytes -= batch.bytes if number >= self._seen else 0
             if self._moves.get(batch.shard_id) == number:
                 del self._moves[batch.shard_id]
             left = self._numbers[batch.shard_id]
@@ -294,16 +301,21 @@ class Buffer:
         )
 
 
-def flush_at(most_bytes: int, segments: int) -> int:
-    """Return how many bytes of rows are flushed at once.
+def flush_at(most_bytes: int, written_bytes: int, passed: float) -> int:
+    """Return how many bytes of rows are flushed at once: half of what the window is still to get.
 
-    ``segments``: how many were written since the last cut; 0 too where the next one is near.
+    ``written_bytes``: of rows that were flushed since the last cut; ``passed``: the share of the window's time by then, 0
+    where nobody knows.
 
     What is not durable when a window's last row comes delays the window, 16 MiB by some 70 ms on a slow core; and so does
-    each segment that its job opens, by 2 to 5 ms. A quarter of the most is best for a million rows, and for the last ones
-    of ten; all of it for the others.
+    each segment that its job opens, by 2 to 5 ms. So flushes are few and large, and ever smaller towards its end.
     """
-    return min(most_bytes, max(1, most_bytes // 4) * (1 + segments // 8))
+    if not written_bytes:
+        return max(1, most_bytes // 4)
+    if not passed:
+        return most_bytes
+    to_come = written_bytes / passed - written_bytes
+    return min(most_bytes, max(1, most_bytes // 16, int(to_come / 2)))
 
 
 def plan(

@@ -127,13 +127,11 @@ class OpenWindows:
         ends = (key.end_ms for key in self._open.values() if key.end_ms is not None)
         return min(ends, default=wall_ms) + self.spec.lateness_ms < wall_ms
 
-    def ending(self, watermark_ms: int | None) -> bool:
-        """Whether a window closes when the watermark goes on by a sixteenth of its length."""
+    def passed(self, watermark_ms: int | None) -> float:
+        """Return the share of a window that the watermark has passed; 0 where it closes none."""
         if watermark_ms is None or not isinstance(self.spec, Tumbling):
-            return False
-        reached = watermark_ms - self.spec.lateness_ms
-        now, soon = tumbling_starts(np.array([reached, reached + self.spec.size_ms // 16]), self.spec)
-        return bool(now != soon)
+            return 0.0
+        return (watermark_ms - self.spec.lateness_ms) % self.spec.size_ms / self.spec.size_ms
 
     def closable(
         self, *, watermark_ms: int | None, now_ms: int, wall_ms: int, close_all: bool = False
