@@ -86,6 +86,7 @@ def test_it_behaves_as_a_list_does(script: list[tuple[str, str, int]]) -> None:
         left = [each for each in new if any(each is kept for kept in model)]
         sums = [sum(each.bytes for each in some) for some in (model, left)]
         assert (len(buffer), buffer.bytes, buffer.new_bytes) == (len(model), *sums)
+    assert [id(each) for each in buffer.snapshot().values()] == [id(each) for each in model]
 
 
 def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_shards_end() -> None:
