@@ -218,7 +218,7 @@ class FlowSettings:
     flush_interval_ms: int = setting(ms(), 5_000)
     """Rows become durable at least this often."""
     flush_bytes: int = rare(kinds.size(), 64 * MIB)
-    """Rows become durable at once beyond this size; less of a window's first and last rows."""
+    """Rows become durable at once beyond this size; a window's first and last ones beyond a part of it."""
     buffer_bytes: int = rare(kinds.size(), 512 * MIB)
     """Rows in memory at most; shards that are ahead wait."""
     segment_disk_bytes: int = setting(kinds.size(), 50 * GIB)

@@ -110,7 +110,7 @@ class Flusher:
     segments: int = field(init=False, default=0)
     """Files that were registered, and what they took."""
     uncut_bytes: int = field(init=False, default=0)
-    """What batches had in memory that were registered since windows were cut."""
+    """Bytes in memory of the batches that were registered since windows were cut."""
     segment_bytes: int = field(init=False, default=0)
     latest_letters: deque[DeadLetter] = field(init=False, default_factory=lambda: deque(maxlen=20))
     late_by_window: dict[str, int] = field(init=False, default_factory=dict)

@@ -66,7 +66,7 @@ class Shards:
     """As the latest cycle found it."""
     rows_accepted: int = field(init=False, default=0)
     flush_at: int = field(init=False)
-    """Bytes of rows in memory from which on a cycle follows at once."""
+    """Bytes of rows that no cycle has seen, from which on the next one follows at once."""
 
     def __post_init__(self) -> None:
         self.flush_at = flush_at(self.rules.flush_bytes, 0, 0.0)

@@ -5,7 +5,7 @@ the default settings meanwhile. What the flushes have left in memory when the la
 measured; how much that is depends on when the last flush was, so each round begins at another place in the interval.
 So is everything after it: the flush, the cut, the job, the commit, the publication. Left out is the wait for the next
 flush, which is a setting (``flush_interval``). The job over the one file runs in the same place: when all but the last
-record have come. Right after another job it would be faster, for a JVM that has rested is slower by a tenth.
+record have come. A JVM that has rested is slower by a tenth: right after another job the floor would be too low.
 
 And the job alone, by the number of segments that its window has: an hour with the default flush interval has 720 for each
 server. One segment is the floor.
