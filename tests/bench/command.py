@@ -144,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=(*PARTS, MATRIX), help="this part; may be repeated"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
+    parser.add_argument("--warm-up", type=int, default=60, help="of these, jobs before the first round")
     parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
     parser.add_argument(
         "--segments", type=int, nargs="+", default=[1, 100, 1_000, 4_000], help="of one window"
@@ -200,7 +201,13 @@ def _windows(
 ) -> list[dict[str, Any]]:
     async def measure(engine: Engine) -> list[windows.Measured]:
         return await windows.measure(
-            engine, given.rows, rounds=given.rounds, pace=given.pace, folder=folder, progress=progress
+            engine,
+            given.rows,
+            rounds=given.rounds,
+            warm_up=given.warm_up,
+            pace=given.pace,
+            folder=folder,
+            progress=progress,
         )
 
     measured = asyncio.run(_with_engine(given, measure))
@@ -283,7 +290,7 @@ def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
             f"{each['job_seconds']:.3f}",
             f"{each['rows_per_second']:,.0f}",
             f"{each['floor_seconds']:.3f}",
-            f"{each['ratio']:.2f}",
+            f"{each['ratio']:.2f}" + ("" if each["error"] is None else f" ± {each['error']:.2f}"),
         )
     return table
 

@@ -1,8 +1,9 @@
-"""Medians of interleaved rounds: what slows the machine for a while slows all contenders, not one."""
+"""Interleaved rounds: what slows the machine for a while slows all contenders, not one. And what is made of them."""
 
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-__all__ = ["in_turn", "medians", "timed"]
+__all__ = ["against", "in_turn", "medians", "timed"]
 
 _K = TypeVar("_K", bound="Hashable")
 
@@ -23,6 +24,17 @@ def in_turn(names: Sequence[_K], rounds: int) -> list[_K]:
 def medians(seconds: Mapping[_K, Sequence[float]]) -> dict[_K, float]:
     """Return the median of each contender."""
     return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def against(seconds: Sequence[float], floor: Sequence[float]) -> tuple[float, float | None]:
+    """Return how many times the floor it takes on average, and the standard error of that; None for a single round."""
+    both = seconds, floor
+    means = [statistics.mean(each) for each in both]
+    ratio = means[0] / means[1]
+    if len(seconds) == 1:
+        return ratio, None
+    spreads = (statistics.stdev(each) / mean for each, mean in zip(both, means, strict=True))
+    return ratio, ratio * math.hypot(*spreads) / math.sqrt(len(seconds))
 
 
 def timed(contenders: Mapping[_K, Callable[[], object]], rounds: int) -> dict[_K, float]:

@@ -14,7 +14,7 @@ from bench.hot.lines import Shape
 from bench.hot.matrix_tables import matrix_tables
 from bench.hot.room import FILES, Room, open_files
 from bench.hot.runs import BARE, Effort, side_by_side
-from bench.rounds import in_turn, timed
+from bench.rounds import against, in_turn, timed
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ GIB: Final = 1 << 30
 
 def test_a_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = tmp_path / "told.json"
-    arguments = ["--only", "windows", "--rows", "10", "--rounds", "1", "--pace", "0", "--engine", "local"]
+    arguments = ["--only", "windows", "--rows", "10", "--rounds", "2", "--warm-up", "1", "--pace", "0"]
+    arguments += ["--engine", "local"]
     assert main([*arguments, "--folder", str(tmp_path), "--json", str(told)]) == 0
     assert [each["rows"] for each in json.loads(told.read_text())["windows"]] == [10]
     assert "(local)" in capsys.readouterr().out
@@ -38,6 +39,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "--rows",
         "10",
         "3000",
+        "--warm-up",
+        "1",
         "--per-row",
         "3000",
         "--seconds",
@@ -112,7 +115,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.slow
 def test_windows_are_measured_on_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = tmp_path / "told.json"
-    arguments = ["--only", "windows", "--rows", "500", "--rounds", "1", "--pace", "0"]
+    arguments = ["--only", "windows", "--rows", "500", "--rounds", "1", "--warm-up", "1", "--pace", "0"]
     assert main([*arguments, "--folder", str(tmp_path), "--json", str(told)]) == 0
     (measured,) = json.loads(told.read_text())["windows"]
     assert measured["rows"] == 500
@@ -193,3 +196,10 @@ def test_the_first_round_warms_up_and_does_not_count() -> None:
     calls: list[str] = []
     assert set(timed({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)) == {"a", "b"}
     assert calls == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_ratio_says_how_far_chance_alone_takes_it() -> None:
+    assert against([6.0], [4.0]) == (1.5, None)
+    assert against([6.0, 6.0], [4.0, 4.0]) == (1.5, 0.0)
+    # By hand: each deviates by sqrt(16 / 3) of 10, or as much of 5; both together sqrt(2) of that, and half for four rounds.
+    assert against([8.0, 12.0] * 2, [4.0, 6.0] * 2) == pytest.approx((2.0, 2 * (2 / 3) ** 0.5 / 5))

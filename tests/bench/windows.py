@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from bench.deliveries import HOUR_MS, SHARDS, START_MS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
-from bench.rounds import in_turn, medians
+from bench.rounds import against, in_turn, medians
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.open_windows import CoordinatorRules
@@ -48,8 +48,6 @@ __all__ = ["Measured", "measure", "measure_segments"]
 SPEC = Tumbling(HOUR_MS, on="scheduled")
 RULES = CoordinatorRules(on_arrival=False, settle_time_ms=0)
 ID = tumbling_id(START_MS)
-WARM_UP = 4
-"""Rounds; a driver's compiler is at work for some twenty jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,9 @@ class Measured:
     floor_seconds: float
     """The engine's for the same job over one file."""
     ratio: float
-    """How much longer it takes than the floor of the same round, which had the same share of the machine."""
+    """How many times the floor it takes, all rounds together."""
+    error: float | None
+    """The standard error of ``ratio``: on some machines one and the same job takes a third longer or shorter."""
 
     @property
     def rows_per_second(self) -> float:
@@ -85,7 +85,8 @@ class Bench:
         self._deliveries = deliveries(rows)
         self._attempts = 0
         folder.mkdir(parents=True)
-        self._file, self._out = folder / "ready.parquet", folder / "out"
+        self.file, self._out = folder / "ready.parquet", folder / "out"
+        """The window's rows, ready."""
         self._write_file([each for each in self._deliveries if each.outcome.outline.records])
 
     def _write_file(self, delivered: Sequence[Delivered]) -> None:
@@ -94,16 +95,16 @@ class Bench:
         end = pa.scalar((START_MS + HOUR_MS) * 1000, pa.timestamp("us", tz="UTC"))
         rows = rows.filter(pa.compute.less(rows["scheduled"], end)).sort_by("_time")
         rows = rows.append_column("_clock", pa.array(range(len(rows)), pa.int64()))
-        pq.write_table(rows, self._file, compression="zstd", compression_level=1)
+        pq.write_table(rows, self.file, compression="zstd", compression_level=1)
 
     async def floor(self, pace: int, phase: float) -> float:
         """Return the seconds that the engine takes for the one file, where ``pipeline`` would have it compute a window."""
         async with self._fed(pace, phase):
-            return await self.job([self._file])
+            return await self.job([self.file])
 
     def cut(self, segments: int) -> list[Path]:
         """Write the one file's rows as so many segments, as flushes do, and return what an attempt reads."""
-        rows, window = pq.read_table(self._file), f"segments-{segments}"
+        rows, window = pq.read_table(self.file), f"segments-{segments}"
         store, written = OutputStore(str(self._folder)), []
         for number in range(segments):
             first, last = (self.rows * place // segments for place in (number, number + 1))
@@ -199,18 +200,25 @@ async def measure(
     sizes: Sequence[int],
     *,
     rounds: int,
+    warm_up: int,
     pace: int,
     folder: Path,
     progress: Callable[[str], None],
 ) -> list[Measured]:
-    """Measure every size; pipeline and floor take turns on one engine."""
+    """Measure every size; pipeline and floor take turns on one engine.
+
+    ``warm_up``: jobs before the first round, which does not count. At first the JVM's compiler takes more of the
+    machine than the tasks do, and for a hundred jobs a share that differs from one to the next.
+    """
     found = []
     for rows in sizes:
         watch = Stopwatch(engine)
         bench = Bench(rows, folder / str(rows), watch)  # type: ignore[arg-type]  # it answers for the engine
         seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": []}
-        for number, contender in enumerate(in_turn(("pipeline", "floor"), WARM_UP + rounds)):
-            counts = number >= 2 * WARM_UP
+        for _ in range(warm_up):
+            await bench.job([bench.file])
+        for number, contender in enumerate(in_turn(("pipeline", "floor"), 1 + rounds)):
+            counts = number > 1
             phase = (number // 2 % rounds + 0.5) / rounds
             if contender == "floor":
                 took = await bench.floor(pace, phase)
@@ -222,10 +230,10 @@ async def measure(
                 seconds["job"] += [watch.seconds] * counts
             progress(f"{rows:>9,} rows, {contender}: {took:.3f} s{'' if counts else ' (warming up)'}")
         middle = medians(seconds)
-        ratio = statistics.median(
-            took / floor for took, floor in zip(seconds["all"], seconds["floor"], strict=True)
+        ratio, error = against(seconds["all"], seconds["floor"])
+        found.append(
+            Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"], ratio, error)
         )
-        found.append(Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"], ratio))
         shutil.rmtree(folder / str(rows))
     return found
 
