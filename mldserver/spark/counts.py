@@ -63,6 +63,25 @@ class Count:
         return 0 if ran and rows is None else rows
 
 
+def rows_read(spark: SparkSession) -> set[int]:
+    """Return how many rows the stages of this thread's job group have read: each of them, and all together.
+
+    Spark counts them batch by batch, for nothing. An ``Observation`` counts row by row, and a window's job takes twice as
+    long: what reads the rows is not compiled together with what comes next. Empty: nobody knows, as on Spark Connect.
+    """
+    with contextlib.suppress(Exception):  # no Python face yet: another Spark may answer otherwise
+        context: Any = spark.sparkContext
+        scala, tracker = context._jsc.sc(), context.statusTracker()  # noqa: SLF001  # see above
+        scala.listenerBus().waitUntilEmpty(_COUNT_SECONDS * 1000)
+        jobs = map(
+            tracker.getJobInfo, tracker.getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id"))
+        )
+        stages = {int(stage) for job in jobs for stage in job.stageIds}
+        read = [scala.statusStore().lastStageAttempt(stage).inputRecords() for stage in stages]
+        return {*read, sum(read)}
+    return set()
+
+
 def check_written(
     spark: SparkSession, written: int, outputs: Sequence[Output], staging: str, out: str = ""
 ) -> None:

@@ -26,7 +26,7 @@ from mldserver.spark.driver_messages import WARM_UP, lost_connection, message
 from mldserver.spark.session import is_local
 from mldserver.spark.sinks.sink import escaped
 from mldserver.spark.window_job import (
-    TASK_BYTES,
+    WRITTEN_BYTES,
     Pipeline,
     columns_ddl,
     run_windows,
@@ -98,9 +98,9 @@ def _job(start: Start, place: str, count: int) -> WindowJob:
     with ThreadPoolExecutor(_WRITERS) as pool:
         list(pool.map(lambda name: pq.write_table(row, f"{root}/{name}", filesystem=filesystem), names))
     paths = tuple(f"{place}/{name}" for name in names)
-    # As many bytes as give each of them a task.
+    # As few bytes as give each of them a task that writes it.
     window = Window("warm-up", None, None)
-    return WindowJob(window, 0, paths, f"{place}/out", count, count * TASK_BYTES, start.out)
+    return WindowJob(window, 0, paths, f"{place}/out", count, (count - 1) * WRITTEN_BYTES + 1, start.out)
 
 
 def _prove(session: Session, start: Start, place: str) -> None:

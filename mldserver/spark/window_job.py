@@ -30,7 +30,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.errors import HandlerInvalid
-from mldserver.spark.counts import Count, CountsDiffer, check_written, data_files, inspect_output
+from mldserver.spark.counts import Count, CountsDiffer, check_written, data_files, inspect_output, rows_read
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.sinks.sink import escaped
 from mldserver.windows import WINDOW_COLUMNS
@@ -48,8 +48,12 @@ META_DDL = (
 )
 """``META_COLUMNS`` of runtime/interface.py as Spark reads them."""
 
-TASK_BYTES = 8 * 1024 * 1024
-"""A task costs tens of milliseconds whatever it does: less than this is not worth one of its own."""
+READ_BYTES = 2 * 1024 * 1024
+"""A second task, and the shuffle that a group-by then needs, cost tens of milliseconds whatever they do: less than this is
+not worth a task of its own."""
+
+WRITTEN_BYTES = 8 * 1024 * 1024
+"""Less than this is not worth a file of its own to those who read the output."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -137,13 +141,13 @@ def pipeline_of(handler: Any) -> Pipeline:
     )
 
 
-def partitions(size: int, cores: int) -> int:
-    """Return how many partitions ``size`` bytes are read in and written as, at most.
+def partitions(size: int, cores: int, least: int) -> int:
+    """Return how many partitions ``size`` bytes are read in (``least``: READ_BYTES) or written as (WRITTEN_BYTES), at most.
 
     Small windows get one, so that a group-by needs no shuffle and the output is one file; larger ones as many as
     there are cores to share them; the largest so many for each core that none has more than 128 MiB.
     """
-    shared = max(1, min(cores, math.ceil(size / TASK_BYTES)))
+    shared = max(1, min(cores, math.ceil(size / least)))
     return shared * max(1, math.ceil(size / (shared * _FILE_BYTES)))
 
 
@@ -174,7 +178,7 @@ def packed(spark: SparkSession, jobs: Sequence[WindowJob], cores: int) -> Iterat
     By itself it may give two thirds of a few files to one of two cores. The settings are the session's: a window that
     runs at the same time may be shared out by them too, which costs time and nothing else.
     """
-    job, tasks = jobs[0], partitions(jobs[0].bytes, cores)
+    job, tasks = jobs[0], partitions(jobs[0].bytes, cores, READ_BYTES)
     if len(jobs) > 1 or tasks == 1 or not job.sizes:
         yield
         return
@@ -198,8 +202,8 @@ def columns_ddl(schema: str) -> str:
     return f"{schema}, {META_DDL}" if schema.strip() else META_DDL
 
 
-def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFrame:
-    """Return the window's rows. Schemas are given, so that no job is spent on looking into the files.
+def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFrame:
+    """Return the window's rows; in one partition for one task, else as ``packed`` has it. Schemas are given, so that no job is spent on looking into the files.
 
     Each segment is read by the schema that it was written under: Spark makes NULL of a column that it does not find, and
     of a number that it finds narrower an error.
@@ -210,9 +214,13 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
     def scan(ddl: str, paths: Iterable[str]) -> DataFrame:
         return spark.read.options(**options).schema(columns_ddl(ddl)).parquet(*map(escaped, paths))
 
-    tasks = partitions(job.bytes, cores)
+    def single(rows: DataFrame) -> DataFrame:
+        # Several are left as they are: what reads them would not be compiled together with the hook's first steps, and a
+        # large window take half as long again.
+        return rows.coalesce(1) if tasks == 1 else rows
+
     if not job.older:
-        return scan(schema, job.segments).coalesce(tasks)
+        return single(scan(schema, job.segments))
     of_old = {path for paths in job.older.values() for path in paths}
     written: list[tuple[str, Sequence[str]]] = list(job.older.items())
     if present := [path for path in job.segments if path not in of_old]:
@@ -226,7 +234,7 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
         held = [F.col(quoted[one.name]) if one.name in quoted else F.lit(None) for one in columns]
         cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
         parts.append(part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True))))
-    return _union(parts).coalesce(tasks)
+    return single(_union(parts))
 
 
 def _union(parts: Iterable[DataFrame]) -> DataFrame:
@@ -234,7 +242,7 @@ def _union(parts: Iterable[DataFrame]) -> DataFrame:
 
 
 class Attempt:
-    """One attempt at a window up to its result: its rows are read, counted on the way, and given to the hook."""
+    """One attempt at a window up to its result: its rows are read, and given to the hook."""
 
     def __init__(
         self,
@@ -242,35 +250,44 @@ class Attempt:
         schema: str,
         pipeline: Pipeline,
         job: WindowJob,
-        cores: int,
+        tasks: int,
         view: str | None = None,
     ) -> None:
-        """Call the hook. Raises what it raises, and CountsDiffer as ``check_read``.
+        """Call the hook. Raises what it raises, and CountsDiffer as ``count_read``.
 
         ``view``: what a view is called by which the result stays what it is now, where Spark Connect looks names up when a
         plan runs: a temporary view that the next call of the hook replaces would change what the last one returned.
         """
         self.job = job
-        self.rows = read(spark, schema, job, cores)
+        self.rows = read(spark, schema, job, tasks)
         self.count: Count | None = None
+        remote = type(self.rows).__module__.startswith("pyspark.sql.connect.")
         if pipeline.writes_for_itself:
             # First of all: what it writes elsewhere cannot be taken back.
-            check_read([self])
-            self.result = pipeline.apply(self.rows, job.window)
-        else:
+            count_read([self])
+        elif remote:
             self.count = Count(self.rows)
-            self.result = pipeline.apply(self.count.frame, job.window)
-        remote = type(self.result).__module__.startswith("pyspark.sql.connect.")
+        rows = self.rows if self.count is None else self.count.frame
+        self.result = pipeline.apply(rows, job.window)
         if view is not None and self.result is not None and remote:
             self.result.createOrReplaceTempView(view)
             self.result = self.result.sparkSession.table(view)
 
 
-def check_read(attempts: Iterable[Attempt]) -> None:
-    """Raise CountsDiffer when Spark does not read as many rows of a window as the ledger has registered.
+def check_read(spark: SparkSession, attempts: Sequence[Attempt]) -> None:
+    """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
-    Where another number was counted on the way (the hook took a part of the rows), or none, the executors count the
-    files' rows: from their footers, in one short job.
+    Where the stages of the attempts' jobs read another number (the hook took a part of the rows, or other rows beside
+    them), they are counted once more.
+    """
+    if sum(one.job.rows for one in attempts) not in rows_read(spark):
+        count_read(attempts)
+
+
+def count_read(attempts: Iterable[Attempt]) -> None:
+    """Let the executors count windows' rows, from the files' footers, in one short job. Raises CountsDiffer as ``check_read``.
+
+    But for rows that were counted on their way, on Spark Connect: nobody there tells what a stage has read.
     """
     counted = {one: None if one.count is None else one.count.rows(ran=False) for one in attempts}
     doubtful = {one.job.window.id: one for one, rows in counted.items() if rows != one.job.rows}
@@ -299,7 +316,7 @@ def write(
     error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
     there are several: each gets a folder there.
     """
-    count = Count(result.coalesce(partitions(sum(job.bytes for job in jobs), cores)))
+    count = Count(result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES)))
     # Above the count, where few lines of generated code hold the bounds and are compiled for each window anew.
     frame, taken = count.frame, {column.lower() for column in count.frame.columns}
     starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
@@ -333,7 +350,9 @@ def run_windows(
         for number, job in enumerate(jobs):
             # This thread's next group replaces the view.
             view = f"_mldserver_{threading.get_ident()}_{number}" if len(jobs) > 1 else None
-            attempts.append(Attempt(spark, schema, pipeline, job, cores, view))
+            # The cores have other windows of a group to read, too.
+            tasks = partitions(job.bytes, cores, READ_BYTES if len(jobs) == 1 else WRITTEN_BYTES)
+            attempts.append(Attempt(spark, schema, pipeline, job, tasks, view))
         alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
         for attempt in attempts:
             if attempt.result is not None:
@@ -351,8 +370,9 @@ def run_windows(
                 staging = staging.rsplit("/", 2)[0]
             output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
-            check_read(attempt for _, attempt in members)
             outputs |= output_of
+        if alike:
+            check_read(spark, [attempt for attempt in attempts if attempt.result is not None])
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 

@@ -144,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=(*PARTS, MATRIX), help="this part; may be repeated"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
-    parser.add_argument("--warm-up", type=int, default=60, help="of these, jobs before the first round")
+    parser.add_argument(
+        "--warm-up", type=int, default=40, help="of these, jobs of each kind before the first round"
+    )
     parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
     parser.add_argument(
         "--segments", type=int, nargs="+", default=[1, 100, 1_000, 4_000], help="of one window"
@@ -261,11 +263,11 @@ def _spark(s3: str) -> SparkEngine:
 
     conf = s3a_conf() if s3 else {}
     return SparkEngine(
-        "handlers.departures",
+        "bench.bare_job",
         departures.schema,
         conf=conf,
         storage=hadoop_settings(s3, conf),
-        python_path=(str(ROOT),),
+        python_path=(str(ROOT), str(ROOT / "tests")),
         archive_after=None,
         group_limit=16,
     )
@@ -280,7 +282,7 @@ def count(rows: pa.Table, window: Window) -> pa.Table:
 def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
     """Show seconds from the last record to the published window."""
     table = Table(title=f"From the last record to the published window ({engine})", title_justify="left")
-    for name in ("rows", "seconds", "until cut", "job", "rows/s", "floor: one file", "ratio"):
+    for name in ("rows", "seconds", "until cut", "job", "rows/s", "floor: bare job", "ratio"):
         table.add_column(name, justify="right")
     for each in measured:
         table.add_row(

@@ -1,11 +1,12 @@
-"""From the last record to the published window, against the same Spark job over one Parquet file that is ready.
+"""From the last record to the published window, against the bare Spark job over one Parquet file that is ready.
 
 The window's rows come on three shards at the pace of a stream that is read from its beginning, and are flushed under
 the default settings meanwhile. What the flushes have left in memory when the last record comes is part of what is
 measured; how much that is depends on when the last flush was, so each round begins at another place in the interval.
 So is everything after it: the flush, the cut, the job, the commit, the publication. Left out is the wait for the next
-flush, which is a setting (``flush_interval``). The job over the one file runs in the same place: when all but the last
-record have come. A JVM that has rested is slower by a tenth: right after another job the floor would be too low.
+flush, which is a setting (``flush_interval``). The bare job (``bare_job.py``) is what one writes without a server: read, hook,
+write. It runs in the same place: when all but the last record have come. A JVM that has rested is slower by a tenth: right
+after another job the floor would be too low.
 
 And the job alone, by the number of segments that its window has: an hour with the default flush interval has 720 for each
 server. One segment is the floor.
@@ -17,13 +18,13 @@ import asyncio
 import contextlib
 import math
 import shutil
-import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from bench.bare_job import BARE
 from bench.deliveries import HOUR_MS, SHARDS, START_MS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
 from bench.rounds import against, in_turn, medians
@@ -62,7 +63,7 @@ class Measured:
     job_seconds: float
     """Of these, the engine's."""
     floor_seconds: float
-    """The engine's for the same job over one file."""
+    """The bare job's over one file."""
     ratio: float
     """How many times the floor it takes, all rounds together."""
     error: float | None
@@ -98,9 +99,9 @@ class Bench:
         pq.write_table(rows, self.file, compression="zstd", compression_level=1)
 
     async def floor(self, pace: int, phase: float) -> float:
-        """Return the seconds that the engine takes for the one file, where ``pipeline`` would have it compute a window."""
+        """Return the seconds that the bare job takes, where ``pipeline`` would have the engine compute a window."""
         async with self._fed(pace, phase):
-            return await self.job([self.file])
+            return await self.job([self.file], BARE)
 
     def cut(self, segments: int) -> list[Path]:
         """Write the one file's rows as so many segments, as flushes do, and return what an attempt reads."""
@@ -116,18 +117,21 @@ class Bench:
             joined.join(store, small[place : place + joined.TOGETHER])
         return [self._folder / path for path in joined.to_read(store, window, written)]
 
-    async def job(self, segments: Sequence[Path]) -> float:
-        """Return the seconds that the engine takes for segments that are ready."""
+    async def job(self, segments: Sequence[Path], window_id: str = ID) -> float:
+        """Return the seconds that the engine takes for segments that are ready; for BARE those of the bare job, on Spark."""
         self._attempts += 1
         staging = self._folder / f"job-{self._attempts}"
         sizes = tuple(segment.stat().st_size for segment in segments)
         paths = tuple(map(str, segments))
-        job = WindowJob(Window(ID, None, None), 1, paths, str(staging), self.rows, sum(sizes), sizes=sizes)
+        job = WindowJob(
+            Window(window_id, None, None), 1, paths, str(staging), self.rows, sum(sizes), sizes=sizes
+        )
         began = time.perf_counter()
         await self._engine.compute(job)
         seconds = time.perf_counter() - began
+        told = pq.read_table(staging).to_pydict().get("seconds", [seconds])
         shutil.rmtree(staging)
-        return seconds
+        return float(told[0])
 
     async def pipeline(self, pace: int, phase: float) -> tuple[float, float]:
         """Return the seconds from the last record to the cut, and to the published window.
@@ -217,6 +221,7 @@ async def measure(
         seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": []}
         for _ in range(warm_up):
             await bench.job([bench.file])
+            await bench.job([bench.file], BARE)
         for number, contender in enumerate(in_turn(("pipeline", "floor"), 1 + rounds)):
             counts = number > 1
             phase = (number // 2 % rounds + 0.5) / rounds

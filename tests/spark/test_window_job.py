@@ -22,6 +22,8 @@ from mldserver.spark import window_job
 from mldserver.spark.counts import inspect_output
 from mldserver.spark.window_job import (
     META_DDL,
+    READ_BYTES,
+    WRITTEN_BYTES,
     Output,
     Pipeline,
     capacity,
@@ -35,8 +37,6 @@ from mldserver.spark.window_job import (
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mldserver.spark.session import Session
 
 MIB = 1024 * 1024
@@ -58,7 +58,13 @@ GIB = 1024 * MIB
 def test_small_windows_are_one_task_and_large_ones_as_many_for_each_core_of_128_mib_at_most(
     size: int, cores: int, expected: int
 ) -> None:
-    assert partitions(size, cores) == expected
+    assert partitions(size, cores, WRITTEN_BYTES) == expected
+
+
+def test_several_tasks_read_what_one_writes() -> None:
+    sizes = (2 * MIB, 2 * MIB + 1, 8 * MIB)
+    assert [partitions(size, 2, READ_BYTES) for size in sizes] == [1, 2, 2]
+    assert [partitions(size, 2, WRITTEN_BYTES) for size in sizes] == [1, 1, 1]
 
 
 def test_segments_have_the_handlers_columns_and_the_meta_columns() -> None:
@@ -126,7 +132,7 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
     reader = Reader()
     spark = type("Spark", (), {"read": reader})()
     job = WindowJob(Window("w", None, None), 1, ("/a[1]/{b}*?.parquet", "/plain"), "/out", 1, 1)
-    read(spark, "a INT", job, 2)
+    read(spark, "a INT", job, 1)
     assert reader.paths == (r"/a\[1\]/\{b\}\*\?.parquet", "/plain")
 
 
@@ -168,7 +174,7 @@ def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As flushes left ten million rows: halves of those under way, and what came meanwhile.
-    monkeypatch.setattr(window_job, "TASK_BYTES", 64 * 1024)
+    monkeypatch.setattr(window_job, "READ_BYTES", 64 * 1024)
     monkeypatch.setattr(window_job, "_OPENING_BYTES", (0, 0))
     rows, segments = [12_000] * 6 + [2_800] * 8 + [1_200], []
     for number, count in enumerate(rows):
@@ -220,33 +226,24 @@ def test_spark_reads_what_a_large_flush_has_written_without_dictionaries(
     group = pq.read_metadata(path).row_group(0)
     assert not any("RLE_DICTIONARY" in group.column(number).encodings for number in range(8))
     job = WindowJob(Window("w", None, None), 1, (path,), "/staging", count, size)
-    came = read(session.spark, ", ".join(columns), job, 2).select(*"abcdefgh").toArrow().sort_by("b")
+    came = read(session.spark, ", ".join(columns), job, 1).select(*"abcdefgh").toArrow().sort_by("b")
     assert came.cast(rows.schema).equals(rows)
 
 
-@pytest.fixture
-def of_a_cluster(request: pytest.FixtureRequest, session: Session) -> Iterator[Session]:
-    """A session that cuts files for as many cores as a cluster has."""
-    session.spark.conf.set("spark.sql.files.minPartitionNum", str(request.param))
-    yield session
-    session.spark.conf.unset("spark.sql.files.minPartitionNum")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("of_a_cluster", "cores", "tasks"),
-    [(2, 2, 800), (1600, 1600, 1600)],
-    indirect=["of_a_cluster"],
-)
+@pytest.mark.parametrize(("cores", "tasks"), [(2, 800), (1600, 1600)])
 def test_a_window_of_100_gib_is_read_by_a_task_for_each_core_and_for_128_mib_at_most(
-    of_a_cluster: Session, cores: int, tasks: int, tmp_path: Path
+    session: Session, cores: int, tasks: int, tmp_path: Path
 ) -> None:
     segments = [tmp_path / f"{number}.parquet" for number in range(100)]
     for segment in segments:
         with segment.open("wb") as file:
             file.truncate(GIB)  # a hole, of which the plan sees only the size
-    job = WindowJob(Window("w", None, None), 1, tuple(map(str, segments)), "/staging", 1, 100 * GIB)
-    assert read(of_a_cluster.spark, "a INT", job, cores).rdd.getNumPartitions() == tasks
+    paths, sizes = tuple(map(str, segments)), (GIB,) * 100
+    job = WindowJob(Window("w", None, None), 1, paths, "/staging", 1, 100 * GIB, sizes=sizes)
+    with packed(session.spark, [job], cores):
+        found = read(session.spark, "a INT", job, tasks).rdd.getNumPartitions()
+    assert 0.95 * tasks <= found <= tasks
 
 
 @pytest.mark.slow
@@ -263,7 +260,7 @@ def test_a_large_window_is_written_by_as_many_tasks_as_it_is_read_by(
     job = WindowJob(
         Window("w", None, None), 1, tuple(map(str, segments)), staging, rows * len(segments), size
     )
-    assert partitions(size, 2) == len(segments)
+    assert partitions(size, 2, WRITTEN_BYTES) == len(segments)
     session.spark.conf.set("spark.sql.files.maxPartitionBytes", str(64 * 1024))
     try:
         (output,) = run_windows(session.spark, "n BIGINT", Pipeline(None), (job,), 2)
