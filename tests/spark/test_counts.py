@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import window_job
 from mldserver.spark.counts import CountsDiffer, inspect_output, where_failed
-from mldserver.spark.window_job import Pipeline, run_windows
+from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -54,9 +54,13 @@ class World:
         staging = self.root / "staging" / str(number) / "1"
         return WindowJob(window, 1, tuple(map(str, paths)), str(staging), registered, 100)
 
+    def group(self) -> str:
+        """Return the name of a new job group: the session is other tests', too."""
+        return f"{self.root}-{next(self.numbers)}"
+
     def run(self, job: WindowJob, on_window: Any = None, **pipeline: Any) -> tuple[Output, int]:
         """Return the output, and how many Spark jobs that took."""
-        context, group = self.session.spark.sparkContext, f"counts-{next(self.numbers)}"
+        context, group = self.session.spark.sparkContext, self.group()
         context.setJobGroup(group, "a window")
         (output,) = run_windows(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), (job,), 2)
         return output, len(context.statusTracker().getJobIdsForGroup(group))
@@ -76,6 +80,46 @@ def content(job: WindowJob) -> list[dict[str, Any]]:
 def test_rows_are_counted_by_the_windows_own_job(world: World) -> None:
     output, spark_jobs = world.run(world.job())
     assert (output.rows, spark_jobs) == (ROWS, 1)
+
+
+def test_rows_that_several_tasks_read_are_counted_by_what_the_stages_say_and_by_no_job_of_its_own(
+    world: World,
+) -> None:
+    plans: list[str] = []
+
+    def on_window(rows: DataFrame, _: Window) -> DataFrame:
+        counted: Any = rows.groupBy("name").count()
+        plans.append(counted._jdf.queryExecution().executedPlan().toString())
+        return counted
+
+    output, spark_jobs = world.run(replace(world.job(), bytes=2 * READ_BYTES), on_window)
+    assert (output.rows, spark_jobs) == (1, 2), "one for the shuffle, and one for its result"
+    # One row after the other would pass from one to the next, and the job take half as long again.
+    assert not re.search("Coalesce|CollectMetrics", plans[0])
+    output, spark_jobs = world.run(world.job(), on_window)
+    assert (output.rows, spark_jobs) == (1, 1)
+    assert "Coalesce 1" in plans[1], "a single partition needs no shuffle"
+
+
+def test_rows_of_other_files_beside_the_windows_are_told_from_them(world: World, tmp_path: Path) -> None:
+    names = tmp_path / "names.parquet"
+    pq.write_table(pa.table({"name": ["w"], "full": ["Whole"]}), names)
+
+    def on_window(rows: DataFrame, _: Window) -> DataFrame:
+        return rows.join(
+            rows.sparkSession.read.schema("name STRING, full STRING").parquet(str(names)), "name"
+        )
+
+    output, spark_jobs = world.run(world.job(), on_window)
+    assert (output.rows, spark_jobs) == (ROWS, 2), "one for the broadcast"
+
+
+def test_where_nobody_tells_what_stages_have_read_the_footers_do(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_job, "rows_read", lambda _: set())
+    output, spark_jobs = world.run(world.job())
+    assert (output.rows, spark_jobs) == (ROWS, 2)
 
 
 def test_rows_that_spark_does_not_find_fail_the_window_with_both_numbers(world: World) -> None:
@@ -192,6 +236,15 @@ def test_files_that_executors_wrote_elsewhere_fail_the_window_with_both_numbers_
     )
     with pytest.raises(CountsDiffer, match=told):
         world.run(job, lambda rows, _: rows.repartition(4))
+
+
+def test_a_groups_rows_are_counted_together(world: World) -> None:
+    context = world.session.spark.sparkContext
+    context.setJobGroup(group := world.group(), "windows")
+    jobs = [world.job(name) for name in ("a", "b", "c")]
+    outputs = run_windows(world.session.spark, SCHEMA, Pipeline(None), jobs, 2)
+    assert [output.rows for output in outputs] == [ROWS] * 3
+    assert len(context.statusTracker().getJobIdsForGroup(group)) == 1
 
 
 def test_a_group_fails_as_its_windows_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
