@@ -1,4 +1,4 @@
-"""Rows are counted on their way in and on their way out, and in the output's files.
+"""Rows are counted as they are read, on their way out, and in the output's files.
 
 An executor that does not see the output folder reads nothing, or writes to its own disk, and Spark says that all went well.
 """
@@ -66,8 +66,9 @@ class Count:
 def rows_read(spark: SparkSession) -> set[int]:
     """Return how many rows the stages of this thread's job group have read: each of them, and all together.
 
-    Spark counts them batch by batch, for nothing. An ``Observation`` counts row by row, and a window's job takes twice as
-    long: what reads the rows is not compiled together with what comes next. Empty: nobody knows, as on Spark Connect.
+    Spark counts them batch by batch, for nothing. An ``Observation`` counts row by row, and what reads the rows is not
+    compiled together with what comes next: a large window takes half as long again. Tasks that failed count too. Empty:
+    nobody knows, as on Spark Connect.
     """
     with contextlib.suppress(Exception):  # no Python face yet: another Spark may answer otherwise
         context: Any = spark.sparkContext

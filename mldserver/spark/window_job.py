@@ -3,7 +3,7 @@
 The directory is written by this attempt alone and counts only when the ledger says so; so Spark needs no clever committer,
 and what an attempt leaves behind when it fails is nobody's concern here.
 
-Rows are counted on their way in and on their way out (``counts.py``).
+Rows are counted as they are read and as they are written (``counts.py``).
 
 Several small windows cost about as much as one, as one job: their results are written together, then each one's files are
 renamed into its own directory, or copied by the object store itself, which cannot rename. ``on_window`` is called for
@@ -203,10 +203,10 @@ def columns_ddl(schema: str) -> str:
 
 
 def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFrame:
-    """Return the window's rows; in one partition for one task, else as ``packed`` has it. Schemas are given, so that no job is spent on looking into the files.
+    """Return the window's rows: in one partition for one task, for several as ``packed`` shares the files out.
 
-    Each segment is read by the schema that it was written under: Spark makes NULL of a column that it does not find, and
-    of a number that it finds narrower an error.
+    Schemas are given, so that no job is spent on looking into the files. Each segment is read by the schema that it was
+    written under: Spark makes NULL of a column that it does not find, and of a number that it finds narrower an error.
     """
     # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
     options = {"ignoreMissingFiles": "false", "ignoreCorruptFiles": "false"}
@@ -285,7 +285,7 @@ def check_read(spark: SparkSession, attempts: Sequence[Attempt]) -> None:
 
 
 def count_read(attempts: Iterable[Attempt]) -> None:
-    """Let the executors count windows' rows, from the files' footers, in one short job. Raises CountsDiffer as ``check_read``.
+    """Let the executors count windows' rows, from the files' footers, in one short job. Raises CountsDiffer.
 
     But for rows that were counted on their way, on Spark Connect: nobody there tells what a stage has read.
     """
