@@ -38,6 +38,9 @@ _DELETE_TRIES = 5
 _REQUESTS = 16
 """How many an object store is sent at the same time; pyarrow's client has more connections."""
 
+_GROUP_ROWS = 128 * 1024
+"""Rows that only one task can read: of pyarrow's million, of a window's one segment, the other cores would get none."""
+
 _DELTA = {
     **dict.fromkeys(("_time", "_clock", "_arrival", "_sub_sequence"), "DELTA_BINARY_PACKED"),
     "_sequence": "DELTA_BYTE_ARRAY",
@@ -117,6 +120,7 @@ class OutputStore:
             pq.write_table(
                 rows,
                 stream,
+                row_group_size=_GROUP_ROWS,
                 # A third smaller than snappy on JSON-like rows, and as fast to read.
                 compression="zstd",
                 compression_level=1,

@@ -205,6 +205,20 @@ def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
 
 
 @pytest.mark.slow
+def test_several_cores_share_a_single_segment(session: Session, tmp_path: Path) -> None:
+    rows = 600_000
+    numbers = pa.array(np.random.default_rng(0).integers(0, 1 << 62, rows))
+    size = OutputStore(str(tmp_path)).write("segment.parquet", pa.table({"n": numbers}))
+    path, staging = str(tmp_path / "segment.parquet"), str(tmp_path / "staging")
+    job = WindowJob(Window("w", None, None), 1, (path,), staging, rows, size, sizes=(size,))
+    pipeline = Pipeline(lambda frame, _window: frame.groupBy(F.spark_partition_id().alias("task")).count())
+    run_windows(session.spark, "n BIGINT", pipeline, [job], 2)
+    one, other = pq.read_table(staging)["count"].to_pylist()
+    assert one + other == rows
+    assert abs(one - other) < rows // 2
+
+
+@pytest.mark.slow
 def test_spark_reads_what_a_large_flush_has_written_without_dictionaries(
     session: Session, tmp_path: Path
 ) -> None:
