@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bench.bare_job import BARE
+from bench.bare_job import BARE, go
 from bench.deliveries import HOUR_MS, SHARDS, START_MS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
 from bench.rounds import against, in_turn, medians
@@ -100,8 +100,11 @@ class Bench:
 
     async def floor(self, pace: int, phase: float) -> float:
         """Return the seconds that the bare job takes, where ``pipeline`` would have the engine compute a window."""
-        async with self._fed(pace, phase):
-            return await self.job([self.file], BARE)
+        async with asyncio.TaskGroup() as group:
+            bare = group.create_task(self.job([self.file], BARE))
+            async with self._fed(pace, phase):
+                go(self.file).touch()
+                return await bare
 
     def cut(self, segments: int) -> list[Path]:
         """Write the one file's rows as so many segments, as flushes do, and return what an attempt reads."""
@@ -221,6 +224,7 @@ async def measure(
         seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": []}
         for _ in range(warm_up):
             await bench.job([bench.file])
+            go(bench.file).touch()
             await bench.job([bench.file], BARE)
         for number, contender in enumerate(in_turn(("pipeline", "floor"), 1 + rounds)):
             counts = number > 1
