@@ -63,8 +63,15 @@ class Count:
         return 0 if ran and rows is None else rows
 
 
-def rows_read(spark: SparkSession) -> set[int]:
-    """Return how many rows the stages of this thread's job group have read: each of them, and all together.
+def job_group(spark: SparkSession) -> str | None:
+    """Return what this thread's jobs are grouped under; None on Spark Connect."""
+    context: Any = getattr(spark, "sparkContext", None)
+    group: str | None = context and context.getLocalProperty("spark.jobGroup.id")
+    return group
+
+
+def rows_read(spark: SparkSession, group: str | None) -> set[int]:
+    """Return how many rows the stages of a job group have read: each of them, and all together.
 
     Spark counts them batch by batch, for nothing. An ``Observation`` counts row by row, and what reads the rows is not
     compiled together with what comes next: a large window takes half as long again. Tasks that failed count too. Empty:
@@ -74,9 +81,7 @@ def rows_read(spark: SparkSession) -> set[int]:
         context: Any = spark.sparkContext
         scala, tracker = context._jsc.sc(), context.statusTracker()  # noqa: SLF001  # see above
         scala.listenerBus().waitUntilEmpty(_COUNT_SECONDS * 1000)
-        jobs = map(
-            tracker.getJobInfo, tracker.getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id"))
-        )
+        jobs = map(tracker.getJobInfo, tracker.getJobIdsForGroup(group))
         stages = {int(stage) for job in jobs for stage in job.stageIds}
         read = [scala.statusStore().lastStageAttempt(stage).inputRecords() for stage in stages]
         return {*read, sum(read)}

@@ -30,7 +30,15 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.errors import HandlerInvalid
-from mldserver.spark.counts import Count, CountsDiffer, check_written, data_files, inspect_output, rows_read
+from mldserver.spark.counts import (
+    Count,
+    CountsDiffer,
+    check_written,
+    data_files,
+    inspect_output,
+    job_group,
+    rows_read,
+)
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.sinks.sink import escaped
 from mldserver.windows import WINDOW_COLUMNS
@@ -274,13 +282,13 @@ class Attempt:
             self.result = self.result.sparkSession.table(view)
 
 
-def check_read(spark: SparkSession, attempts: Sequence[Attempt]) -> None:
+def check_read(spark: SparkSession, attempts: Sequence[Attempt], group: str | None) -> None:
     """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
-    Where the stages of the attempts' jobs read another number (the hook took a part of the rows, or other rows beside
-    them), they are counted once more.
+    Where the stages of the attempts' jobs, by their group, read another number (the hook took a part of the rows, or other
+    rows beside them), they are counted once more.
     """
-    if sum(one.job.rows for one in attempts) not in rows_read(spark):
+    if sum(one.job.rows for one in attempts) not in rows_read(spark, group):
         count_read(attempts)
 
 
@@ -345,6 +353,7 @@ def run_windows(
 
     Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
     """
+    group = job_group(spark)  # a hook may set one that other windows have had
     with packed(spark, jobs, cores):
         attempts = []
         for number, job in enumerate(jobs):
@@ -372,7 +381,7 @@ def run_windows(
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
             outputs |= output_of
         if alike:
-            check_read(spark, [attempt for attempt in attempts if attempt.result is not None])
+            check_read(spark, [attempt for attempt in attempts if attempt.result is not None], group)
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 

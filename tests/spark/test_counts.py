@@ -41,12 +41,15 @@ class World:
         self.root, self.session = root, session
         self.numbers = itertools.count()
 
-    def job(self, name: str = "w", *, registered: int = ROWS) -> WindowJob:
-        """Return a job over two segments of ``ROWS`` rows; ``registered``: what the ledger says they are."""
+    def job(self, name: str = "w", *, registered: int = ROWS, lost: bool = False) -> WindowJob:
+        """Return a job over two segments of ``ROWS`` rows; ``registered``: what the ledger says they are.
+
+        ``lost``: the second segment's are not there.
+        """
         number = next(self.numbers)
         paths = [self.root / f"{number}-{half}.parquet" for half in range(2)]
         for half, path in enumerate(paths):
-            ids = range(half, ROWS, 2)
+            ids = range(half, ROWS, 2) if not (lost and half) else range(0)
             columns = {"name": pa.array([name] * len(ids)), "number": pa.array(ids, pa.int64())}
             pq.write_table(pa.table(columns), path)
         start = START + timedelta(hours=number)
@@ -114,10 +117,22 @@ def test_rows_of_other_files_beside_the_windows_are_told_from_them(world: World,
     assert (output.rows, spark_jobs) == (ROWS, 2), "one for the broadcast"
 
 
+def test_what_other_windows_read_in_a_job_group_that_the_hook_sets_is_not_taken_for_this_ones(
+    world: World,
+) -> None:
+    def on_window(rows: DataFrame, _: Window) -> DataFrame:
+        rows.sparkSession.sparkContext.setJobGroup("the user's", "all windows")
+        return rows
+
+    assert world.run(world.job(), on_window)[0].rows == ROWS
+    with pytest.raises(CountsDiffer, match=f"reads {ROWS // 2} rows"):
+        world.run(world.job(lost=True), on_window)
+
+
 def test_where_nobody_tells_what_stages_have_read_the_footers_do(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_job, "rows_read", lambda _: set())
+    monkeypatch.setattr(window_job, "rows_read", lambda *_: set())
     output, spark_jobs = world.run(world.job())
     assert (output.rows, spark_jobs) == (ROWS, 2)
 
