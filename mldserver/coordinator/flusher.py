@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -180,7 +178,8 @@ class Flusher:
                 for batch in batches
                 if (gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost)
             ]
-            planned = self._plan(live, durable, own)
+            # Millions of rows are sorted there, for tens of milliseconds in which the loop would answer nobody.
+            planned = await asyncio.to_thread(self._plan, live, durable, own)
             segments = await self._write(planned)
             result = await self._register(planned, segments, own)
             if result.registered:
@@ -293,41 +292,28 @@ class Flusher:
         )
 
     async def _write(self, planned: FlushPlan) -> tuple[Segment, ...]:
-        segments: list[Segment] = []
-        for window_id, parts in itertools.groupby(planned.files, lambda file: file.key.id):
-            files = {
-                segment_path(
-                    window_id,
-                    self._merge_clock,
-                    self.unique(),
-                    kind=file.kind,
-                    tag=self._tag,
-                    shape=self.shape,
-                ): file
-                for file in parts
-            }
-            try:
-                if len(files) == 1:
-                    [(path, file)] = files.items()
-                    sizes = [await asyncio.to_thread(self.store.write, path, file.rows)]
-                else:
-                    sizes = await asyncio.to_thread(self._write_parts, files)
-            except OSError:
-                # A full disk must not fill further with what no ledger entry will ever name.
-                for path in files:
-                    self.garbage.add_unfinished(path)
-                await self.garbage.delete(segments)
-                raise
-            kill_point("segment.written")
-            for (path, file), size in zip(files.items(), sizes, strict=True):
-                key = file.key
-                segments.append(Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind))
-        return tuple(segments)
+        """Write each file. Raises OSError, and then deletes what was written."""
+        files = {
+            segment_path(
+                file.key.id, self._merge_clock, self.unique(), kind=file.kind, tag=self._tag, shape=self.shape
+            ): file
+            for file in planned.files
+        }
 
-    def _write_parts(self, files: Mapping[str, WindowRows]) -> list[int]:
-        """Gather and write each in a thread of its own."""
-        with ThreadPoolExecutor(len(files)) as pool:
-            return list(pool.map(lambda path, file: self.store.write(path, file.rows), files, files.values()))
+        def write(item: tuple[str, WindowRows]) -> Segment:
+            path, file = item
+            size = self.store.write(path, file.rows)
+            kill_point("segment.written")
+            key = file.key
+            return Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind)
+
+        try:
+            return await asyncio.to_thread(self.store.for_each, write, files.items()) if files else ()
+        except OSError:
+            # A full disk must not fill further with what no ledger entry will ever name.
+            self.garbage.add_unfinished(*files)
+            await self.garbage.delete()
+            raise
 
     def _registered(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import (
-    HALVED_BYTES,
     Ahead,
     BufferedBatch,
     FlushPlan,
@@ -276,26 +274,13 @@ def test_dead_letters_are_stored_in_the_order_of_their_batches() -> None:
     assert planned(*batches).dead_letters == tuple(letters)
 
 
-@pytest.mark.parametrize(("halved", "files"), [(HALVED_BYTES, [4, 2]), (100, [2, 2, 2]), (1, [2, 2, 2])])
-def test_many_bytes_for_a_window_are_two_files_once_a_later_one_has_rows(
-    halved: int, files: list[int]
-) -> None:
-    batches = [take("a", [(1, 10), (2, 30), (3, 1500), (4, 1600)]), take("b", [(1, 20), (2, 40)])]
-    with patch("mldserver.coordinator.core.flush.HALVED_BYTES", halved):
-        flush = planned(*batches)
-    assert [len(file) for file in flush.files] == [len(file.rows) for file in flush.files] == files
-    times = [ms for file in flush.files for ms in file.rows["_time"].to_pylist()]
-    assert times == [10, 20, 30, 40, 1500, 1600]
-
-
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 4000), max_size=5)), max_size=10),
     st.integers(0, 10**6),
     st.sampled_from([Tumbling(1000), Batches(3, 1000)]),
-    st.sampled_from([HALVED_BYTES, 1]),
 )
 def test_a_plan_loses_no_row_and_keeps_the_total_order(
-    deliveries: list[tuple[str, list[int]]], clock: int, spec: WindowSpec, halved: int
+    deliveries: list[tuple[str, list[int]]], clock: int, spec: WindowSpec
 ) -> None:
     floors: dict[str, int] = {}
     counts: dict[str, int] = {}
@@ -311,9 +296,7 @@ def test_a_plan_loses_no_row_and_keeps_the_total_order(
             naive.append((floors[shard], shard, number))
         batches.append(batch)
     naive.sort(key=lambda row: row[0])  # stable: ties keep the order of acceptance
-    with patch("mldserver.coordinator.core.flush.HALVED_BYTES", halved):
-        flush = planned(*batches, spec=spec, clock=clock)
-    assert planned(*batches, spec=spec, clock=clock).positions == flush.positions
+    flush = planned(*batches, spec=spec, clock=clock)
     found = [row for file in flush.files for row in file.rows.to_pylist()]
     found.sort(key=lambda row: row["_clock"])
     assert [(row["_time"], row["_shard"], int(row["_sequence"])) for row in found] == naive

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
@@ -10,14 +12,14 @@ from coordinator.outcomes import dead_letter
 from coordinator.writing import W, Writing, publish, zero
 from support.store import SqliteStore
 
-from mldserver.coordinator.core.flush import BufferedBatch
+from mldserver.coordinator.core.flush import BufferedBatch, WindowRows, plan
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 
@@ -175,26 +177,32 @@ async def test_a_full_disk_leaves_no_partial_file_and_changes_nothing(writing: W
     assert writing.files() == {f"{W[i]}/{zero(0)}": [i + 1] for i in range(3)}
 
 
-async def test_two_files_of_a_window_are_written_together_or_not_at_all(
+async def test_rows_are_sorted_gathered_and_written_in_threads(
     writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mldserver.coordinator.core.flush.HALVED_BYTES", 1)
+    """A large flush takes tens of milliseconds, in which the loop would answer nobody."""
+    steps: list[tuple[str, str]] = []
+    gather: Any = WindowRows.__dict__["rows"].fget
+
+    def seen(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            steps.append((step, threading.current_thread().name))
+            return function(*args, **named)
+
+        return call
+
+    async def to_thread(function: Callable[..., Any], *args: Any) -> Any:
+        with ThreadPoolExecutor(1, thread_name_prefix="writes") as pool:
+            return pool.submit(function, *args).result()
+
+    monkeypatch.setattr("asyncio.to_thread", to_thread)
+    monkeypatch.setattr("mldserver.coordinator.flusher.plan", seen("plan", plan))
+    monkeypatch.setattr(WindowRows, "rows", property(seen("gather", gather)))
     shard = await writing.ledger.open_shard("a")
-    batch = writing.batch(shard, (1, 1000), (2, 1001), (3, 1002), (4, 10_000))
-
-    def full(name: str, after: bool) -> None:
-        if name == "write" and after and writing.faults.calls.count("write") == 2:
-            raise OSError(28, "No space left on device")
-
-    writing.faults.hook = full
-    with pytest.raises(OSError, match="No space left"):
-        await writing.flush([batch], "interval")
-    assert writing.files() == {}
-    writing.faults.hook = None
-    await writing.flush([batch], "interval")
-    segments = writing.registered().windows[W[0]].segments
-    written = [pq.read_table(writing.out / segment.path)["value"].to_pylist() for segment in segments]
-    assert (written, [segment.rows for segment in segments]) == ([[1], [2, 3]], [1, 2])
+    await writing.flush([writing.batch(shard, (1, 1000))], "interval")
+    await writing.flush([writing.batch(shard, (2, 2000), (3, 12_000))], "interval")
+    in_order = ["plan", "gather", "plan", "gather", "gather"]
+    assert steps == [(step, "writes_0") for step in in_order]
 
 
 async def test_what_was_written_since_the_last_cut_is_counted_whichever_server_cuts(writing: Writing) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ledger.dynamodb_fake import client_error, lost_answer
 from simulation.tables import VirtualTable
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
 
+    import pyarrow as pa
     from simulation.oracles import Positions
     from simulation.outputs import Outputs
     from simulation.plan import Plan
 
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import WindowJob
+
+_R = TypeVar("_R")
 
 _GIVES_UP = frozenset({"open", "enter", "close", "state", "leave"})
 """Calls to the ledger at a server's start and end, where it may give up instead of trying again."""
@@ -158,9 +161,12 @@ def _is_transaction(call: Call) -> bool:
 
 
 class FaultyStore(OutputStore):
-    """An output folder whose renames, exchanges and deletions fail, or are a process's last, one by one."""
+    """An output folder whose writes, renames, exchanges and deletions fail, or are a process's last, one by one."""
 
     faults: Faults
+
+    def write(self, path: str, rows: pa.Table) -> int:
+        return self._watched("write", super().write, path, rows)
 
     def rename(self, source: str, target: str) -> None:
         self._watched("rename", super().rename, source, target)
@@ -171,10 +177,11 @@ class FaultyStore(OutputStore):
     def delete(self, path: str) -> None:
         self._watched("delete", super().delete, path)
 
-    def _watched(self, name: str, move: Callable[..., None], *paths: str) -> None:
-        process, call = VirtualProcess.current(), Call(self, name, paths)
+    def _watched(self, name: str, step: Callable[..., _R], *args: Any) -> _R:
+        process, call = VirtualProcess.current(), Call(self, name, args)
         if process.dead:
             raise ProcessDied(name)
         self.faults.before(process, call)
-        move(*paths)
-        self.faults.after(process, call, None)
+        result = step(*args)
+        self.faults.after(process, call, result)
+        return result

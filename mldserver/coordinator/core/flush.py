@@ -13,7 +13,6 @@ its cost: a running maximum and one stable sort for each flush.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 _NO_TIMES = np.empty(0, np.int64)
-
-HALVED_BYTES = 8 * 1024 * 1024
-"""From here on what a flush adds to a window is two files, gathered and written by two threads, if a later window has rows:
-then the window's end waits for them. Nobody waits for others, and each file costs the window's job some milliseconds."""
 
 
 class Ahead(msgspec.Struct, frozen=True):
@@ -79,7 +74,7 @@ class BufferedBatch(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """The rows of one file: gathered when it is written, so that the halves of a large one share the cores."""
+    """The rows of one file: gathered in the thread that writes it."""
 
     key: WindowKey
     merged: pa.Table
@@ -333,7 +328,7 @@ def plan(
     ``clock``: the next value of the merge clock. ``durable``: each shard's position in the ledger, which its update goes
     on from. ``kind``: what rows for a window are for, since it may be cut already.
     """
-    with_rows = [(batch.rows, batch.event_ms, batch.bytes) for batch in batches if batch.rows is not None]
+    with_rows = [(batch.rows, batch.event_ms) for batch in batches if batch.rows is not None]
     files: tuple[WindowRows, ...] = ()
     if with_rows and spec is not None:
         files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
@@ -351,16 +346,16 @@ def plan(
 
 
 def _split(
-    runs: list[tuple[pa.Table, NDArray[np.int64], int]],
+    runs: list[tuple[pa.Table, NDArray[np.int64]]],
     spec: WindowSpec,
     clock: int,
     progress: BatchProgress,
     now_ms: int,
     kind: Callable[[WindowKey], SegmentKind],
 ) -> tuple[tuple[WindowRows, ...], BatchProgress]:
-    table = pa.concat_tables([rows for rows, _, _ in runs])
-    event = np.concatenate([event_ms for _, event_ms, _ in runs])
-    order = merge_order([rows.column("_time").to_numpy() for rows, _, _ in runs])
+    table = pa.concat_tables([rows for rows, _ in runs])
+    event = np.concatenate([event_ms for _, event_ms in runs])
+    order = merge_order([rows.column("_time").to_numpy() for rows, _ in runs])
     if order is not None:
         event = event[order]
     ranks = np.arange(clock, clock + len(table), dtype=np.int64)
@@ -373,17 +368,12 @@ def _split(
         # Each gather of a window's rows would lay the batches' columns together anew.
         table = table.combine_chunks()
     counts = np.bincount(assignment.index, minlength=len(assignment.keys))
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    row_bytes = sum(size for _, _, size in runs) / max(len(table), 1)
+    starts = np.concatenate(([0], np.cumsum(counts))).tolist()
     files = []
-    for i, key in enumerate(assignment.keys):
-        closing = i + 1 < len(assignment.keys)  # rows of a later window have come
-        parts = 2 if closing and counts[i] > 1 and counts[i] * row_bytes >= HALVED_BYTES else 1
-        borders = np.linspace(starts[i], starts[i + 1], parts + 1).astype(int).tolist()
-        for first, behind in itertools.pairwise(borders):
-            own = table.slice(first, behind - first) if order is None else table
-            places = None if order is None else order[first:behind]
-            files.append(WindowRows(key, own, places, ranks[first:behind], kind(key)))
+    for key, first, behind in zip(assignment.keys, starts[:-1], starts[1:], strict=True):
+        own = table.slice(first, behind - first) if order is None else table
+        places = None if order is None else order[first:behind]
+        files.append(WindowRows(key, own, places, ranks[first:behind], kind(key)))
     return tuple(files), assignment.progress
 
 
