@@ -327,6 +327,7 @@ def write(
     count = Count(result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES)))
     # Above the count, where few lines of generated code hold the bounds and are compiled for each window anew.
     frame, taken = count.frame, {column.lower() for column in count.frame.columns}
+    added = {}
     starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
     for name, bounds in zip(window_columns or (), (starts, ends), strict=False):
         instants = [
@@ -335,11 +336,13 @@ def write(
         if name.lower() in taken or not instants:
             continue
         if tag is None:
-            frame = frame.withColumn(name, instants[0])
+            added[name] = instants[0]
         else:
             # A map, which generated code refers to, where it would hold an instant: it is compiled once.
             entries = ((F.lit(f"w{number}"), instant) for number, instant in enumerate(instants))
-            frame = frame.withColumn(name, F.create_map(*itertools.chain(*entries))[F.col(tag)])
+            added[name] = F.create_map(*itertools.chain(*entries))[F.col(tag)]
+    # Each call has Spark analyse the whole plan anew.
+    frame = frame.withColumns(added) if added else frame
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
     (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
