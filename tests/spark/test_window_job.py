@@ -257,7 +257,7 @@ def test_a_window_of_100_gib_is_read_by_a_task_for_each_core_and_for_128_mib_at_
     job = WindowJob(Window("w", None, None), 1, paths, "/staging", 1, 100 * GIB, sizes=sizes)
     with packed(session.spark, [job], cores):
         found = read(session.spark, "a INT", job, tasks).rdd.getNumPartitions()
-    assert 0.95 * tasks <= found <= tasks
+    assert found == tasks
 
 
 @pytest.mark.slow
