@@ -205,6 +205,28 @@ async def test_rows_are_sorted_gathered_and_written_in_threads(
     assert steps == [(step, "writes_0") for step in in_order]
 
 
+async def test_on_an_object_store_the_files_of_a_flush_are_written_side_by_side_and_deleted_where_one_fails(
+    writing: Writing,
+) -> None:
+    writing.flusher.store.local = False
+    shard = await writing.ledger.open_shard("a")
+    batch = writing.batch(shard, (1, 1000), (2, 12_000), (3, 23_000))
+    together, ways = threading.Barrier(3, timeout=20), iter(["on", "full", "on"])
+
+    def meet(name: str, after: bool) -> None:
+        if name == "write" and not after:
+            together.wait()
+        if name == "write" and after and next(ways, "on") == "full":
+            raise OSError(28, "No space left on device")
+
+    writing.faults.hook = meet
+    with pytest.raises(OSError, match="No space left"):
+        await writing.flush([batch], "interval")
+    assert writing.files() == {}
+    await writing.flush([batch], "interval")
+    assert writing.files() == {f"{W[i]}/{zero(0)}": [i + 1] for i in range(3)}
+
+
 async def test_what_was_written_since_the_last_cut_is_counted_whichever_server_cuts(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
     batches = [
