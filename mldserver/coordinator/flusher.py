@@ -178,7 +178,8 @@ class Flusher:
                 for batch in batches
                 if (gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost)
             ]
-            # Millions of rows are sorted there, for tens of milliseconds in which the loop would answer nobody.
+            # Millions of rows are sorted there, for tens of milliseconds in which the loop would answer nobody. If a window
+            # expires meanwhile, the ledger refuses its rows.
             planned = await asyncio.to_thread(self._plan, live, durable, own)
             segments = await self._write(planned)
             result = await self._register(planned, segments, own)
@@ -299,20 +300,23 @@ class Flusher:
             ): file
             for file in planned.files
         }
+        done: list[Segment] = []
 
         def write(item: tuple[str, WindowRows]) -> Segment:
             path, file = item
             size = self.store.write(path, file.rows)
             kill_point("segment.written")
             key = file.key
-            return Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind)
+            segment = Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind)
+            done.append(segment)
+            return segment
 
         try:
             return await asyncio.to_thread(self.store.for_each, write, files.items()) if files else ()
         except OSError:
             # A full disk must not fill further with what no ledger entry will ever name.
             self.garbage.add_unfinished(*files)
-            await self.garbage.delete()
+            await self.garbage.delete(done)
             raise
 
     def _registered(

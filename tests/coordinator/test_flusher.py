@@ -177,6 +177,25 @@ async def test_a_full_disk_leaves_no_partial_file_and_changes_nothing(writing: W
     assert writing.files() == {f"{W[i]}/{zero(0)}": [i + 1] for i in range(3)}
 
 
+async def test_what_a_failed_flush_wrote_counts_until_it_can_be_deleted(writing: Writing) -> None:
+    shard = await writing.ledger.open_shard("a")
+    batch = writing.batch(shard, (1, 1000), (2, 12_000))
+
+    def broken(name: str, after: bool) -> None:
+        if name == "delete" or (name == "write" and after and writing.faults.calls.count("write") == 2):
+            raise OSError(5, "I/O")
+
+    writing.faults.hook = broken
+    with pytest.raises(OSError, match="I/O"):
+        await writing.flush([batch], "interval")
+    first, _ = sorted(writing.out.glob("_mldserver/segments/*/*"))
+    assert writing.flusher.garbage_bytes == first.stat().st_size > 0
+    writing.faults.hook = None
+    await writing.flush([batch], "interval")
+    assert writing.flusher.garbage_bytes == 0
+    assert writing.files() == {f"{W[i]}/{zero(0)}": [i + 1] for i in range(2)}
+
+
 async def test_rows_are_sorted_gathered_and_written_in_threads(
     writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
