@@ -305,6 +305,7 @@ def test_a_plan_loses_no_row_and_keeps_the_total_order(
     for file in flush.files:
         inside = [(row["_time"], row["_clock"]) for row in file.rows.to_pylist()]
         assert inside == sorted(inside) != []
+        assert len(file) == len(inside)
         if isinstance(spec, Tumbling):
             assert all(file.key.start_ms <= ms < file.key.end_ms for ms, _ in inside)
         else:
