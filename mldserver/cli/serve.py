@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import os
+import signal
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path  # cyclopts reads the annotations
@@ -186,6 +187,8 @@ async def _life(server: Server, service: Service, leave: Callable[[], None]) -> 
         watching = group.create_task(last_resort(), name="last resort")
         telling = group.create_task(service.run(server.report), name="systemd")
         code = await server.run()
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # what has ended in order would die of one that comes now
         watching.cancel()
         telling.cancel()
     if code == EXIT_FORCED:
