@@ -6,10 +6,12 @@ An executor that does not see the output folder reads nothing, or writes to its 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow.parquet as pq
+from py4j.protocol import Py4JJavaError
 from pyarrow import fs
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
@@ -18,7 +20,7 @@ from mldserver.base.uris import reach
 from mldserver.spark.driver_messages import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pyspark.sql import SparkSession
 
@@ -32,13 +34,15 @@ _PART: Final = re.compile(r"/part-(\d+)-[^/]*$")
 _TASKS: Final = 2000
 """Of a stage, how many are looked at for their executors; two thousand are a second."""
 
+_NUMBERS: Final = itertools.count()
+
 
 class CountsDiffer(Exception):
     """Rows were lost between the ledger and Spark, or between Spark and the output's files."""
 
 
 class Count:
-    """Counts a frame's rows while a job runs over them: no pass of its own."""
+    """Counts a frame's rows while a job runs over them, on Spark Connect, where nobody tells what ``Work`` asks for."""
 
     def __init__(self, frame: DataFrame) -> None:
         """Count the rows of ``frame`` through ``self.frame``."""
@@ -46,46 +50,57 @@ class Count:
         self.frame = frame.observe(self._observation, F.count(F.lit(1)).alias("rows"))
 
     def rows(self, *, ran: bool) -> int | None:
-        """Return the rows that the first job over the frame saw; None: no job has run over it.
-
-        ``ran``: a job has. Then Spark may still be about to tell of it, or has seen beforehand that there are no rows.
-        """
-        classic = getattr(self._observation, "_jo", None)
-        if classic is None:
-            return self._observation.get.get("rows", 0 if ran else None)
-        if ran:
-            # Observation.get waits for ever, and fails on a plan that Spark has found to be empty.
-            scala: Any = self.frame.sparkSession.sparkContext._jvm.scala.concurrent  # type: ignore[union-attr]  # noqa: SLF001  # no Python face yet
-            scala.Await.ready(classic.future(), scala.duration.Duration.create(_COUNT_SECONDS, "s"))
-        elif not classic.future().isCompleted():
-            return None
-        rows: int | None = classic.getAsJava().get("rows")
-        return 0 if ran and rows is None else rows
+        """Return the rows that the first job over the frame saw; None: no job has run over it. ``ran``: one has."""
+        rows: int | None = self._observation.get.get("rows", 0 if ran else None)
+        return rows
 
 
-def job_group(spark: SparkSession) -> str | None:
-    """Return what this thread's jobs are grouped under; None on Spark Connect."""
-    context: Any = getattr(spark, "sparkContext", None)
-    group: str | None = context and context.getLocalProperty("spark.jobGroup.id")
-    return group
+class Work:
+    """The Spark jobs that this thread begins in the block: what their stages have read, and what they have written.
 
-
-def rows_read(spark: SparkSession, group: str | None) -> set[int]:
-    """Return how many rows the stages of a job group have read: each of them, and all together.
-
-    Spark counts them batch by batch, for nothing. An ``Observation`` counts row by row, and what reads the rows is not
-    compiled together with what comes next: a large window takes half as long again. Tasks that failed count too. Empty:
-    nobody knows, as on Spark Connect.
+    Spark counts both for nothing. An ``Observation`` counts row by row, and what is before it is not compiled together with
+    what comes next: a large window takes up to half as long again.
     """
-    with contextlib.suppress(Exception):  # no Python face yet: another Spark may answer otherwise
-        context: Any = spark.sparkContext
-        scala, tracker = context._jsc.sc(), context.statusTracker()  # noqa: SLF001  # see above
+
+    def __init__(self, spark: SparkSession) -> None:
+        """On Spark Connect nobody knows of any job."""
+        self._context: Any = getattr(spark, "sparkContext", None)
+        # Its own, beside the user's: a job group would be one or the other's, and other windows may have the hook's.
+        self._tag = f"mldserver-{next(_NUMBERS)}"
+
+    def __enter__(self) -> Self:
+        if self._context is not None:
+            self._context.addJobTag(self._tag)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._context is not None:
+            self._context.removeJobTag(self._tag)
+
+    def _stages(self) -> Iterator[Any]:
+        """Yield each attempt at each stage, but for those that Spark has forgotten already."""
+        scala = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
         scala.listenerBus().waitUntilEmpty(_COUNT_SECONDS * 1000)
-        jobs = map(tracker.getJobInfo, tracker.getJobIdsForGroup(group))
-        stages = {int(stage) for job in jobs for stage in job.stageIds}
-        read = [scala.statusStore().lastStageAttempt(stage).inputRecords() for stage in stages]
-        return {*read, sum(read)}
-    return set()
+        tracker, store = scala.statusTracker(), scala.statusStore()
+        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForTag(self._tag)]
+        for stage in {stage for job in jobs if job.isDefined() for stage in job.get().stageIds()}:
+            with contextlib.suppress(Py4JJavaError):
+                attempts = store.stageData(stage, False, None, False, None)  # neither tasks nor summaries
+                yield from map(attempts.apply, range(attempts.size()))
+
+    def read(self) -> set[int]:
+        """Return how many rows the stages have read: each of them, and all together; empty: nobody knows.
+
+        Tasks that failed count too.
+        """
+        with contextlib.suppress(Exception):  # another Spark may answer otherwise
+            read = [stage.inputRecords() for stage in self._stages()]
+            return {*read, sum(read)}
+        return set()
+
+    def written(self) -> int:
+        """Return how many rows tasks have written into files: each counts its own when the driver has let it commit."""
+        return sum(stage.outputRecords() for stage in self._stages())
 
 
 def check_written(

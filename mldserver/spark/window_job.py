@@ -33,11 +33,10 @@ from mldserver.errors import HandlerInvalid
 from mldserver.spark.counts import (
     Count,
     CountsDiffer,
+    Work,
     check_written,
     data_files,
     inspect_output,
-    job_group,
-    rows_read,
 )
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.sinks.sink import escaped
@@ -249,6 +248,10 @@ def _union(parts: Iterable[DataFrame]) -> DataFrame:
     return functools.reduce(lambda left, right: left.unionAll(right), parts)
 
 
+def _on_connect(frame: DataFrame) -> bool:
+    return type(frame).__module__.startswith("pyspark.sql.connect.")
+
+
 class Attempt:
     """One attempt at a window up to its result: its rows are read, and given to the hook."""
 
@@ -269,7 +272,7 @@ class Attempt:
         self.job = job
         self.rows = read(spark, schema, job, tasks)
         self.count: Count | None = None
-        remote = type(self.rows).__module__.startswith("pyspark.sql.connect.")
+        remote = _on_connect(self.rows)
         if pipeline.writes_for_itself:
             # First of all: what it writes elsewhere cannot be taken back.
             count_read([self])
@@ -282,13 +285,13 @@ class Attempt:
             self.result = self.result.sparkSession.table(view)
 
 
-def check_read(spark: SparkSession, attempts: Sequence[Attempt], group: str | None) -> None:
+def check_read(attempts: Sequence[Attempt], work: Work) -> None:
     """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
-    Where the stages of the attempts' jobs, by their group, read another number (the hook took a part of the rows, or other
-    rows beside them), they are counted once more.
+    Where the stages of the attempts' jobs read another number (the hook took a part of the rows, or other rows beside
+    them), they are counted once more.
     """
-    if sum(one.job.rows for one in attempts) not in rows_read(spark, group):
+    if sum(one.job.rows for one in attempts) not in work.read():
         count_read(attempts)
 
 
@@ -324,10 +327,10 @@ def write(
     error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
     there are several: each gets a folder there.
     """
-    count = Count(result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES)))
-    # Above the count, where few lines of generated code hold the bounds and are compiled for each window anew.
-    frame, taken = count.frame, {column.lower() for column in count.frame.columns}
-    added = {}
+    frame = result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES))
+    count = Count(frame) if _on_connect(frame) else None
+    frame = frame if count is None else count.frame
+    added, taken = {}, {column.lower() for column in result.columns}
     starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
     for name, bounds in zip(window_columns or (), (starts, ends), strict=False):
         instants = [
@@ -335,18 +338,20 @@ def write(
         ]
         if name.lower() in taken or not instants:
             continue
+        # An array or a map, which generated code refers to, where it would hold an instant: it is compiled once, and not
+        # for each window. What is looked up must be nothing that Spark could look up beforehand.
         if tag is None:
-            added[name] = instants[0]
+            added[name] = F.element_at(F.array(instants[0]), F.spark_partition_id() * 0 + 1)
         else:
-            # A map, which generated code refers to, where it would hold an instant: it is compiled once.
             entries = ((F.lit(f"w{number}"), instant) for number, instant in enumerate(instants))
             added[name] = F.create_map(*itertools.chain(*entries))[F.col(tag)]
     # Each call has Spark analyse the whole plan anew.
     frame = frame.withColumns(added) if added else frame
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
-    (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
-    return count.rows(ran=True) or 0
+    with Work(result.sparkSession) as work:
+        (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
+    return work.written() if count is None else count.rows(ran=True) or 0
 
 
 def run_windows(
@@ -356,8 +361,7 @@ def run_windows(
 
     Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
     """
-    group = job_group(spark)  # a hook may set one that other windows have had
-    with packed(spark, jobs, cores):
+    with packed(spark, jobs, cores), Work(spark) as work:
         attempts = []
         for number, job in enumerate(jobs):
             # This thread's next group replaces the view.
@@ -384,7 +388,7 @@ def run_windows(
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
             outputs |= output_of
         if alike:
-            check_read(spark, [attempt for attempt in attempts if attempt.result is not None], group)
+            check_read([attempt for attempt in attempts if attempt.result is not None], work)
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 

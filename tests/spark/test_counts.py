@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import window_job
-from mldserver.spark.counts import CountsDiffer, inspect_output, where_failed
+from mldserver.spark.counts import CountsDiffer, Work, inspect_output, where_failed
 from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
 from mldserver.windows import Window
 
@@ -129,10 +129,41 @@ def test_what_other_windows_read_in_a_job_group_that_the_hook_sets_is_not_taken_
         world.run(world.job(lost=True), on_window)
 
 
+def test_a_hook_that_takes_all_tags_away_has_its_rows_counted_all_the_same(world: World) -> None:
+    def on_window(rows: DataFrame, _: Window) -> DataFrame:
+        rows.sparkSession.sparkContext.clearJobTags()
+        return rows
+
+    output, spark_jobs = world.run(world.job(), on_window)
+    assert (output.rows, spark_jobs) == (ROWS, 2)
+    with pytest.raises(CountsDiffer, match=f"reads {ROWS // 2} rows"):
+        world.run(world.job(lost=True), on_window)
+
+
+def test_what_a_hook_writes_elsewhere_is_not_taken_for_the_output(world: World, tmp_path: Path) -> None:
+    def on_window(rows: DataFrame, _: Window) -> DataFrame:
+        rows.write.parquet(str(tmp_path / "elsewhere"))
+        return rows.where("number < 3")
+
+    assert world.run(world.job(), on_window)[0].rows == 3
+
+
+def test_written_rows_are_those_of_the_jobs_in_the_block_and_of_no_other(
+    world: World, tmp_path: Path
+) -> None:
+    rows = world.session.spark.range(0, ROWS, 1, 4)
+    with Work(rows.sparkSession) as outer:
+        rows.write.parquet(str(tmp_path / "first"))
+        with Work(rows.sparkSession) as inner:
+            rows.repartition(3).write.parquet(str(tmp_path / "second"))
+    rows.write.parquet(str(tmp_path / "third"))
+    assert (inner.written(), outer.written()) == (ROWS, 2 * ROWS)
+
+
 def test_where_nobody_tells_what_stages_have_read_the_footers_do(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_job, "rows_read", lambda *_: set())
+    monkeypatch.setattr(Work, "read", lambda _: set())
     output, spark_jobs = world.run(world.job())
     assert (output.rows, spark_jobs) == (ROWS, 2)
 
@@ -288,6 +319,27 @@ def test_each_output_row_tells_its_windows_start_and_end_in_a_group_too(world: W
         assert content(job) == [{"name": job.window.id, "count": ROWS, **bounds(job)}]
         (file,) = Path(job.staging).iterdir()
         assert pq.read_schema(file).field("window_end").type == pa.timestamp("us", "UTC")
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_next_window_is_computed_by_the_code_that_was_compiled_for_the_last_one(
+    world: World, together: int
+) -> None:
+    spark: Any = world.session.spark
+    jvm, state = spark.sparkContext._jvm, spark._jsparkSession.sharedState().statusStore()
+    compiled = jvm.org.apache.spark.metrics.source.CodegenMetrics.METRIC_COMPILATION_TIME()
+    pipeline = Pipeline(lambda rows, _: rows.groupBy("name").agg(F.sum("number").alias("all")))
+
+    def run() -> int:
+        before = compiled.getCount()
+        run_windows(spark, SCHEMA, pipeline, [world.job(f"w{n}") for n in range(together)], 2)
+        return int(compiled.getCount() - before)
+
+    run()
+    assert run() == 0
+    plan = state.executionsList().last().physicalPlanDescription()
+    assert "InsertIntoHadoopFsRelationCommand" in plan
+    assert "CollectMetrics" not in plan, "no operator that passes one row after the other"
 
 
 def test_the_columns_are_named_or_the_results_own_or_switched_off_and_batches_have_none(world: World) -> None:
