@@ -38,7 +38,7 @@ _DELETE_TRIES = 5
 _REQUESTS = 16
 """How many an object store is sent at the same time; pyarrow's client has more connections."""
 
-_GROUP_ROWS = 128 * 1024
+_GROUP_ROWS = 256 * 1024
 """Rows that only one task can read: of pyarrow's million, of a window's one segment, the other cores would get none."""
 
 _DELTA = {
