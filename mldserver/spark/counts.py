@@ -79,6 +79,8 @@ class Work:
 
     def _stages(self) -> Iterator[Any]:
         """Yield each attempt at each stage, but for those that Spark has forgotten already."""
+        if self._context is None:
+            return
         scala = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
         scala.listenerBus().waitUntilEmpty(_COUNT_SECONDS * 1000)
         tracker, store = scala.statusTracker(), scala.statusStore()
@@ -88,19 +90,15 @@ class Work:
                 attempts = store.stageData(stage, False, None, False, None)  # neither tasks nor summaries
                 yield from map(attempts.apply, range(attempts.size()))
 
-    def read(self) -> set[int]:
-        """Return how many rows the stages have read: each of them, and all together; empty: nobody knows.
+    def counts(self) -> tuple[set[int], int]:
+        """Return how many rows the stages have read, each of them and all together, and how many they have written into files.
 
-        Tasks that failed count too.
+        What tasks that failed have read counts too; what a task has written does when the driver has let it commit. Nobody
+        knows what is read on Spark Connect.
         """
-        with contextlib.suppress(Exception):  # another Spark may answer otherwise
-            read = [stage.inputRecords() for stage in self._stages()]
-            return {*read, sum(read)}
-        return set()
-
-    def written(self) -> int:
-        """Return how many rows tasks have written into files: each counts its own when the driver has let it commit."""
-        return sum(stage.outputRecords() for stage in self._stages())
+        stages = [(stage.inputRecords(), stage.outputRecords()) for stage in self._stages()]
+        read = [records for records, _ in stages]
+        return {*read, sum(read)}, sum(records for _, records in stages)
 
 
 def check_written(

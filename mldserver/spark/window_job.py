@@ -237,8 +237,8 @@ def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFr
     parts = []
     for ddl, paths in written:
         part = scan(ddl, paths)
-        quoted = {name: "`" + name.replace("`", "``") + "`" for name in part.columns}
-        held = [F.col(quoted[one.name]) if one.name in quoted else F.lit(None) for one in columns]
+        there = part.columns
+        held = [F.col(quoted(one.name)) if one.name in there else F.lit(None) for one in columns]
         cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
         parts.append(part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True))))
     return single(_union(parts))
@@ -285,13 +285,14 @@ class Attempt:
             self.result = self.result.sparkSession.table(view)
 
 
-def check_read(attempts: Sequence[Attempt], work: Work) -> None:
+def check_read(attempts: Sequence[Attempt], read: set[int], work: Work) -> None:
     """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
-    Where the stages of the attempts' jobs read another number (the hook took a part of the rows, or other rows beside
-    them), they are counted once more.
+    ``read``: what the jobs that wrote the results have read, which mostly is all of it; ``work``: the hook's jobs too.
+    Where both are other numbers (the hook took a part of the rows, or other rows beside them), rows are counted once more.
     """
-    if sum(one.job.rows for one in attempts) not in work.read():
+    rows = sum(one.job.rows for one in attempts)
+    if rows not in read and rows not in work.counts()[0]:
         count_read(attempts)
 
 
@@ -320,8 +321,8 @@ def write(
     window_columns: tuple[str, str] | None,
     cores: int,
     tag: str | None = None,
-) -> int:
-    """Write the result of ``jobs`` into ``staging`` and return how many rows went that way.
+) -> tuple[set[int], int]:
+    """Write the result of ``jobs`` into ``staging``; return what that job has read (``Work``), and how many rows it wrote.
 
     With the columns of the window's start and end, but for those that the result has already. An existing directory is an
     error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
@@ -330,28 +331,29 @@ def write(
     frame = result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES))
     count = Count(frame) if _on_connect(frame) else None
     frame = frame if count is None else count.frame
-    added, taken = {}, {column.lower() for column in result.columns}
+    # Looked up in an array or a map, which generated code refers to, where it would hold an instant: it is compiled once, and
+    # not for each window. What is looked up must be nothing that Spark could look up beforehand.
+    if tag is None:
+        entries, place = "array({})", "[spark_partition_id() * 0]"
+    else:
+        entries, place = "map({})", f"[{tag}]"
+    added, taken = [], {column.lower() for column in result.columns}
     starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
     for name, bounds in zip(window_columns or (), (starts, ends), strict=False):
-        instants = [
-            F.timestamp_millis(F.lit((at - _EPOCH) // timedelta(milliseconds=1))) for at in bounds if at
-        ]
+        instants = [f"timestamp_millis({(at - _EPOCH) // timedelta(milliseconds=1)}L)" for at in bounds if at]
         if name.lower() in taken or not instants:
             continue
-        # An array or a map, which generated code refers to, where it would hold an instant: it is compiled once, and not
-        # for each window. What is looked up must be nothing that Spark could look up beforehand.
-        if tag is None:
-            added[name] = F.element_at(F.array(instants[0]), F.spark_partition_id() * 0 + 1)
-        else:
-            entries = ((F.lit(f"w{number}"), instant) for number, instant in enumerate(instants))
-            added[name] = F.create_map(*itertools.chain(*entries))[F.col(tag)]
-    # Each call has Spark analyse the whole plan anew.
-    frame = frame.withColumns(added) if added else frame
+        if tag is not None:
+            instants = [f"'w{number}', {instant}" for number, instant in enumerate(instants)]
+        added.append(f"{entries.format(', '.join(instants))}{place} AS {quoted(name)}")
+    # As one text, since each function that Python names is some ten calls into the JVM; and at once, since each step has
+    # Spark analyse the whole plan anew.
+    frame = frame.selectExpr("*", *added) if added else frame
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
     with Work(result.sparkSession) as work:
         (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
-    return work.written() if count is None else count.rows(ran=True) or 0
+    return work.counts() if count is None else (set(), count.rows(ran=True) or 0)
 
 
 def run_windows(
@@ -375,20 +377,22 @@ def run_windows(
                 columns = attempt.result.schema.json() if len(jobs) > 1 else ""
                 alike.setdefault(columns, []).append((attempt.result, attempt))
         outputs: dict[str, Output] = {}
+        seen: set[int] = set()
         for members in alike.values():
             members_jobs = [attempt.job for _, attempt in members]
             staging = members_jobs[0].staging
             if len(members) == 1:
-                written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
+                read, written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
             else:
                 results = [result for result, _ in members]
-                written = _write_together(results, members_jobs, pipeline.window_columns, cores)
+                read, written = _write_together(results, members_jobs, pipeline.window_columns, cores)
                 staging = staging.rsplit("/", 2)[0]
             output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
             outputs |= output_of
+            seen |= read
         if alike:
-            check_read([attempt for attempt in attempts if attempt.result is not None], work)
+            check_read([attempt for attempt in attempts if attempt.result is not None], seen, work)
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 
@@ -397,12 +401,12 @@ def _write_together(
     jobs: Sequence[WindowJob],
     window_columns: tuple[str, str] | None,
     cores: int,
-) -> int:
+) -> tuple[set[int], int]:
     tag = free_name([*results[0].columns, *(window_columns or ())])
     # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
     tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, result in enumerate(results)]
     place, out = f"{jobs[0].staging}/_together", jobs[0].out  # gone with that directory, whatever happens
-    written = write(_union(tagged), place, jobs, window_columns, cores, tag)
+    counts = write(_union(tagged), place, jobs, window_columns, cores, tag)
     filesystem, root = reach(place, out)
     files_of: dict[str, list[str]] = {f"{tag}=w{number}": [] for number in range(len(jobs))}
     for path in data_files(filesystem, root):
@@ -432,7 +436,12 @@ def _write_together(
     with ThreadPoolExecutor(len(jobs)) as pool:
         list(pool.map(sort, jobs, files_of.values()))
     filesystem.delete_dir(root)
-    return written
+    return counts
+
+
+def quoted(name: str) -> str:
+    """Return a column's name as SQL takes it, whatever it holds."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def free_name(columns: Iterable[str]) -> str:

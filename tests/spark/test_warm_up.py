@@ -39,11 +39,11 @@ def spoil(
     """Do something to the proof's files when its job is planned, and when it is over."""
     write = module.write
 
-    def spoiled(frame: Any, staging: str, jobs: Any, *rest: Any) -> int:
+    def spoiled(frame: Any, staging: str, jobs: Any, *rest: Any) -> Any:
         before(jobs[0])
-        rows = write(frame, staging, jobs, *rest)
+        counts = write(frame, staging, jobs, *rest)
         after(jobs[0])
-        return rows
+        return counts
 
     monkeypatch.setattr(module, "write", spoiled)
 
