@@ -281,8 +281,12 @@ def count(rows: pa.Table, window: Window) -> pa.Table:
 
 def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
     """Show seconds from the last record to the published window."""
+
+    def times(ratio: float, error: float | None) -> str:
+        return f"{ratio:.2f}" + ("" if error is None else f" ± {error:.2f}")
+
     table = Table(title=f"From the last record to the published window ({engine})", title_justify="left")
-    for name in ("rows", "seconds", "until cut", "job", "rows/s", "floor: bare job", "ratio"):
+    for name in ("rows", "seconds", "until cut", "job", "rows/s", "bare job", "ratio", "ready file", "ratio"):
         table.add_column(name, justify="right")
     for each in measured:
         table.add_row(
@@ -292,7 +296,9 @@ def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
             f"{each['job_seconds']:.3f}",
             f"{each['rows_per_second']:,.0f}",
             f"{each['floor_seconds']:.3f}",
-            f"{each['ratio']:.2f}" + ("" if each["error"] is None else f" ± {each['error']:.2f}"),
+            times(each["ratio"], each["error"]),
+            f"{each['ready_seconds']:.3f}",
+            times(each["ready_ratio"], each["ready_error"]),
         )
     return table
 

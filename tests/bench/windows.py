@@ -1,12 +1,13 @@
-"""From the last record to the published window, against the bare Spark job over one Parquet file that is ready.
+"""From the last record to the published window, against the Spark job over one Parquet file that is ready.
 
 The window's rows come on three shards at the pace of a stream that is read from its beginning, and are flushed under
 the default settings meanwhile. What the flushes have left in memory when the last record comes is part of what is
 measured; how much that is depends on when the last flush was, so each round begins at another place in the interval.
 So is everything after it: the flush, the cut, the job, the commit, the publication. Left out is the wait for the next
-flush, which is a setting (``flush_interval``). The bare job (``bare_job.py``) is what one writes without a server: read, hook,
-write. It runs in the same place: when all but the last record have come. A JVM that has rested is slower by a tenth: right
-after another job the floor would be too low.
+flush, which is a setting (``flush_interval``). There are two floors. The bare job (``bare_job.py``) is what one writes without
+a server: read, hook, write. The ready file is the server's own job, which counts rows too, over that one file. Both run in the
+same place: when all but the last record have come. A JVM that has rested is slower by a tenth: right after another job a floor
+would be too low.
 
 And the job alone, by the number of segments that its window has: an hour with the default flush interval has 720 for each
 server. One segment is the floor.
@@ -68,6 +69,11 @@ class Measured:
     """How many times the floor it takes, all rounds together."""
     error: float | None
     """The standard error of ``ratio``: on some machines one and the same job takes a third longer or shorter."""
+    ready_seconds: float
+    """The server's own job's over one file."""
+    ready_ratio: float
+    """As ``ratio``, of that floor."""
+    ready_error: float | None
 
     @property
     def rows_per_second(self) -> float:
@@ -105,6 +111,11 @@ class Bench:
             async with self._fed(pace, phase):
                 go(self.file).touch()
                 return await bare
+
+    async def ready(self, pace: int, phase: float) -> float:
+        """Return the seconds that the server's own job takes over the one file, at the same place."""
+        async with self._fed(pace, phase):
+            return await self.job([self.file])
 
     def cut(self, segments: int) -> list[Path]:
         """Write the one file's rows as so many segments, as flushes do, and return what an attempt reads."""
@@ -212,7 +223,7 @@ async def measure(
     folder: Path,
     progress: Callable[[str], None],
 ) -> list[Measured]:
-    """Measure every size; pipeline and floor take turns on one engine.
+    """Measure every size; pipeline and floors take turns on one engine.
 
     ``warm_up``: jobs before the first round, which does not count. At first the JVM's compiler takes more of the
     machine than the tasks do, and for a hundred jobs a share that differs from one to the next.
@@ -221,19 +232,21 @@ async def measure(
     for rows in sizes:
         watch = Stopwatch(engine)
         bench = Bench(rows, folder / str(rows), watch)  # type: ignore[arg-type]  # it answers for the engine
-        seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": []}
+        seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": [], "ready": []}
         # Other encodings than the one file's, which compiled code is not made for before it has met them.
         segments = bench.cut(8)
         for _ in range(warm_up):
             await bench.job(segments)
             go(bench.file).touch()
             await bench.job([bench.file], BARE)
-        for number, contender in enumerate(in_turn(("pipeline", "floor"), 1 + rounds)):
-            counts = number > 1
-            phase = (number // 2 % rounds + 0.5) / rounds
-            if contender == "floor":
-                took = await bench.floor(pace, phase)
-                seconds["floor"] += [took] * counts
+        floors = {"floor": bench.floor, "ready": bench.ready}
+        contenders = ("pipeline", *floors)
+        for number, contender in enumerate(in_turn(contenders, 1 + rounds)):
+            counts = number >= len(contenders)
+            phase = (number // len(contenders) % rounds + 0.5) / rounds
+            if contender in floors:
+                took = await floors[contender](pace, phase)
+                seconds[contender] += [took] * counts
             else:
                 cut, took = await bench.pipeline(pace, phase)
                 seconds["all"] += [took] * counts
@@ -241,9 +254,17 @@ async def measure(
                 seconds["job"] += [watch.seconds] * counts
             progress(f"{rows:>9,} rows, {contender}: {took:.3f} s{'' if counts else ' (warming up)'}")
         middle = medians(seconds)
-        ratio, error = against(seconds["all"], seconds["floor"])
         found.append(
-            Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"], ratio, error)
+            Measured(
+                rows,
+                middle["all"],
+                middle["flush"],
+                middle["job"],
+                middle["floor"],
+                *against(seconds["all"], seconds["floor"]),
+                middle["ready"],
+                *against(seconds["all"], seconds["ready"]),
+            )
         )
         shutil.rmtree(folder / str(rows))
     return found
