@@ -37,7 +37,7 @@ from mldserver.ledger.contract import Segment, SegmentKind
 from mldserver.output import joined
 from mldserver.output.layout import segment_path
 from mldserver.output.store import OutputStore
-from mldserver.windows import Tumbling, Window, tumbling_id
+from mldserver.windows import Tumbling, as_window, tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -137,9 +137,9 @@ class Bench:
         staging = self._folder / f"job-{self._attempts}"
         sizes = tuple(segment.stat().st_size for segment in segments)
         paths = tuple(map(str, segments))
-        job = WindowJob(
-            Window(window_id, None, None), 1, paths, str(staging), self.rows, sum(sizes), sizes=sizes
-        )
+        # With the pipeline's bounds: their columns are a part of its job.
+        window = as_window(window_id, START_MS, START_MS + HOUR_MS, revision=1, pipeline="bench")
+        job = WindowJob(window, 1, paths, str(staging), self.rows, sum(sizes), sizes=sizes)
         began = time.perf_counter()
         await self._engine.compute(job)
         seconds = time.perf_counter() - began
