@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
+from mldserver.base.service import keep_memory
 from mldserver.base.threads import aside
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings, redacted
@@ -159,6 +160,7 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
             "limits": settings.part(Limits),
         }
         level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+        keep_memory()  # its lines come and go; where they are decoded too, the allocator finds its way by itself
         runtime = WorkerRuntime(settings.handler, log_level=level, **common)
         spec = await runtime.load()
     step("output folder")

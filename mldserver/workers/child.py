@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import uvloop
 
 from mldserver.base.clock import SystemClock, first_of
-from mldserver.base.service import entitle
+from mldserver.base.service import entitle, keep_memory
 from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
@@ -321,6 +321,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(OSError, AttributeError):
         die_with_parent()
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+    keep_memory()
     # Whoever stops the server stops it alone: what is in hand here is wanted to the end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(arguments[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,16 @@ def process_records(batch):
     time.sleep(0.02)
 """
 
+TOUCHES = """
+import resource
+
+def process_records(batch):
+    for record in batch:
+        len(record.data)
+    with open("book", "a") as book:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt, file=book)
+"""
+
 
 class Still(SystemClock):
     """By it the worker is never silent: how long its beats are on their way says something of the machine."""
@@ -113,3 +124,15 @@ async def test_a_worker_that_leaks_is_replaced_between_batches_none_of_which_is_
     assert named(logged, "worker.lost", "handler.dead_letter") == []
     assert all(event["bytes"] > MEMORY_BYTES for event in named(logged, "worker.replaced"))
     assert Counter((tmp_path / "book").read_text().split()) == Counter(delivered)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="it is about glibc")
+async def test_the_memory_that_a_long_batch_took_is_there_for_the_next(
+    runtime_of: Callable[[str, Limits], WorkerRuntime], tmp_path: Path
+) -> None:
+    async with running(runtime_of(TOUCHES, Limits(KILL_AFTER_MS, None)), spare=False) as runtime:
+        await runtime.open(Shard("s"))
+        for _ in range(3):
+            await runtime.process(delivery("s", *["x" * 1000] * 10_000))
+    _, before, after = map(int, (tmp_path / "book").read_text().split())
+    assert after - before < 1000, "pages are touched for the first time, of 2,500 that its records take"

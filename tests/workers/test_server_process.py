@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.processes import has_ended
 from support.serving import until
-from workers.kit import children
+from workers.kit import children, delivery
 
 from mldserver.testing import FakeMLD, FakeStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 RECORDS = 40
 WHO_IMPORTS = """
@@ -54,6 +56,8 @@ def note():
     os.close(os.open(f"called.{os.getpid()}", os.O_CREAT))
 """
 
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
 
 class Serving:
     """A server's process, and what it logged."""
@@ -68,6 +72,11 @@ class Serving:
     def called(self) -> set[int]:
         """Return which processes have noted that they were called, in a file each."""
         return {int(path.suffix[1:]) for path in self._folder.glob("called.*")}
+
+    def faults(self) -> int:
+        """Return how many pages it has touched for the first time (proc(5))."""
+        after_name = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2]
+        return int(after_name.split()[7])
 
     def named(self, name: str) -> list[dict[str, Any]]:
         log = self._folder / "log"
@@ -140,3 +149,32 @@ async def test_workers_end_when_their_server_is_killed_whatever_they_are_doing(
             await until(lambda: all(map(has_ended, workers)))
         playing.cancel()
         await asyncio.wait({playing})
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="it is about glibc")
+async def test_the_memory_that_a_line_took_is_there_for_the_next_though_that_is_longer(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "def process_record(record): ...", workers="1") as server:
+        await until(lambda: bool(server.named("server.listening")) or server.process.returncode is not None)
+        host, port = server.named("server.listening")[0]["address"].rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, port)
+
+        async def exchange(line: bytes) -> None:
+            writer.write(line + b"\n")
+            while (said := json.loads(await reader.readline())).pop("action") == "checkpoint":
+                writer.write(json.dumps({"action": "checkpoint", "error": None, **said}).encode() + b"\n")
+
+        await exchange(
+            b'{"action":"initialize","shardId":"s","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}'
+        )
+        lines = [
+            delivery("s", *["x" * 1000] * (200 * 5**number // 4**number)).payload.line for number in range(12)
+        ]
+        before = server.faults()
+        for line in lines:
+            await exchange(line)
+        touched = server.faults() - before
+        writer.close()
+    pages = sum(map(len, lines)) / PAGE_BYTES
+    assert touched < pages * 2 / 3, "touched for the first time: of each line all, if it was given back"
