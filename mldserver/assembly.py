@@ -160,7 +160,7 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
             "limits": settings.part(Limits),
         }
         level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-        keep_memory()  # its lines come and go; where they are decoded too, the allocator finds its way by itself
+        keep_memory()  # not where batches are decoded in this process: there it cost a twentieth more
         runtime = WorkerRuntime(settings.handler, log_level=level, **common)
         spec = await runtime.load()
     step("output folder")
