@@ -141,6 +141,8 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
+    # For lines; more by itself once a longer one has come. A line that grows beyond it is copied once, on the loop.
+    keep_memory(4 << 20)
     step("handler")
     # The handler's module may import what executors import; workers have this process's path.
     sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
@@ -160,7 +162,6 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
             "limits": settings.part(Limits),
         }
         level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-        keep_memory()  # not where batches are decoded in this process: there it cost a twentieth more
         runtime = WorkerRuntime(settings.handler, log_level=level, **common)
         spec = await runtime.load()
     step("output folder")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
 import socket
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -25,9 +23,6 @@ TELL_SECONDS: Final = 1.0
 """Between two words to systemd."""
 _EXTEND_US: Final = 15_000_000
 """How long a start or a stop may take from each word on (µs): as long as the event loop turns, nothing ends it."""
-_MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": (-3, 32 << 20), "MALLOC_TRIM_THRESHOLD_": (-1, 64 << 20)}
-"""What mallopt(3) is told, by the variables in which a user may have said it. glibc comes to these values by itself once a
-process has freed a piece of 32 MiB."""
 _TEXT_CHARACTERS: Final = 500
 """A datagram that is too long is lost, with all that is in it."""
 
@@ -37,17 +32,14 @@ def entitle(pipeline: str, role: str) -> None:
     setproctitle(f"mldserver: {pipeline} {role}")
 
 
-def keep_memory() -> None:
-    """Keep up to 64 MiB of what is freed for what comes next, where the C library is glibc and the user has not told it otherwise.
+def keep_memory(size: int) -> None:
+    """Let the process keep up to twice ``size`` bytes of what it frees for what comes next; ``size``: less than 32 MiB.
 
-    By itself it may give back what each batch took, by what sizes its lines and records happen to have. The next one then
-    touches as many pages for the first time: a tenth to a quarter of its CPU.
+    glibc does so once a piece of that size was freed, unless it was told otherwise (mallopt(3), M_MMAP_THRESHOLD). Else it may
+    give back what each batch took, by what sizes its line and its records happen to have. The next one then touches as many
+    pages for the first time, for a tenth to a quarter of its CPU.
     """
-    if os.environ.keys().isdisjoint([*_MALLOC, "GLIBC_TUNABLES"]):
-        with contextlib.suppress(AttributeError, OSError):
-            tell = ctypes.CDLL(None).mallopt
-            for option in _MALLOC.values():
-                tell(*option)
+    bytes(size)  # freed at once, and not even touched
 
 
 @contextlib.contextmanager
