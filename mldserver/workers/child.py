@@ -321,7 +321,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(OSError, AttributeError):
         die_with_parent()
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
-    keep_memory(31 << 20)  # records alone are small, and what is small changes nothing
+    keep_memory(31 << 20)  # all that it frees are records, too small to bring that about
     # Whoever stops the server stops it alone: what is in hand here is wanted to the end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(arguments[0]))

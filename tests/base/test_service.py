@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from subprocess import PIPE
 from typing import TYPE_CHECKING
 
 import pytest
@@ -184,5 +183,5 @@ def test_memory_that_was_freed_is_kept_unless_the_user_has_told_the_c_library_ot
     size: int, variables: dict[str, str], kept: bool
 ) -> None:
     command = [sys.executable, "-c", AGAIN, str(size)]
-    found = subprocess.run(command, env=os.environ | variables, stdout=PIPE, check=True)
+    found = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, check=True)
     assert (int(found.stdout) < 1000) is kept, "of 5,000 pages"

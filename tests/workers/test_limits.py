@@ -1,4 +1,4 @@
-"""What workers are measured by, with handlers that work hard, or leak: neither is taken for one that hangs."""
+"""What workers are measured by, of whom one that works hard, or leaks, does not hang; and what memory they keep."""
 
 from __future__ import annotations
 

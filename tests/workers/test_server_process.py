@@ -1,4 +1,4 @@
-"""A server in a process of its own, as users start it: what it imports, and what is left of its workers when it is killed."""
+"""A server in a process of its own, as users start it: what it imports, what memory it keeps, and what is left of its workers."""
 
 from __future__ import annotations
 
