@@ -56,6 +56,8 @@ class Failure(msgspec.Struct, frozen=True):
     """With DISCARD and FATAL: the records that are meant, as the handler named them; None: all of the call."""
     frames: str = ""
     """The part of the traceback that is the same whenever the error is raised in the same place."""
+    whole_call: bool = False
+    """The handler's code is at fault, not a record: every record of the call fails with it, and none is searched."""
 
     @property
     def fingerprint(self) -> Hashable:

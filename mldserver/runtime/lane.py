@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +23,8 @@ from mldserver.records import Batch, BatchResult
 from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.plan import Step
 from mldserver.runtime.rows import Built, failed_records, named_places
-from mldserver.runtime.tables import take_table
-from mldserver.runtime.values import shown
+from mldserver.runtime.tables import TableMismatch, take_table
+from mldserver.runtime.values import counted, shown
 from mldserver.windows import milliseconds
 
 if TYPE_CHECKING:
@@ -278,20 +278,23 @@ class Lane:
         spec, indices = self.tools.spec, step.indices
         if spec.record_hook is RecordHook.TABLE:
             without, column = frozenset(failed), spec.time_column
-            built = take_table(
-                value, schema=spec.schema, time_column=column, indices=indices, without=without
-            )
+            try:
+                built = take_table(
+                    value, schema=spec.schema, time_column=column, indices=indices, without=without
+                )
+            except TableMismatch as error:
+                return _Came(failure=structs.replace(describe(error), whole_call=error.whole_call))
             return _came(built, step, failed)
-        # ``process_records`` returns one item a record, or nothing at all.
-        items: Sequence[Any] = () if value is None else value
-        if not isinstance(items, list | tuple):
-            return _Came(failure=_bad_rows(f"{shown(items)} is not a list with one item a record"))
-        if items and len(items) != len(indices):
-            uneven = (
-                f"returned {len(items)} items for {len(indices)} records; give each record one (None: no row)"
-            )
-            return _Came(failure=_bad_rows(uneven))
-        pairs = zip(indices, items, strict=bool(items))
+        if value is None:
+            return _came(Built(), step, failed)
+        if not isinstance(value, list | tuple):
+            no_list = f"{shown(value)} is not a list with one item a record"
+            return _Came(failure=_bad_rows(no_list, whole_call=True))
+        if len(value) != len(indices):
+            returned, given = counted(len(value), "item"), counted(len(indices), "record")
+            uneven = f"{spec.record_hook} returned {returned} for {given}; {_ONE_EACH}"
+            return _Came(failure=_bad_rows(uneven, whole_call=True))
+        pairs = zip(indices, value, strict=True)
         kept = [pair for place, pair in enumerate(pairs) if place not in failed] if failed else list(pairs)
         return _came(self.tools.rows.build(kept), step, failed)
 
@@ -312,5 +315,10 @@ def _came(built: Built, step: Step | None = None, failed: Mapping[int, Failure] 
     return _Came(built, faults)
 
 
-def _bad_rows(text: str) -> Failure:
-    return Failure(f"BadRows: {text}", names=("BadRows",))
+def _bad_rows(text: str, *, whole_call: bool = False) -> Failure:
+    return Failure(f"BadRows: {text}", names=("BadRows",), whole_call=whole_call)
+
+
+_ONE_EACH: Final = (
+    "return one item for each record, None for no row: [row(r) if wanted(r) else None for r in batch]"
+)

@@ -12,6 +12,8 @@ The shell asks the plan for the next call (``BatchPlan.step``), makes it, and te
   of the batch, ceil(log2 n) to find it, at most one of its own, and at most one for what is left.
 * Records that are named (rows that cannot be taken, ``BatchResult``, ``Fatal(records=…)``): the others are done or
   called again without them; only those are tried again, or end.
+* A call that returns something of the wrong shape (``Failure.whole_call``) fails for all its records: the handler's code
+  is at fault, and smaller calls would hide that.
 * Where the end of a part would be ``halt``, nothing is searched: the shard stops.
 * When keys are parked, the records behind a dead letter of their key that were not handed over yet are dead letters too.
 """
@@ -151,7 +153,7 @@ class BatchPlan:
     def failed(self, step: Step, failure: Failure, now_ms: int) -> Again | None:
         """A call for all records of a step failed as a whole.
 
-        Returns what will be tried again (the step, or its halves), or None when its one record ended (or the shard
+        Returns what will be tried again (the step, or its halves), or None when its records ended (or the shard
         stops).
         """
         self._suspect = None
@@ -160,11 +162,15 @@ class BatchPlan:
         indices, first = step.indices, step.indices[0]
         ending = self._ending(indices, failure, now_ms)
         again = Again(first, failure, self._calls[first])
-        if ending is None and (len(indices) == 1 or not step.halved):
+        if ending is None and (len(indices) == 1 or not step.halved or failure.whole_call):
             self.todo.append(Step(indices, again.attempt, failure.after_seconds, step.halved))
             return again
         if ending is Ending.HALT:
             self.halted = again
+            return None
+        if ending is not None and failure.whole_call:
+            for index in indices:
+                self._end(index, ending, failure)
             return None
         if len(indices) > 1:
             self._halve(step)

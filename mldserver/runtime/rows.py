@@ -20,7 +20,7 @@ from pyarrow import types
 
 from mldserver.handler.failure import Failure, describe, printed
 from mldserver.records import Record
-from mldserver.runtime.values import converter, owned, settled, shown
+from mldserver.runtime.values import converter, counted, owned, settled, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -177,10 +177,8 @@ class RowBuilder:
         if isinstance(value, tuple):
             had, wanted = len(value), len(self._names)
             if had != wanted:
-                raise BadRow(
-                    f"returned {had} value{'' if had == 1 else 's'} for "
-                    f"{wanted} column{'' if wanted == 1 else 's'} ({', '.join(self._names)})"
-                )
+                columns = f"{counted(wanted, 'column')} ({', '.join(self._names)})"
+                raise BadRow(f"returned {counted(had, 'value')} for {columns}")
             return value
         if isinstance(value, Mapping):
             unknown = [name for name in value if name not in self._known]

@@ -10,7 +10,7 @@ from pyarrow import types
 
 from mldserver.handler.spec import RECORD_COLUMN
 from mldserver.runtime.rows import Built, unknown_columns
-from mldserver.runtime.values import shown
+from mldserver.runtime.values import counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,11 @@ _ANY_INTEGER: Final = pa.decimal128(20, 0)
 
 class TableMismatch(ValueError):
     """A returned table cannot be told apart into records and columns: the whole call failed."""
+
+    def __init__(self, problem: str, *, whole_call: bool = False) -> None:
+        """Say what is wrong; ``whole_call``: as ``Failure`` has it."""
+        super().__init__(problem)
+        self.whole_call = whole_call
 
 
 def take_table(
@@ -73,9 +78,11 @@ def _as_table(returned: Any, schema: Schema | None) -> Any:
     if isinstance(returned, pa.RecordBatch):
         returned = pa.Table.from_batches([returned])
     if not isinstance(returned, pa.Table):
-        raise TableMismatch(f"{shown(returned)} is not a pyarrow.Table; return one, a RecordBatch, or None")
+        raise TableMismatch(
+            f"{shown(returned)} is not a pyarrow.Table; return one, a RecordBatch, or None", whole_call=True
+        )
     if schema is None:
-        raise TableMismatch("returned a table, but the handler declares no schema")
+        raise TableMismatch("returned a table, but the handler declares no schema", whole_call=True)
     try:
         # What Arrow is given as buffers it takes on trust, and crashes later. Of 10,000 rows a column of numbers takes
         # 1 µs, one of short texts 40 to 100 µs.
@@ -89,18 +96,23 @@ def _places(table: Any, records: int) -> tuple[list[int], Any]:
     """Return for each row the place of its record in the input, and the table in the records' order."""
     if RECORD_COLUMN not in table.column_names:
         if table.num_rows != records:
+            rows, given = counted(table.num_rows, "row"), counted(records, "record")
             raise TableMismatch(
-                f"returned {table.num_rows} rows for {records} records: "
-                f"add a column {RECORD_COLUMN!r} with the index of each row's record"
+                f"returned {rows} for {given}: add a column {RECORD_COLUMN!r} with the index of each row's record",
+                whole_call=True,
             )
         return list(range(records)), table
     column = table.column(RECORD_COLUMN)
     if not types.is_integer(column.type) or column.null_count:
-        raise TableMismatch(f"column {RECORD_COLUMN!r} must hold the index of each row's record")
+        raise TableMismatch(
+            f"column {RECORD_COLUMN!r} must hold the index of each row's record", whole_call=True
+        )
     places = column.to_pylist()
     wrong = [place for place in places if not 0 <= place < records]
     if wrong:
-        raise TableMismatch(f"column {RECORD_COLUMN!r}: there is no record {wrong[0]} among {records}")
+        raise TableMismatch(
+            f"column {RECORD_COLUMN!r}: there is no record {wrong[0]} among {records}", whole_call=True
+        )
     order = sorted(range(len(places)), key=places.__getitem__)
     table = table.drop_columns([RECORD_COLUMN]).take(pa.array(order, pa.int64()))
     return [places[row] for row in order], table

@@ -12,7 +12,7 @@ import pytest
 from mldserver import tumbling
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.protocol.batch_decoder import BatchDecoder
-from mldserver.records import Batch
+from mldserver.records import Batch, BatchResult
 from mldserver.runtime import work
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 
@@ -39,10 +39,82 @@ async def test_a_batch_gives_one_item_a_record(kit: Any, shard: Any, column: Any
     assert (len(batch), batch.shard_id, batch.millis_behind_latest) == (3, kit.shard, 7)
 
 
-@pytest.mark.parametrize("nothing", [None, [], ()])
-async def test_a_batch_may_give_no_rows_at_all(kit: Any, nothing: Any) -> None:
-    outcome = await kit.run(1, 2, schema=SCHEMA, process_records=lambda batch: nothing)
+async def test_a_batch_may_give_no_rows_at_all(kit: Any) -> None:
+    outcome = await kit.run(1, 2, schema=SCHEMA, process_records=lambda batch: None)
     assert (outcome.rows, outcome.dead_letters) == (None, ())
+
+
+WRONG_LENGTHS: dict[str, Any] = {
+    "an empty list": lambda batch: [],
+    "an empty tuple": lambda batch: (),
+    "all but the last": lambda batch: [number(record) for record in batch][:-1],
+    "one too many": lambda batch: [number(record) for record in [*batch, batch[0]]],
+    "a filter": lambda batch: [number(record) for record in batch if record.json() % 2],
+    "a generator that filters": lambda batch: (number(record) for record in batch if record.json() % 2),
+    "rows beside named failures": lambda batch: BatchResult([number(batch[0])], failed=[1]),
+    "no list": lambda batch: {"n": 1},
+}
+
+
+@pytest.mark.parametrize("returns", WRONG_LENGTHS.values(), ids=WRONG_LENGTHS)
+@pytest.mark.parametrize("hook", ["sync", "async"])
+@pytest.mark.parametrize("schema", [SCHEMA, None])
+async def test_items_of_another_number_than_records_fail_the_call_as_a_whole(
+    kit: Any, returns: Any, hook: Any, schema: Any
+) -> None:
+    calls = []
+
+    def process_records(batch: Any) -> Any:
+        calls.append(len(batch))
+        return returns(batch)
+
+    async def process_records_async(batch: Any) -> Any:
+        return process_records(batch)
+
+    hook = process_records if hook == "sync" else process_records_async
+    outcome = await kit.run(*range(8), schema=schema, process_records=hook)
+    assert calls == [8]
+    assert (outcome.rows, len(outcome.dead_letters), kit.clock.slept) == (None, 8, [])
+    assert {letter.error.partition(":")[0] for letter in outcome.dead_letters} == {"BadRows"}
+    with pytest.raises(HandlerHalted):
+        await kit.run(*range(8), policy=HALT, schema=schema, process_records=hook)
+    skipping = FailurePolicy(on_failure=OnFailure.SKIP)
+    assert (await kit.run(*range(8), policy=skipping, schema=schema, process_records=hook)).skipped == 8
+    assert calls == [8, 8, 8]
+
+
+async def test_a_rule_may_have_a_wrong_length_called_again(kit: Any, column: Any) -> None:
+    calls = []
+
+    def process_records(batch: Any) -> Any:
+        calls.append(len(batch))
+        return [] if len(calls) < 3 else [number(record) for record in batch]
+
+    policy = FailurePolicy(attempts=3, failure_rules=(failure_rule("BadRows=retry"),))
+    outcome = await kit.run(1, 2, policy=policy, schema=SCHEMA, process_records=process_records)
+    assert (calls, column(outcome, "n"), outcome.dead_letters) == ([2, 2, 2], [1, 2], ())
+
+
+WRONG_TABLES: dict[str, Any] = {
+    "a filter": lambda table: pa.table({"n": [1]}),
+    "no rows": lambda table: pa.table({"n": pa.array([], pa.int32())}),
+    "no table": lambda table: [(1,)],
+    "places of no record": lambda table: pa.table({"n": [1], "record": [table.num_rows]}),
+    "places that are no numbers": lambda table: pa.table({"n": [1], "record": ["0"]}),
+}
+
+
+@pytest.mark.parametrize("returns", WRONG_TABLES.values(), ids=WRONG_TABLES)
+async def test_a_table_whose_rows_are_no_records_fails_the_call_as_a_whole(kit: Any, returns: Any) -> None:
+    calls = []
+
+    def process_table(table: Any) -> Any:
+        calls.append(table.num_rows)
+        return returns(table)
+
+    outcome = await kit.run(*range(8), schema=SCHEMA, process_table=process_table)
+    assert (calls, outcome.rows, len(outcome.dead_letters)) == ([8], None, 8)
+    assert {letter.error.partition(":")[0] for letter in outcome.dead_letters} == {"TableMismatch"}
 
 
 async def test_a_generator_may_give_the_items(kit: Any, column: Any) -> None:
@@ -83,7 +155,11 @@ async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, co
 @pytest.mark.parametrize(
     ("returned", "error"),
     [
-        ([(1,)], "BadRows: returned 1 items for 2 records; give each record one (None: no row)"),
+        (
+            [(1,)],
+            "BadRows: process_records returned 1 item for 2 records; return one item for each record, "
+            "None for no row: [row(r) if wanted(r) else None for r in batch]",
+        ),
         ({"n": 1}, "BadRows: {'n': 1} is not a list with one item a record"),
     ],
 )
@@ -91,7 +167,7 @@ async def test_items_that_cannot_be_told_apart_fail_the_call(
     kit: Any, returned: Any, error: Any, logged: Any
 ) -> None:
     await kit.run(1, 2, policy=ONE, schema=SCHEMA, process_records=lambda batch: returned)
-    assert next(event for event in logged if event["event"] == "handler.failed")["what"] == error
+    assert next(event for event in logged if event["event"] == "handler.dead_letter")["what"] == error
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -125,7 +201,7 @@ async def test_values_of_a_table_that_do_not_fit_name_their_records(kit: Any, co
 
 async def test_a_table_of_another_shape_fails_the_call(kit: Any) -> None:
     outcome = await kit.run(1, policy=ONE, schema=SCHEMA, process_table=lambda table: pa.table({"n": [1, 2]}))
-    assert "returned 2 rows for 1 records" in outcome.dead_letters[0].error
+    assert "returned 2 rows for 1 record:" in outcome.dead_letters[0].error
 
 
 async def test_records_with_damaged_base64_are_dead_before_the_table_is_made(

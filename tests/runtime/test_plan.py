@@ -54,6 +54,40 @@ def test_a_batch_without_failures_is_one_call() -> None:
     assert calls.attempts == 1
 
 
+SHAPE = Failure("BadRows: 2 items for 3 records", names=("BadRows",), whole_call=True)
+
+
+def test_a_call_of_the_wrong_shape_ends_all_its_records_and_is_not_halved() -> None:
+    calls = plan(3)
+    assert calls.failed(at_work(calls), SHAPE, NOW) is None
+    assert calls.step() is None
+    assert calls.ends == dict.fromkeys(range(3), End(Ending.DEAD_LETTER, SHAPE, 1))
+
+
+def test_a_half_of_the_wrong_shape_ends_all_its_records() -> None:
+    calls = plan(4)
+    calls.failed(at_work(calls), FATAL, NOW)
+    half = at_work(calls)
+    assert half == Step(range(2), halved=True)
+    assert calls.failed(half, SHAPE, NOW) is None
+    assert [at_work(calls).indices, calls.step()] == [range(2, 4), None]
+    assert set(calls.ends) == {0, 1}
+
+
+def test_a_half_of_the_wrong_shape_that_a_rule_retries_stays_as_it_is() -> None:
+    calls = plan(4, failure_rules=(failure_rule("BadRows=retry"),), attempts=3)
+    calls.failed(at_work(calls), FATAL, NOW)
+    half = at_work(calls)
+    assert calls.failed(half, SHAPE, NOW) == Again(0, SHAPE, 2)
+    assert calls.step() == Step(range(2), 2, halved=True)
+
+
+def test_a_call_of_the_wrong_shape_stops_the_shard_under_halt() -> None:
+    calls = plan(3, on_failure=OnFailure.HALT)
+    assert calls.failed(at_work(calls), SHAPE, NOW) is None
+    assert (calls.halted, calls.ends) == (Again(0, SHAPE, 1), {})
+
+
 def test_a_failing_record_alone_is_called_again_and_the_rest_follows_it() -> None:
     calls = plan(4)
     assert calls.failed_at(at_work(calls), 1, BOOM, NOW) == Again(1, BOOM, 1)

@@ -51,7 +51,7 @@ def test_none_and_empty_tables_are_no_rows() -> None:
     ("returned", "problem"),
     [
         ([("a", 1.0)], "[('a', 1.0)] is not a pyarrow.Table"),
-        (table(name=["a"]), "returned 1 rows for 3 records: add a column 'record'"),
+        (table(name=["a"]), "returned 1 row for 3 records: add a column 'record'"),
         (table(name=["a"], record=["x"]), "column 'record' must hold the index"),
         (table(name=["a"], record=pa.array([None], pa.int64())), "column 'record' must hold the index"),
         (table(name=["a"], record=[3]), "column 'record': there is no record 3 among 3"),
