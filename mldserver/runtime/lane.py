@@ -221,7 +221,8 @@ class Lane:
         except BaseException as error:
             if self.tools.caller.is_operators(error):
                 raise
-            came = _Came(failure=describe(error))
+            whole_call = isinstance(error, TableMismatch) and error.whole_call
+            came = _Came(failure=structs.replace(describe(error), whole_call=whole_call))
         self._refuse_ahead(came)
         if came.built is not None:
             self.parts.append(came.built)
@@ -278,12 +279,9 @@ class Lane:
         spec, indices = self.tools.spec, step.indices
         if spec.record_hook is RecordHook.TABLE:
             without, column = frozenset(failed), spec.time_column
-            try:
-                built = take_table(
-                    value, schema=spec.schema, time_column=column, indices=indices, without=without
-                )
-            except TableMismatch as error:
-                return _Came(failure=structs.replace(describe(error), whole_call=error.whole_call))
+            built = take_table(
+                value, schema=spec.schema, time_column=column, indices=indices, without=without
+            )
             return _came(built, step, failed)
         if value is None:
             return _came(Built(), step, failed)

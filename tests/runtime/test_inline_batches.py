@@ -13,7 +13,7 @@ from mldserver import tumbling
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, BatchResult
-from mldserver.runtime import work
+from mldserver.runtime import lane, work
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 
 ONE = FailurePolicy(attempts=1)
@@ -157,8 +157,7 @@ async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, co
     [
         (
             [(1,)],
-            "BadRows: process_records returned 1 item for 2 records; return one item for each record, "
-            "None for no row: [row(r) if wanted(r) else None for r in batch]",
+            f"BadRows: process_records returned 1 item for 2 records; {lane._ONE_EACH}",
         ),
         ({"n": 1}, "BadRows: {'n': 1} is not a list with one item a record"),
     ],

@@ -92,6 +92,20 @@ async def test_where_the_process_ends_what_is_left_is_to_be_awaited(
         assert (await rest).outline.records == 1
 
 
+async def test_a_shard_that_was_idle_when_its_process_died_is_opened_again_for_its_next_batch(
+    runtime: WorkerRuntime, logged: list[dict[str, Any]]
+) -> None:
+    async with running(runtime), asyncio.timeout(800):
+        await runtime.open(Shard("a"))
+        worker = runtime._workers[0]
+        died = await worker.process()
+        os.kill(died.pid, signal.SIGKILL)
+        await until(lambda: worker.ready not in {None, died})
+        outcome = await outcome_of(runtime.begin(delivery("a", "x")))
+        assert (outcome.outline.records, outcome.attempts, outcome.dead_letters) == (1, 1, ())
+    assert len(named(logged, "shard.reopened")) == 1
+
+
 async def test_whoever_cancels_a_batch_tells_the_worker_and_holds_up_nobody(
     runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
