@@ -395,6 +395,7 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "group_limit": settings.window_group,
         "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
+        "code": spec.code,
     }
     return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))
 

@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "base",
         "children",
         "handler.loader",
+        "handler.kept_modules",
         "handler.spark_at_import",
         "jobs.engine",
         "observe.logging",

@@ -164,7 +164,7 @@ class _Acts:
         text = f"Workers run {runtime.spec.path} as it is now ({runtime.spec.version}; before: {before})."
         if engine is None:
             return text
-        engine.renew()
+        engine.renew(runtime.spec.code)
         return (
             f"{text} Spark's driver starts afresh with it once the windows that are being computed are done."
         )

@@ -6,7 +6,7 @@ import ast
 import difflib
 import inspect
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -55,11 +55,12 @@ def load_spec(
 
     Raises HandlerNotFound when the path leads nowhere, and HandlerInvalid with every problem found.
     """
-    spec, findings = inspect_handler(load(path, directory=directory), retention_ms=retention_ms)
+    loaded = load(path, directory=directory)
+    spec, findings = inspect_handler(loaded, retention_ms=retention_ms)
     if spec is None:
         errors = [str(finding) for finding in findings if finding.is_error]
         raise HandlerInvalid("\n".join(errors), handler=path)
-    return spec
+    return replace(spec, code=loaded.code())
 
 
 def inspect_handler(

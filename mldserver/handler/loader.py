@@ -8,9 +8,13 @@ imported is shown as it is, with the place in the user's file.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
+import importlib.util
 import os
 import pkgutil
 import sys
@@ -70,6 +74,34 @@ class Loaded:
             return ""
         return f"sha256:{hashlib.sha256(source).hexdigest()[:_DIGITS]}"
 
+    def code(self) -> dict[str, tuple[str, bytes]]:
+        """Return file and text of the user's modules that the handler needs, by name (``kept_modules.py``).
+
+        These are its own module, what is imported from the same folder, and what import statements name, also those inside
+        functions that have not run yet. Installed packages are left out, except the handler's own. A module that is imported
+        by a computed name is known only once that has happened.
+        """
+        package, _, rest = self.module.__name__.partition(".")
+        if not _file_of(self.module):
+            return {}
+        file = Path(_file_of(self.module)).absolute()
+        home = f"{file.parents[rest.count('.') + 1 if rest else 0]}{os.sep}"
+        names = [name for name, module in list(sys.modules.items()) if _file_of(module).startswith(home)]
+        names.append(self.module.__name__)
+        found: dict[str, tuple[str, bytes]] = {}
+        seen: set[str] = set()
+        while names:
+            name = names.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            place = _file_of(sys.modules[name]) if name in sys.modules else _place(name)
+            if place.endswith(".py") and (name.partition(".")[0] == package or not is_library(place)):
+                with contextlib.suppress(OSError):
+                    found[name] = place, Path(place).read_bytes()
+                    names += _imports(name, *found[name])
+        return found
+
 
 def load(path: str, *, directory: str | Path | None = None) -> Loaded:
     """Import the handler at ``path``; ``directory`` (default: the working directory) is searched first.
@@ -120,6 +152,50 @@ def relative(file: str) -> str:
 def is_library(file: str) -> bool:
     """Whether a file is the standard library's, an installed package's or this one's."""
     return file.startswith(_LIBRARIES) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+def _file_of(module: ModuleType | None) -> str:
+    """Return a module's file; some have none, and what stands in their place may be no module at all."""
+    file = getattr(module, "__file__", None)
+    return file if isinstance(file, str) else ""
+
+
+def _place(name: str) -> str:
+    """Return the file that a module would be imported from. Nothing is imported, no parent either."""
+    path: Iterable[str] | None = None
+    spec = None
+    parts = name.split(".")
+    if parts[0] in sys.stdlib_module_names:
+        return ""
+    for end in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(
+            ".".join(parts[:end]), None if path is None else [*path]
+        )
+        if spec is None or (spec.submodule_search_locations is None and end < len(parts)):
+            return ""
+        path = spec.submodule_search_locations
+    return (spec.origin if spec is not None else None) or ""
+
+
+def _imports(name: str, file: str, source: bytes) -> list[str]:
+    """Return the modules that the text of a module names in import statements, their packages, and what only may be one."""
+    package = name if Path(file).name == "__init__.py" else name.rpartition(".")[0]
+    named: list[str] = []
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError):
+        return named
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            named += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                with contextlib.suppress(ImportError):  # beyond the top: it fails when it runs
+                    base = importlib.util.resolve_name(f"{'.' * node.level}{base}", package)
+            named += [f"{base}.{alias.name}" for alias in node.names if alias.name != "*"] or [base]
+    parts = [one.split(".") for one in named]
+    return [".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)]
 
 
 def _import(module_name: str, path: str) -> ModuleType:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -100,6 +100,8 @@ class HandlerSpec:
     """What its ``version`` says; else ``sha256:`` and the beginning of its module's hash; empty without a source."""
     changes: ChangeHooks | None = None
     """Which hooks take DynamoDB changes, if they do: ``target`` then stands around the module or class."""
+    code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
+    """File and text of the user's modules by name, as they were loaded: what runs later runs the same (``Loaded.code``)."""
 
     @property
     def time_column(self) -> str | None:

@@ -149,8 +149,11 @@ class Engine(Protocol):
         nothing was written, and DriverLost when the engine died and that is not known; cancelling the call cancels it.
         """
 
-    def renew(self) -> None:
-        """Import the handler anew: what was asked for by now ends as it is, what is asked for later waits for the new one."""
+    def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
+        """Load the handler again, from ``code`` (``HandlerSpec.code``).
+
+        Jobs that were asked for by now run with the old one, later jobs wait for the new one.
+        """
 
     async def close(self) -> None:
         """Stop what runs and leave nothing behind."""

@@ -101,6 +101,9 @@ class SparkEngine:
     """``WindowJob.out`` of all jobs."""
     place: str = ""
     """With ``out``: a folder in it, this server's own, as Spark knows it. The proof is given there."""
+    code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
+    """The user's modules, as the handler's other processes have loaded them (``HandlerSpec.code``). Each driver runs these,
+    whatever lies on the disk by then."""
 
     def __post_init__(self) -> None:
         """Prepare; nothing is started."""
@@ -122,6 +125,7 @@ class SparkEngine:
             storage=dict(self.storage),
             place=self.place,
             out=self.out,
+            code=self.code,
         )
         self._work = None if self.work_dir is None else self.work_dir.absolute()
         self._slots = asyncio.Semaphore(self.concurrency)
@@ -219,8 +223,9 @@ class SparkEngine:
             life = await self._ready()
             await life.ask(job, deadline_seconds(self.job_deadline, (job,)))
 
-    def renew(self) -> None:
+    def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Start the driver afresh between two jobs. See ``Engine.renew``."""
+        self._setup = msgspec.structs.replace(self._setup, code=code)
         self._outdated.set()
 
     async def close(self) -> None:
@@ -395,7 +400,15 @@ class SparkEngine:
         )
         if train is not None:
             start = msgspec.structs.replace(
-                start, train=True, handler="", master="local[1]", ui=False, sink=None, place="", out=""
+                start,
+                train=True,
+                handler="",
+                master="local[1]",
+                ui=False,
+                sink=None,
+                place="",
+                out="",
+                code={},
             )
         return start, environment(start, os.environ, java_home=java.home if java else None), wanted
 

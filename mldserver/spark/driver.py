@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
+from mldserver.handler.kept_modules import KeptModules
 from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.health import CLOSED, STOPPED, Watch
@@ -279,7 +280,8 @@ class Driver:
 
         sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
         directory = start.python_path[0] if start.python_path else None
-        user_code.guard_executors(connect=session.connect)
+        user_code.guard_executors(start)
+        KeptModules(start.code).begin()
         pipeline = pipeline_of(load(start.handler, directory=directory).target if start.handler else None)
         if pipeline.on_window is not None:
             for warning in user_code.equip(session, start):

@@ -62,6 +62,8 @@ class Start(channel.Message, frozen=True):
     """Where the warm-up's window lies, as Spark knows it, in the storage of the output; empty: beside ``scratch``."""
     out: str = ""
     """``WindowJob.out`` of it."""
+    code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
+    """File and text of the user's modules by name: what the driver and its Python workers import (``HandlerSpec.code``)."""
 
 
 class Run(channel.Message, frozen=True):

@@ -1,8 +1,9 @@
 """The user's code on executors: what is shipped to them, and whether their Python is the driver's. Runs in the driver.
 
 Executors on other machines do not see the handler's folder, and a function of an importable module travels by its name.
-So the handler's module goes to them, with the modules of its folders that it has imported, as one archive that is named after its
-content; what ``spark_py_files`` names goes as it is. On a local master they have the driver's path.
+So the handler's module goes to them, with the modules of its folders that it imports, as one archive that is named after its
+content; what ``spark_py_files`` names goes as it is. On a local master they have the driver's path, and import the modules that
+the server has sent from a file beside Spark's temporary files: what lies on that path may be another version by then.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zipfile import ZipFile
 
 from mldserver.errors import OperatorError
-from mldserver.handler import spark_at_import
+from mldserver.handler import kept_modules, spark_at_import
 from mldserver.handler.loader import is_library
+from mldserver.spark.session import is_connect, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,20 +46,25 @@ _PYTHON_FUNCTIONS: Final = re.compile(
 """What of Spark runs the user's Python on executors."""
 
 
-def sources(handler: str, folders: Sequence[str], modules: Mapping[str, Any]) -> dict[str, bytes]:
+def sources(
+    handler: str, folders: Sequence[str], modules: Mapping[str, Any], code: Mapping[str, tuple[str, bytes]]
+) -> dict[str, bytes]:
     """Return what is shipped, as paths in an archive and their text: modules of the handler's package and of the user's folders.
 
-    ``modules``: what is imported. What is installed stays where it is, but for the handler's own package.
+    ``modules``: what is imported. ``code``: what the server has sent, which comes before files. What is installed stays where it
+    is, except the handler's own package.
     """
     package = handler.partition(":")[0].partition(".")[0]
     roots = [Path(folder).resolve() for folder in folders]
     found = {}
-    for name, module in list(modules.items()):
-        file = Path(getattr(module, "__file__", None) or "")
-        users = any(map(file.resolve().is_relative_to, roots)) and not is_library(str(file))
-        if (users or name.partition(".")[0] == package) and file.suffix == ".py" and file.is_file():
-            place = name.replace(".", "/") + ("/__init__" if file.name == "__init__.py" else "")
-            found[f"{place}.py"] = file.read_bytes()
+    for name in {**modules, **code}:
+        place, kept = code.get(name, (getattr(modules.get(name), "__file__", None) or "", None))
+        file = Path(place)
+        users = any(map(file.resolve().is_relative_to, roots)) and not is_library(place)
+        there = kept is not None or file.is_file()
+        if (users or name.partition(".")[0] == package) and file.suffix == ".py" and there:
+            inside = name.replace(".", "/") + ("/__init__" if file.name == "__init__.py" else "")
+            found[f"{inside}.py"] = file.read_bytes() if kept is None else kept
     return found
 
 
@@ -79,41 +86,58 @@ def pack(files: Mapping[str, bytes], folder: Path) -> Path:
 _GUARD: Final = """\
 import sys
 if not any(type(finder).__name__ == "ImportGuard" for finder in sys.meta_path):
+    if kept:
+        exec(open(kept, encoding="utf-8").read())
     exec(source)
     ImportGuard().begin()
 """
-"""A Python worker runs many tasks; only the first has to compile the guard."""
+"""A Python worker runs many tasks; only the first has to compile the guard, and the finder of the user's modules."""
 
 _AT_IMPORT: Final = Path(spark_at_import.__file__).read_text("utf-8")
+_KEPT: Final = Path(kept_modules.__file__).read_text("utf-8")
 
 
+@dataclass(frozen=True, slots=True)
 class _Ahead:
     """Pickled, it is the code that guards imports where it is unpickled."""
 
+    kept: str
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (_GUARD, {"source": _AT_IMPORT, "__name__": "mldserver_guard"})
+        return exec, (_GUARD, {"source": _AT_IMPORT, "kept": self.kept, "__name__": "mldserver_guard"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
     """Pickled, it is ``code``, with the guard ahead of it: a tuple is unpickled in its order."""
 
+    kept: str
     code: object
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, ((_Ahead(), self.code), 1)
+        return operator.getitem, ((_Ahead(self.kept), self.code), 1)
 
 
-def guard_executors(*, connect: bool) -> None:
-    """Make functions travel with the guard that lets the modules they name be imported where there is no session."""
+def guard_executors(start: Start) -> None:
+    """Make functions travel with the guard that lets the modules they name be imported where there is no session.
+
+    On a local master these modules are those that the server has sent.
+    """
     from pyspark.serializers import CloudPickleSerializer  # noqa: PLC0415  # the server imports this module
+
+    kept = ""
+    if is_local(start.master) and start.code:
+        file = Path(start.scratch) / "handler.py"
+        file.write_text(f"{_KEPT}\nKeptModules({start.code!r}).begin()\n", "utf-8")
+        kept = str(file)
 
     class Guarding(CloudPickleSerializer):
         def dumps(self, obj: object) -> bytes:
-            text: bytes = super().dumps(_Guarded(obj))  # type: ignore[no-untyped-call]  # pyspark's own
+            text: bytes = super().dumps(_Guarded(kept, obj))  # type: ignore[no-untyped-call]  # pyspark's own
             return text
 
     # Where functions are pickled, and nothing else.
+    connect = is_connect(start.master)
     names = ("sql.connect.expressions", "sql.connect.plan") if connect else ("core.rdd",)
     for name in names:
         setattr(import_module(f"pyspark.{name}"), "CloudPickleSerializer", Guarding)  # noqa: B010  # it is no attribute to mypy
@@ -198,9 +222,9 @@ def equip(session: Session, start: Start) -> list[str]:
 
     On a local master there is nothing to bring: its Python workers have the driver's path and interpreter.
     """
-    if start.master.startswith("local"):
+    if is_local(start.master):
         return []
-    files = sources(start.handler, start.python_path, sys.modules)
+    files = sources(start.handler, start.python_path, sys.modules, start.code)
     for path in (*start.py_files, str(pack(files, Path(start.scratch)))):
         if session.connect:
             session.spark.addArtifacts(path, pyfile=True)

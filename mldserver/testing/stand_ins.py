@@ -109,7 +109,7 @@ class LocalEngine:
         """Raise WindowFailed: it has no tables."""
         raise WindowFailed(f"This engine has no table to publish window {job.window.id} into")
 
-    def renew(self) -> None:
+    def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Do nothing: it has no handler."""
 
     async def close(self) -> None:

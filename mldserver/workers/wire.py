@@ -14,6 +14,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import pyarrow as pa
 
 from mldserver import errors
@@ -127,7 +128,7 @@ class LogLevel(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """The handler is there: its ``HandlerSpec`` without code."""
+    """The handler is there: its ``HandlerSpec``, without what could be called."""
 
     kind: HandlerKind
     record_hook: RecordHook
@@ -139,6 +140,8 @@ class Loaded(Message, frozen=True):
     batches: Batches | None
     warnings: tuple[Finding, ...]
     version: str = ""
+    code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
+    """As in ``HandlerSpec``."""
 
 
 class Done(Message, frozen=True):
@@ -238,11 +241,12 @@ def loaded_of(spec: HandlerSpec) -> Loaded:
         windows if isinstance(windows, Batches) else None,
         spec.warnings,
         spec.version,
+        spec.code,
     )
 
 
 def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
-    """Return a handler's spec without its code."""
+    """Return a handler's spec without what could be called."""
     return HandlerSpec(
         path=handler,
         kind=loaded.kind,
@@ -254,6 +258,7 @@ def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
         warnings=loaded.warnings,
         concurrency=loaded.concurrency,
         version=loaded.version,
+        code=loaded.code,
     )
 
 

@@ -170,7 +170,7 @@ async def test_an_outdated_driver_ends_between_two_jobs_and_nobody_takes_that_fo
         running = group.create_task(it.engine.compute(job("hangs")))
         await it.engine.ready()
         await until(lambda: bool(it.engine._life and it.engine._life.waiting))
-        it.engine.renew()
+        it.engine.renew({})
         later = group.create_task(it.engine.compute(job("later")))
         await asyncio.sleep(0)
         assert not it.engine._life.over.is_set(), "a job is under way"  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ async def test_an_outdated_driver_that_does_not_stop_is_killed(tmp_path: Path) -
     it = Bench(tmp_path, "stubborn", stop_grace=0.01)
     async with it.running():
         await it.engine.ready()
-        it.engine.renew()
+        it.engine.renew({})
         assert await it.clock.end_sleep() == 0.01
         await until(lambda: len(it.lives) == 2)
         await it.engine.ready()

@@ -66,7 +66,7 @@ def loaded(tmp_path: Path) -> dict[str, ModuleType]:
 def test_the_handlers_package_and_what_it_imports_of_its_folder_are_shipped(
     loaded: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    files = sources("flow.departures:Flights", [str(tmp_path / "mine")], loaded)
+    files = sources("flow.departures:Flights", [str(tmp_path / "mine")], loaded, {})
     assert set(files) == {
         "flow/departures.py",
         "flow/udfs/__init__.py",
@@ -75,8 +75,20 @@ def test_the_handlers_package_and_what_it_imports_of_its_folder_are_shipped(
     }
 
 
+def test_what_the_server_has_sent_is_shipped_and_not_what_lies_on_the_disk(
+    loaded: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    code = {
+        name: (str(tmp_path / "mine" / file), b"KEPT = True")
+        for name, file in {"shared": "shared.py", "gone": "gone.py", "flow.later": "flow/later.py"}.items()
+    }
+    files = sources("flow.departures:Flights", [str(tmp_path / "mine")], loaded, code)
+    assert [files[name] for name in ("shared.py", "gone.py", "flow/later.py")] == [b"KEPT = True"] * 3
+    assert files["flow/departures.py"] == b"NAME = 'departures.py'\n"
+
+
 def test_an_installed_handlers_own_package_is_shipped(loaded: dict[str, ModuleType], tmp_path: Path) -> None:
-    assert set(sources("elsewhere", [str(tmp_path / "mine/flow")], loaded)) == {
+    assert set(sources("elsewhere", [str(tmp_path / "mine/flow")], loaded, {})) == {
         "elsewhere.py",
         "flow/departures.py",
         "flow/udfs/__init__.py",
@@ -87,7 +99,7 @@ def test_an_installed_handlers_own_package_is_shipped(loaded: dict[str, ModuleTy
 def test_the_archive_is_named_after_its_content_and_can_be_imported_from(
     loaded: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    files = sources("flow.departures", [str(tmp_path / "mine")], loaded)
+    files = sources("flow.departures", [str(tmp_path / "mine")], loaded, {})
     archive = pack(files, tmp_path)
     again = pack(dict(reversed(files.items())), tmp_path)
     changed = pack({**files, "shared.py": b"NAME = 'another'"}, tmp_path)
@@ -250,7 +262,7 @@ def test_python_files_are_a_list_of_files_that_are_there(tmp_path: Path) -> None
 
 def test_functions_bring_the_guard_that_lets_modules_be_imported() -> None:
     """It is there before what travels with it is unpickled, once."""
-    travelling = pickle.dumps(user_code._Guarded(("a", importlib.import_module)))
+    travelling = pickle.dumps(user_code._Guarded("", ("a", importlib.import_module)))
     program = (
         "import pickle, sys\n"
         f"for _ in range(2): code = pickle.loads({travelling!r})\n"
@@ -264,3 +276,22 @@ def test_functions_bring_the_guard_that_lets_modules_be_imported() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, _, last = done.stdout.splitlines()
     assert (first, last) == ("a 1", "SessionAtImport")
+
+
+def test_on_a_local_master_functions_bring_the_modules_that_the_server_has_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark starts Python workers whenever it likes: they run what the driver runs, whatever lies on the disk by then."""
+    (tmp_path / "kept_by_test.py").write_text("def name(): return 'on the disk'")
+    code = {"kept_by_test": (str(tmp_path / "kept_by_test.py"), b"def name(): return 'as sent'")}
+    rdd = importlib.import_module("pyspark.core.rdd")
+    monkeypatch.setattr(rdd, "CloudPickleSerializer", rdd.CloudPickleSerializer)
+    user_code.guard_executors(Start("kept_by_test", "", "local[1]", str(tmp_path), code=code))
+    monkeypatch.syspath_prepend(tmp_path)
+    travelling = rdd.CloudPickleSerializer().dumps(importlib.import_module("kept_by_test").name)
+    program = f"import pickle; print(pickle.loads({travelling!r})())"
+    environment = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "as sent"
