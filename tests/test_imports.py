@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "records", "base", "protocol", "runtime", "ledger", "output"),
         *("sources", "coordinator.shards"),
     ),
-    "observe": ("errors", "config"),
+    "observe": ("errors", "base", "config"),
     # A process of its own: what it knows of the server is the document that it is sent.
     "admin": ("", "errors", "base", "children", "config", "observe"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.

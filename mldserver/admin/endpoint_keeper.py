@@ -34,6 +34,7 @@ from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
 from mldserver.base.listening import listen_tcp, listen_unix
 from mldserver.base.threads import aside
+from mldserver.base.uris import redaction
 from mldserver.children.channel import Channel, encodable
 from mldserver.children.process import ChildProcess, ending
 from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
@@ -81,6 +82,7 @@ class AdminEndpoint:
         assert settings.admin is not None, "there is an endpoint only where there is an address"
         self._settings = settings
         self._place: Address = settings.admin
+        self._hide = redaction(settings.secrets())
         self._by_token = isinstance(settings.admin, TcpAddress) and is_local(settings.admin)
         self._clock = clock
         # On loopback it speaks plain HTTP.
@@ -270,12 +272,12 @@ class AdminEndpoint:
         while True:
             if self._channel is not None and self._taken.is_set():
                 try:
-                    data = _encoded(status(""))
+                    data = self._encoded(status(""))
                 except Exception as error:
                     reason = f"the status cannot be made: {type(error).__name__}: {error}"
                     data = b""
                     with contextlib.suppress(Exception):  # what went wrong concerns more than the parts
-                        data = _encoded(status(reason))
+                        data = self._encoded(status(reason))
                     if reason != told:
                         log.exception(
                             "admin.failed",
@@ -289,15 +291,15 @@ class AdminEndpoint:
                 self._child.kill()
             await pause(_SECONDS)
 
-
-def _encoded(document: Status | None) -> bytes:
-    """Return a document's bytes, whatever a user's texts hold; of none, none."""
-    if document is None:
-        return b""
-    try:
-        return msgspec.json.encode(document)
-    except UnicodeEncodeError:
-        return msgspec.json.encode(encodable(msgspec.to_builtins(document)))
+    def _encoded(self, document: Status | None) -> bytes:
+        """Return a document's bytes without the settings' secrets, whatever a user's texts hold; b"" for None."""
+        if document is None:
+            return b""
+        try:
+            data = msgspec.json.encode(document)
+        except UnicodeEncodeError:
+            data = msgspec.json.encode(encodable(msgspec.to_builtins(document)))
+        return self._hide(data.decode()).encode()
 
 
 def _log_lines(printed: Printed, lines: list[str]) -> bool:

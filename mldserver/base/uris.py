@@ -3,13 +3,14 @@
 pyarrow's URIs carry options as their query (``s3://bucket/prefix?endpoint_override=…``), and credentials as user and
 password. Spark's are names only: ``s3://bucket/prefix/x``, and how they are reached is said in its configuration.
 
-Settings hold more that must not be told a log or a terminal: values that open something, in pairs, in databases' URLs, in
-addresses of Spark Connect and among Java's options. What other programs say is searched for these very values.
+Settings also hold secrets: in URLs of any kind, in pairs, in addresses of Spark Connect and among Java's options. ``redacted``
+hides them where a setting is shown. ``redaction`` hides the same values in what other programs write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pyarrow.fs import FileSystem
 
@@ -30,7 +31,6 @@ NOTHING_RENAMED: Final = frozenset({"s3", "gcs", "abfs"})
 _CONTAINERS: Final = frozenset({"abfs", "abfss"})
 """Where the user's place in a URI names a container, for Hadoop as for pyarrow."""
 
-_SECRET: Final = re.compile(r"secret|password|token|key|credential", re.IGNORECASE)
 _HIDDEN: Final = "…"
 
 
@@ -40,20 +40,6 @@ def local_path(given: str) -> Path:
         return Path(given).expanduser()
     except RuntimeError as error:
         raise ValueError(f"there is no home directory for {given.partition('/')[0]}") from error
-
-
-def redacted(uri: str) -> str:
-    """Return a URI without what opens it: user and password, and values of the query that look like secrets."""
-    place, mark, query = uri.partition("?")
-    scheme, colon, rest = place.partition("://")
-    authority, slash, path = rest.partition("/")
-    user, at, host = authority.rpartition("@")
-    name, word, _ = user.partition(":")
-    if at:
-        user = f"{name}{word}{_HIDDEN if word else ''}" if scheme in _CONTAINERS else _HIDDEN
-    options = [option.partition("=") for option in query.split("&")]
-    query = "&".join(f"{key}{eq}{_HIDDEN if _SECRET.search(key) else value}" for key, eq, value in options)
-    return f"{scheme}{colon}{user}{at}{host}{slash}{path}{mark}{query}"
 
 
 def spark_uri(uri: str) -> str:
@@ -137,9 +123,19 @@ _SECRET_NAME = re.compile(
 )
 """What Spark redacts (its default of ``spark.redaction.regex``), and names of Azure and of databases."""
 
-_SECRET_OPTION = re.compile(r"([^;?&:=]*(?:secret|password|token|key)[^;?&:=]*=)[^;&]*", re.IGNORECASE)
-_PASSWORD = re.compile(r"([:/][^/:@;?]+[/:])[^/@;?]+@")
-"""``//user:password@host``, and Oracle's ``:user/password@host``."""
+_SECRET_OPTION = re.compile(
+    r"((?:^|[?&;,'\"])[^;?&:=\s]*(?:secret|passw|pwd|token|key|credential|signature)[^;?&:=]*=)([^;&\s]*)",
+    re.IGNORECASE,
+)
+"""``?password=…``, ``;token=…`` and the like, in a URL of any kind."""
+_USER_INFO = re.compile(
+    r"([A-Za-z][\w.+-]*:)?//"
+    # A password may hold a '/' that somebody forgot to escape, as AWS's secret keys do.
+    r"(?:([^/?#@:\s]*)(:[^/?#@\s]*)?|([^/?#@:\s]+)(:(?!\d+/)[^?#\s]*))@"
+)
+"""``//user:password@`` of a URL. The user is hidden too: it is an access key where the URL names a bucket."""
+_ORACLE_LOGIN = re.compile(r"(jdbc:oracle:\w+:[^/:@;?\s]+/)([^@;?\s]+)@")
+"""``:user/password@host`` of Oracle's JDBC driver."""
 
 _CONNECT_OPTION = re.compile(r";(?!(?:use_ssl|user_id|user_agent|session_id|grpc_\w+)=)([^;=]*=)([^;]*)")
 """``;token=…`` of Spark Connect. Names that Spark does not know become headers of each call: they may open a proxy."""
@@ -148,35 +144,56 @@ _SHORTEST = 6
 """Characters of a secret that is searched for. A shorter one is a word of any text, such as ``true``."""
 
 
+def redacted(text: str) -> str:
+    """Return a URL of any kind, JDBC's and Spark Connect's too, without its user, its password and its secret options."""
+    if text.startswith("sc://"):
+        return _CONNECT_OPTION.sub(rf";\1{_HIDDEN}", text)
+    text = _SECRET_OPTION.sub(rf"\1{_HIDDEN}", text)
+    return _ORACLE_LOGIN.sub(rf"\1{_HIDDEN}@", _USER_INFO.sub(_without_user, text))
+
+
+def _without_user(found: re.Match[str]) -> str:
+    scheme, *parts = found.groups(default="")
+    name, word = (first or second for first, second in zip(parts[:2], parts[2:], strict=True))
+    kept = name if scheme.removesuffix(":") in _CONTAINERS else ""
+    colon = ":" if kept and word else ""
+    return f"{scheme}//{kept}{colon}{_HIDDEN if word or not kept else ''}@"
+
+
 def secrets_of(value: Mapping[str, str]) -> dict[str, str]:
     """Return the pairs whose values are secret, or, as Spark sees it, hold one (``-DkeyStorePassword=…``)."""
     return {key: item for key, item in value.items() if _SECRET_NAME.search(key) or _SECRET_NAME.search(item)}
 
 
 def redacted_pairs(value: Mapping[str, str]) -> dict[str, str]:
-    """Return pairs without the values that are secret."""
-    return {**value, **dict.fromkeys(secrets_of(value), _HIDDEN)}
+    """Return pairs without the values that are secret, and without what opens a URL in the others."""
+    secret = secrets_of(value)
+    return {redacted(key): _HIDDEN if key in secret else redacted(item) for key, item in value.items()}
 
 
-def redacted_url(text: str) -> str:
-    """Return a URL, JDBC's and Spark Connect's too, without its password and secret options."""
-    if text.startswith("sc://"):
-        return _CONNECT_OPTION.sub(rf";\1{_HIDDEN}", text)
-    return _PASSWORD.sub(rf"\1{_HIDDEN}@", _SECRET_OPTION.sub(rf"\1{_HIDDEN}", text))
+def secrets_in(*found: str | Mapping[str, str]) -> set[str]:
+    """Return the secrets that URLs and pairs hold: passwords, and values of secret options, as written and unescaped."""
+    secrets: set[str] = set()
+    for one in found:
+        if not isinstance(one, str):
+            secrets |= {*secrets_of(one).values()} | secrets_in(*one, *one.values())
+        elif one.startswith("sc://"):
+            secrets |= {option[2] for option in _CONNECT_OPTION.finditer(one)}
+        else:
+            secrets |= {option[2] for option in _SECRET_OPTION.finditer(one)}
+            secrets |= {(user[3] or user[5] or "").removeprefix(":") for user in _USER_INFO.finditer(one)}
+            secrets |= {login[2] for login in _ORACLE_LOGIN.finditer(one)}
+    return (secrets | set(map(unquote, secrets))) - {""}
 
 
-def redaction(master: str, *pairs: Mapping[str, str]) -> Callable[[str], str]:
-    """Return what hides a Spark master's secrets, and those of pairs, in what Spark and the user's code say."""
-    written = [option[2] for option in _CONNECT_OPTION.finditer(master) if master.startswith("sc://")]
-    secrets = {
-        *written,
-        *map(unquote, written),
-        *(item for one in pairs for item in secrets_of(one).values()),
-    }
-    # The longest first: one may begin as another does.
-    found = sorted((secret for secret in secrets if len(secret) >= _SHORTEST), key=len, reverse=True)
-    if not found:
+def redaction(secrets: Iterable[str]) -> Callable[[str], str]:
+    """Return what hides these secrets in text that others have written, in JSON too. Secrets under 6 characters stay."""
+    wanted = {secret for secret in secrets if len(secret) >= _SHORTEST}
+    wanted |= {json.dumps(secret, ensure_ascii=False)[1:-1] for secret in wanted}
+    if not wanted:
         return lambda text: text
+    # The longest first: one may begin as another does.
+    found = sorted(wanted, key=len, reverse=True)
     return partial(re.compile("|".join(map(re.escape, found))).sub, _HIDDEN)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
+from mldserver.base.uris import redacted
 from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR, MldserverError, OperatorError, leaves
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def guard_output() -> None:
 def complain(text: str) -> None:
     """Write a line to standard error. Where it cannot be written there is nobody to be told."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"mldserver: {text}\n")
+        sys.stderr.write(f"mldserver: {redacted(text)}\n")
         sys.stderr.flush()
 
 

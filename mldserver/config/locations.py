@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from mldserver.base.uris import SCHEMES, local_path, redacted, redacted_url
+from mldserver.base.uris import SCHEMES, local_path, redacted
 from mldserver.config.kinds import as_text, folder, kind, listed
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks import SINKS, find
@@ -61,8 +61,9 @@ class DynamoPlace(NamedTuple):
     endpoint_url: str | None = None
 
     def __str__(self) -> str:
-        options = {"region": self.region, "endpoint_url": self.endpoint_url}
-        query = urlencode({key: value for key, value in options.items() if value is not None}, safe=":/")
+        endpoint = None if self.endpoint_url is None else redacted(self.endpoint_url)
+        options = {"region": self.region, "endpoint_url": endpoint}
+        query = urlencode({key: value for key, value in options.items() if value is not None}, safe=":/@…")
         return f"dynamodb://{self.table}" + (f"?{query}" if query else "")
 
 
@@ -162,7 +163,6 @@ _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 @kind(
     "local, local[N], local[*], spark://HOST:PORT, yarn, k8s://URL or sc://HOST:PORT, as Spark takes them",
-    redacted_url,
     metavar="MASTER",
 )
 def spark_master(raw: object) -> str:
@@ -264,9 +264,8 @@ class LetterPlace(NamedTuple):
 
     def __str__(self) -> str:
         """Return it as it was written, without secrets."""
-        if self.kind == "s3":
-            return f"s3://{self.target}"
-        return f"{self.kind}:{redacted(self.target)}" if self.target else self.kind
+        colon = "://" if self.kind == "s3" else ":" if self.target else ""
+        return redacted(f"{self.kind}{colon}{self.target}")
 
 
 _FILES: Final = (r"(?s)(.*[^/].*)", "a folder or a URI")
@@ -274,7 +273,11 @@ LETTER_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "jsonl": ("jsonl, jsonl:PATH or URI", *_FILES),
     "parquet": ("parquet, parquet:PATH or URI", *_FILES),
     "sqs": ("sqs:QUEUE_URL", r"(https?://[^/]+/+[^/].*)", "a queue's URL"),
-    "s3": ("s3://BUCKET/PREFIX", r"//+([^/].*?)/*", "//BUCKET or //BUCKET/PREFIX"),
+    "s3": (
+        "s3://BUCKET/PREFIX",
+        r"//+([^/@:]+(?:/.*?)?)/*",
+        "//BUCKET or //BUCKET/PREFIX, without credentials: AWS's environment, profile or role has them",
+    ),
     "kinesis": ("kinesis:STREAM", r"([A-Z0-9_.-]{1,128})", "a stream's name"),
 }
 """By name: how the setting is written, what follows the colon (in any case of letters), and that in words."""

@@ -15,10 +15,10 @@ import structlog
 
 from mldserver.base.java_properties import from_text
 from mldserver.base.kill_points import KILL_VARIABLE
-from mldserver.base.uris import redacted_url
-from mldserver.config.kinds import OnKeyFailure, is_local
+from mldserver.base.uris import redacted
+from mldserver.config.kinds import OnKeyFailure, is_local, pairs
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
-from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
+from mldserver.config.settings import ENV_PREFIX, Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks import find
 
@@ -148,11 +148,12 @@ def _parsed(name: str, raw: _Raw) -> Any:
     try:
         return kind.parse(value)
     except ValueError as error:
-        shown = f" = {(redacted_url(value) if isinstance(value, str) else value)!r}"
-        if name in MAY_HOLD_SECRETS:
-            shown = ""  # what is wrong with pairs is in the error; the others may be secrets
+        shown = f" = {redacted(value)!r}" if isinstance(value, str) else f" = {redacted(repr(value))}"
+        if kind is pairs:
+            shown = ""  # the error names the wrong pair; other pairs may be secrets
         raise ConfigError(
-            f"{name}{shown} ({raw.origin}) is not possible: {error}.", advice=f"Allowed is {kind.allowed}."
+            f"{name}{shown} ({raw.origin}) is not possible: {redacted(str(error))}.",
+            advice=f"Allowed is {kind.allowed}.",
         ) from error
 
 

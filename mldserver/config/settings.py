@@ -15,11 +15,12 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from mldserver.base.uris import redacted_pairs
+from mldserver.base.uris import redacted, redacted_pairs, secrets_in
 from mldserver.config import kinds, locations
 from mldserver.config.kinds import (
     Address,
@@ -35,14 +36,11 @@ from mldserver.config.kinds import duration_seconds as seconds
 from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SourcePlace, SqlitePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from mldserver.spark.sinks.sink import SinkSpec
 
 ENV_PREFIX: Final = "MLDSERVER_"
-MAY_HOLD_SECRETS: Final = frozenset({"spark_conf", "sink_options"})
-"""Settings that are pairs, some of whose values may be secret."""
-
 MIB: Final = 2**20
 GIB: Final = 2**30
 MINUTE_MS: Final = 60_000
@@ -358,10 +356,24 @@ class Settings(
         """Return what was not left at its default, as text with its origin; for the log, so without secrets."""
         shown = {}
         for name, origin in self.origins.items():
-            value = getattr(self, specs()[name].field)
-            safe = redacted_pairs(value) if name in MAY_HOLD_SECRETS else value
-            shown[name] = f"{specs()[name].kind.show(safe)} ({origin})"
+            value, show = getattr(self, specs()[name].field), specs()[name].kind.show
+            safe = show(redacted_pairs(value)) if isinstance(value, Mapping) else redacted(show(value))
+            shown[name] = f"{safe} ({origin})"
         return shown
+
+    def secrets(self) -> set[str]:
+        """Return the secrets that URLs and pairs of any setting hold, so that the log can be searched for them."""
+        return {secret for name in self.origins for secret in _secrets_in(getattr(self, specs()[name].field))}
+
+
+def _secrets_in(value: object) -> set[str]:
+    """Return the secrets in the texts and pairs of a setting's value."""
+    if isinstance(value, str | Path | Mapping):
+        return secrets_in(value if isinstance(value, Mapping) else str(value))
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    parts = value if isinstance(value, list | tuple) else ()
+    return {secret for part in parts for secret in _secrets_in(part)}
 
 
 @dataclass(frozen=True, slots=True)

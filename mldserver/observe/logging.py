@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import structlog
 
+from mldserver.base.uris import redaction
 from mldserver.errors import OperatorError
 from mldserver.observe.log_lines import as_json, as_text
 from mldserver.observe.writer import LogOutput, LogWriter
@@ -103,8 +104,11 @@ def configure(
     level: Level = "info",
     log_format: LogFormat = "auto",
     observers: Collection[Observer] = (),
+    secrets: Collection[str] = (),
 ) -> LogWriter:
     """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON.
+
+    No line holds one of the ``secrets``, whoever wrote it: a handler, a library, Spark.
 
     ``observers`` see events from info on even where only graver ones are logged (of workers: those that they send). Lower
     ones they see where these are logged: to make them for observers alone would cost more than a batch. Return what writes
@@ -123,10 +127,13 @@ def configure(
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     colours = terminal and not os.environ.get("NO_COLOR")
 
+    hide = redaction(secrets)
+
     def render(event: Mapping[str, Any]) -> bytes:
         if pretty:
-            return as_text(event, colours=colours).encode("utf-8", "backslashreplace")
-        return as_json(event)
+            return hide(as_text(event, colours=colours)).encode("utf-8", "backslashreplace")
+        line = as_json(event)
+        return hide(line.decode()).encode() if secrets else line
 
     Logger.observed = bool(observers)
     set_level(_LEVELS[level])
@@ -345,7 +352,11 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
         else:
             output = LogOutput(settings.log_file)
         writer = configure(
-            output, level=settings.log_level, log_format=settings.log_format, observers=observers
+            output,
+            level=settings.log_level,
+            log_format=settings.log_format,
+            observers=observers,
+            secrets=settings.secrets(),
         )
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)

@@ -25,7 +25,7 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, in_time
-from mldserver.base.uris import redacted_url
+from mldserver.base.uris import redacted
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import EngineFacts, PublishJob, WindowJob, WindowResult, deadline_seconds
 from mldserver.spark.driver_messages import Start
@@ -167,7 +167,7 @@ class SparkEngine:
         life = self._ready_life
         started = None if life is None else life.started
         return EngineFacts(
-            redacted_url(self.master),
+            redacted(self.master),
             None if started is None else started.spark_version,
             None if started is None else started.ui,
             self._start_seconds,
@@ -300,7 +300,7 @@ class SparkEngine:
             advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
         # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
         kind = OperatorError if failed.fault == "operator" else NotThereYet
-        master = redacted_url(self.master)
+        master = redacted(self.master)
         raise kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
 
     async def _one_life(self, java: Java | None) -> Life:
@@ -311,7 +311,7 @@ class SparkEngine:
         start, around, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
             "spark.starting",
-            master=redacted_url(self.master),
+            master=redacted(self.master),
             java=java.version if java else None,
             start=self._starts,
         )

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from mldserver.base.clock import SystemClock, in_time
 from mldserver.base.kill_points import kill_point
-from mldserver.base.uris import redaction
+from mldserver.base.uris import redaction, secrets_in
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import DriverLost, WindowFailed
@@ -73,7 +73,7 @@ class Life:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = Printed(), Printed()
         options = {} if start.sink is None else start.sink.options
-        self._redacted = redaction(start.master, start.conf, start.storage, options)
+        self._redacted = redaction(secrets_in(start.master, start.conf, start.storage, options))
         """Without the secrets that the driver was given: it, Spark and the user's code may say them."""
         self._reason = ""
         self.trouble: str | None = None

@@ -15,8 +15,8 @@ from mldserver.base.uris import (
     reach,
     redacted,
     redacted_pairs,
-    redacted_url,
     redaction,
+    secrets_in,
     spark_uri,
 )
 
@@ -65,12 +65,21 @@ def test_logs_get_no_secrets(uri: str, shown: str) -> None:
         ("sc://h/;TOKEN=a:b@c", "sc://h/;TOKEN=…"),
         (
             "jdbc:postgresql://me:abc@db/x?user=me&password=abc",
-            "jdbc:postgresql://me:…@db/x?user=me&password=…",
+            "jdbc:postgresql://…@db/x?user=me&password=…",
         ),
+        ("jdbc:oracle:thin:me/abc@db:1521", "jdbc:oracle:thin:me/…@db:1521"),
+        ("s3://KEY:se/cret@bucket/x", "s3://…@bucket/x"),
+        ("jsonl:s3://KEY:secret@bucket/x", "jsonl:s3://…@bucket/x"),
+        (
+            "dynamodb://t?endpoint_url=http://me:abc@h:1&region=r",
+            "dynamodb://t?endpoint_url=http://…@h:1&region=r",
+        ),
+        ("Could not reach http://me:abc@h:1/, or x.", "Could not reach http://…@h:1/, or x."),
+        ("http://h:8080/a@b", "http://h:8080/a@b"),
     ],
 )
 def test_an_address_is_shown_without_what_opens_it(address: str, shown: str) -> None:
-    assert redacted_url(address) == shown
+    assert redacted(address) == shown
 
 
 def test_pairs_are_shown_in_their_order_without_their_secrets() -> None:
@@ -78,30 +87,36 @@ def test_pairs_are_shown_in_their_order_without_their_secrets() -> None:
         "spark.a": "1",
         "spark.hadoop.fs.s3a.secret.key": "hush",
         "spark.b": "-DkeyStorePassword=hush -Dx=y",
+        "url": "http://me:hush@h",
     }
     assert list(redacted_pairs(pairs).items()) == [
         ("spark.a", "1"),
         ("spark.hadoop.fs.s3a.secret.key", "…"),
         ("spark.b", "…"),
+        ("url", "http://…@h"),
     ]
 
 
 def test_what_others_say_is_told_without_the_secrets_that_they_were_given() -> None:
-    hidden = redaction(
+    secrets = secrets_in(
         "sc://h:1/;user_id=me_myself;token=a%2Fb.c%3D%3D",
         {"spark.some.secret": "a/b.c==(longer)", "spark.authenticate": "true", "spark.use.tokens": "true"},
-        {"user": "mldserver", "password": "open sesame"},
+        {
+            "user": "mldserver",
+            "password": "open sesame",
+            "url": "http://me:in-a-url@h",
+            "quoted.token": 'q"uoted',
+        },
     )
-    said = "a/b.c==(longer) a/b.c== a%2Fb.c%3D%3D open sesame true mldserver me_myself axb.c=="
-    assert hidden(said) == "… … … … true mldserver me_myself axb.c=="
+    said = "a/b.c==(longer) a/b.c== a%2Fb.c%3D%3D open sesame true mldserver me_myself axb.c== in-a-url"
+    assert redaction(secrets)(said) == "… … … … true mldserver me_myself axb.c== …"
+    assert redaction(secrets)('{"text": "q\\"uoted"}') == '{"text": "…"}'
 
 
-@pytest.mark.parametrize("master", ["local[2]", "sc://h:1/;user_id=me_myself", "spark://h:1;token=abcdefg"])
+@pytest.mark.parametrize("master", ["local[2]", "sc://h:1/;user_id=me_myself"])
 def test_where_there_are_no_secrets_all_is_told(master: str) -> None:
-    assert (
-        redaction(master, {"spark.a": "abcdefg"})(f"abcdefg me_myself {master}")
-        == f"abcdefg me_myself {master}"
-    )
+    said = f"abcdefg me_myself {master}"
+    assert redaction(secrets_in(master, {"spark.a": "abcdefg"}))(said) == said
 
 
 def test_hadoop_is_led_to_a_bucket_as_pyarrow_is() -> None:

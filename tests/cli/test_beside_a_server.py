@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,8 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+
+from support.processes import group_members
 
 from mldserver import cli
 
@@ -104,4 +109,58 @@ def test_a_server_is_seen_and_steered_from_its_start_to_its_end(
         assert "s-1" in gone
     finally:
         server.kill()
+        server.wait()
+
+
+CANARY = "canary-in-the-mine"
+
+
+def test_no_secret_of_a_setting_is_seen_in_log_status_metrics_page_or_process_list(tmp_path: Path) -> None:
+    (tmp_path / "watched.py").write_text(f"print('I was given {CANARY}')\ndef process_record(record): pass\n")
+    log_file = tmp_path / "log"
+    places = {
+        "listen": "127.0.0.1:0",
+        "admin": "127.0.0.1:0",
+        "out": "out",
+        "log-file": str(log_file),
+        "log-level": "debug",
+        "stream": "orders",
+        "region": "eu-central-1",
+        "endpoint-url": f"http://user:{CANARY}@127.0.0.1:1",
+        "dead-letters": f"jsonl:s3://KEY:{CANARY}@bucket/x?region=r&scheme=http&endpoint_override=127.0.0.1:1",
+        "spark-conf": f"spark.hadoop.some.secret.key={CANARY}",
+        "sink": "delta:s3://bucket/table",
+        "sink-options": f"url=https://user:{CANARY}@host",
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mldserver", "serve", "watched", *(f"--{name}={of}" for name, of in places.items())],
+        env=os.environ
+        | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "AWS_EC2_METADATA_DISABLED": "true"}
+        | {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+
+    def entries(event: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, log_file.read_text().splitlines() if log_file.exists() else [])
+        return [entry for entry in lines if entry["event"] == event]
+
+    try:
+        for event in ("handler.output", "stream.unlisted", "admin.listening", "server.ready"):
+            while not entries(event):
+                assert server.poll() is None, log_file.read_text()
+                time.sleep(0.05)
+        admin = entries("admin.listening")[0]["address"]
+        seen = {}
+        for path in ("/status", "/metrics", "/"):
+            while path not in seen:
+                with contextlib.suppress(HTTPError):  # 503 until the server has made its first document
+                    seen[path] = urllib.request.urlopen(f"http://{admin}{path}", timeout=10).read().decode()
+        for process in group_members(server.pid):
+            seen[f"process {process}"] = Path(f"/proc/{process}/cmdline").read_text()
+        seen["log"] = log_file.read_text()
+        assert [name for name, text in seen.items() if CANARY in text] == []
+        assert "I was given …" in seen["log"]
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
         server.wait()

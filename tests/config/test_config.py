@@ -220,7 +220,7 @@ def test_no_value_that_opens_something_is_told(pair: str) -> None:
         ({"spark_conf": "a.secret=hush;hush; b=c"}, "spark_conf .* the pair 2 is not key=value"),
         ({"spark_conf": {"a.secret": "hush", "b": []}}, "spark_conf .* the value of 'b' is neither"),
         ({"sink": "jbdc:postgresql://db/x?user=me&password=hush"}, r"sink = 'jbdc:.*password=…' \("),
-        ({"out": "s4://key:hush@bucket/x"}, r"out = 's4://key:…@bucket/x' \("),
+        ({"out": "s4://key:hush@bucket/x"}, r"out = 's4://…@bucket/x' \("),
     ],
 )
 def test_a_refusal_tells_what_is_wrong_without_secrets(given: dict[str, object], told: str) -> None:

@@ -52,7 +52,7 @@ def test_a_database_is_named_by_its_url_and_the_table_in_it(table: str) -> None:
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("jdbc:postgresql://me:geheim@db/x", "jdbc:postgresql://me:…@db/x"),
+        ("jdbc:postgresql://me:geheim@db/x", "jdbc:postgresql://…@db/x"),
         (
             "jdbc:postgresql://db/x?user=me&password=geheim&a=b",
             "jdbc:postgresql://db/x?user=me&password=…&a=b",

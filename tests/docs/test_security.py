@@ -141,7 +141,9 @@ HELD_BY = {
     "Beyond `connection_limit`": [
         "sources/test_mld.py::test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_free"
     ],
-    "No secret of a setting": [
+    "Passwords in URLs": [
+        "config/test_secrets.py::test_no_setting_is_shown_with_its_secret",
+        "cli/test_beside_a_server.py::test_no_secret_of_a_setting_is_seen_in_log_status_metrics_page_or_process_list",
         "config/test_config.py::test_what_was_given_is_told_without_secrets",
         "config/test_config.py::test_no_value_that_opens_something_is_told",
         "config/test_config.py::test_a_refusal_tells_what_is_wrong_without_secrets",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mldserver.base.uris import redacted_url
+from mldserver.base.uris import redacted
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SinkSpec:
 
     def __str__(self) -> str:
         """Return it as the setting ``sink`` was written, without secrets: for logs and messages."""
-        return redacted_url(f"{self.format}:{self.target}")
+        return redacted(f"{self.format}:{self.target}")
 
     __repr__ = __str__
 
