@@ -23,6 +23,7 @@ class World:
     stuck: bool = False
     held_by: str | None = "shard-7"
     held_by_server: str | None = None
+    unread_shards: int = 0
     trouble: str | None = None
     listening: bool = True
     readiness: Readiness = field(default_factory=Readiness)
@@ -32,6 +33,7 @@ class World:
             windows_halted=self.halted,
             flush_failing=self.flush_failing,
             stuck=self.stuck,
+            unread_shards=self.unread_shards,
             held_by=self.held_by,
             held_by_server=self.held_by_server,
             reason="behind",
@@ -119,3 +121,15 @@ def test_a_watermark_that_stands_still_is_told_with_the_shard_that_holds_it() ->
     world.look()
     world.stuck, world.held_by = True, None
     assert "the watermark at server right stands still" in told(world.look())
+
+
+def test_a_server_whose_daemon_is_dead_is_not_ready() -> None:
+    world = World()
+    world.look()
+    world.unread_shards = 4
+    assert told(world.look()) == (
+        "no shard is connected, and 4 have not ended: start the daemon, or see what it logs"
+    )
+    assert not world.readiness.green.is_set()
+    world.unread_shards = 0
+    assert told(world.look()) == "ready"

@@ -272,3 +272,5 @@ class Status(_Part, frozen=True, kw_only=True):
     """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk)."""
     resident_bytes: int = 0
     stream_ended: bool = False
+    unread_shards: int = 0
+    """Shards that have not ended, where none has been connected for longer than a daemon's restart takes; 0 before that."""

@@ -108,6 +108,13 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
         found.append(
             (f"{who}{where} stands still ({status.reason}), and windows that are due wait for it", True)
         )
+    if status.unread_shards:
+        found.append(
+            (
+                f"no shard is connected, and {status.unread_shards} have not ended: start the daemon, or see what it logs",
+                True,
+            )
+        )
     if parts.runtime.trouble is not None:
         found.append((parts.runtime.trouble, True))
     if parts.engine is not None and not parts.engine.is_ready:
@@ -247,6 +254,7 @@ class Gatherer:
             servers=_servers(parts, self._clock.steady_ms()),
             budgets=budgets,
             stream_ended=told.stream_ended,
+            unread_shards=told.unread_shards,
             **common,
         )
 

@@ -117,6 +117,8 @@ watermark_holder  HOLDER
     1 for the shard that holds the watermark, the server that does if it is another, and why.
 watermark_stuck  watermark.stuck
     1 while windows that are due wait for it for too long.
+unread_shards  unread_shards
+    Shards that have not ended, where none has been connected for 5 minutes (or missing_limit, if that is shorter); else 0.
 stream_ended  stream_ended
     1 once every shard has ended and every window is cut.
 windows  WINDOWS

@@ -205,6 +205,7 @@ class Coordinator:
         batches = self.buffer.snapshot()
         await self._sync()
         self._reports.tell_missing(now_ms)
+        self._reports.note_unread(now_ms, had_shards=bool(self.shards.state.shards))
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._membership.release()
@@ -332,6 +333,7 @@ class Coordinator:
             held_by_server=view.holder.server_id,
             reason="paused" if paused else view.holder.reason,
             stuck=self._reports.stuck,
+            unread_shards=self._reports.unread_shards,
             servers=1 + self._membership.peers.serving,
             stream_ended=self.is_over,
             flush_failing=self._cycle.failing,

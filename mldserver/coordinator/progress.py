@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("mldserver")
 
 _MINUTE_MS: Final = 60_000
+_RESTART_MS: Final = 5 * _MINUTE_MS
+"""How long a Java daemon may take to start and lease its shards: one to three minutes with KCL's own intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class CoordinatorStatus:
     """Why the watermark stands where it stands."""
     stuck: bool
     """Whether rows have waited for it to move for longer than they may."""
+    unread_shards: int
+    """Shards that have not ended, where none has been read for longer than a daemon's restart takes; 0 before that."""
     servers: int
     """Servers on the ledger, this one included; others that only drain are left out."""
     stream_ended: bool
@@ -87,6 +91,10 @@ class Reports:
         self._waiting_ms = self._told_ms = now_ms
         self.stuck = False
         """Whether rows wait for longer than they may."""
+        self.unread_shards = 0
+        """See ``CoordinatorStatus``."""
+        self._read_ms = now_ms
+        """When a shard was read last, or none waited."""
         self.rows_ahead = self._untold = 0
         self._ahead_told_ms = now_ms - _MINUTE_MS
         self._furthest: tuple[int, str, str] = (0, "", "")
@@ -110,6 +118,14 @@ class Reports:
         # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
         limit_ms = self._rules.missing_limit_ms + self._rules.idle_time_ms
         self.stuck = not view.idle and now_ms - self._waiting_ms >= limit_ms
+
+    def note_unread(self, now_ms: int, *, had_shards: bool) -> None:
+        """Look whether shards wait and none is read. ``had_shards``: the ledger has one, so that there was a daemon."""
+        unread = self._lineage.unread() if had_shards else 0
+        if not unread:
+            self._read_ms = now_ms
+        limit_ms = min(_RESTART_MS, self._rules.missing_limit_ms)
+        self.unread_shards = unread if now_ms - self._read_ms >= limit_ms else 0
 
     def note_ahead(self, shard_id: str, ahead: Ahead) -> None:
         """Count a batch's rows that run too far ahead of their records' arrival."""

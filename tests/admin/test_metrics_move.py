@@ -281,6 +281,13 @@ async def test_a_shard_without_a_row_sticks_the_watermark_and_another_server_is_
             await watch.moved("servers")
 
 
+async def test_a_shard_that_has_lost_its_daemon_moves(tmp_path: Path, handler: str) -> None:
+    async with watched(quick(tmp_path / "out", handler, missing_limit=0.2)) as watch:
+        async with child(watch) as one:
+            await one.batch({"second": 25})
+        await watch.moved("unread_shards")
+
+
 async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path / "out", handler, workers=1, attempts=1, worker_memory="250 MiB")
     async with watched(settings) as watch, child(watch) as one:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pytest
 from coordinator.pipeline import RULES, Pipeline, missing, named
 
 from mldserver.output.layout import is_joined
@@ -49,6 +50,57 @@ async def test_a_missing_shard_holds_the_windows_is_told_and_is_left_out_after_t
         back.disconnected()
         await pipeline.clock.advance(31)
         assert len(named(logged, "shard.missing")) == 2, "it is told again after it was there"
+
+
+@pytest.mark.parametrize(("limit_ms", "grace_ms"), [(60_000, 60_000), (600_000, 300_000)])
+async def test_a_pipeline_that_had_shards_and_has_none_connected_says_so_after_the_daemons_restart(
+    tmp_path: Path, limit_ms: int, grace_ms: int
+) -> None:
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, missing_limit_ms=limit_ms))
+    grace = grace_ms / 1000
+    async with pipeline.life() as coordinator:
+        coordinator.shards.know({"a": (), "b": ()})
+        await pipeline.clock.advance(700)
+        assert coordinator.status().unread_shards == 0, "there was no daemon yet"
+        one, two = await pipeline.open("a"), await pipeline.open("b")
+        await pipeline.give(one, [(1, 1000)])
+        await pipeline.cycle()
+        one.disconnected()
+        await pipeline.clock.advance(700)
+        assert coordinator.status().unread_shards == 0, "another is connected"
+        await pipeline.give(two, [(1, 2_000_000)])
+        await pipeline.cycle()
+        two.disconnected()
+        await pipeline.clock.advance(grace - 10)
+        assert coordinator.status().unread_shards == 0, "it may be starting again"
+        await pipeline.clock.advance(20)
+        assert coordinator.status().unread_shards == 2
+        await pipeline.clock.advance(700)
+        assert coordinator.status().unread_shards == 2, "also once they are left out"
+        assert coordinator.status().windows_open == 1
+        back = await pipeline.open("a")
+        await pipeline.cycle()
+        assert coordinator.status().unread_shards == 0
+        back.disconnected()
+    async with pipeline.life() as coordinator:
+        await pipeline.clock.advance(grace - 10)
+        assert coordinator.status().unread_shards == 0, "the server itself has just started"
+        await pipeline.clock.advance(20)
+        assert coordinator.status().unread_shards == 2
+        for shard in ("a", "b"):
+            assert await (await pipeline.open(shard, S(1))).end()
+        await pipeline.clock.advance(700)
+        assert (coordinator.status().unread_shards, coordinator.status().stream_ended) == (0, True)
+
+
+async def test_a_server_whose_shards_another_has_misses_no_daemon(tmp_path: Path) -> None:
+    one = Pipeline(tmp_path)
+    two = Pipeline(tmp_path, clock=one.clock, server_id="two")
+    async with one.life() as idle, two.life():
+        session = await two.open("a")
+        await two.give(session, [(1, 1000)])
+        await one.clock.advance(400)
+        assert idle.status().unread_shards == 0
 
 
 async def test_a_watermark_that_stands_still_is_told_once_a_minute(

@@ -299,3 +299,21 @@ def test_how_far_another_server_has_read_is_a_floor_for_the_children() -> None:
     lineage.reach("p", 300)
     lineage.reach("p", None)
     assert lineage.floor_ms("a") == 700
+
+
+def test_shards_are_unread_where_no_server_reads_one_and_some_have_not_ended() -> None:
+    assert Lineage().unread() == 0
+    lineage = family(p="", c="p", d="")
+    assert lineage.unread() == 3
+    lineage.connect("p", 1)
+    assert lineage.unread() == 0
+    lineage.end("p", 2)
+    assert lineage.unread() == 2
+    lineage.leave_out(200, 100)
+    assert lineage.unread() == 2
+    lineage.elsewhere("c", 300, read=True)
+    assert lineage.unread() == 0
+    lineage.elsewhere("c", 400, read=False)
+    lineage.end("c", 500)
+    lineage.end("d", 500)
+    assert lineage.unread() == 0

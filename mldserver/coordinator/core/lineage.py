@@ -181,6 +181,13 @@ class Lineage:
             if all(self.nodes[p].presence in over for p in node.parents if p in self.nodes)
         ]
 
+    def unread(self) -> int:
+        """Return how many shards have not ended, where no server reads any; 0 where one is read, here or elsewhere."""
+        presences = [node.presence for node in self.nodes.values()]
+        if Presence.CONNECTED in presences or Presence.ELSEWHERE in presences:
+            return 0
+        return len(presences) - presences.count(Presence.ENDED)
+
     def all_ended(self) -> bool:
         """Whether the stream can be over: some shard has ended, and every other has too or was left out."""
         presences = {node.presence for node in self.nodes.values()}
