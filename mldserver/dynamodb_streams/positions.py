@@ -140,6 +140,8 @@ def _parse_token(text: str) -> Token:
     stream, shards = token.get("stream"), token.get("shards")
     if not isinstance(stream, str) or not isinstance(shards, list):
         raise _damaged("it needs a stream (an ARN) and a list of shards")
+    if not shards:
+        raise _damaged("it names no shard, so it says nothing of what was read")
     positions = tuple(map(_parse_shard, shards))
     if len({position.id for position in positions}) < len(positions):
         raise _damaged("it names a shard twice")

@@ -43,8 +43,9 @@ _LONGEST_WAIT_SECONDS: Final = 12 * 60.0
 """Between two calls, so that the iterator does not expire."""
 CLOCKS_APART_MS: Final = 5000
 """By how much this host's clock may be ahead of AWS's."""
-_GONE: Final = 3
-"""So often in a row AWS must not know a shard before it is believed: one that was just named may take a moment."""
+_GONE_SECONDS: Final = 15.0
+"""A shard has ended once AWS has for this long neither listed it nor known it by its name."""
+_UNKNOWN_LOGGED_MS: Final = 60_000
 
 
 class Page(NamedTuple):
@@ -128,6 +129,8 @@ class ShardReader:
     async def _read(self) -> Page:
         """Return the next page, whatever is in it."""
         gone = Backoff(0.5, 5.0)
+        gone_ms: int | None = None
+        logged_ms = self._clock.steady_ms()
         while not self._ended:
             await self._clock.sleep(self._bucket.take(self._clock.steady_ms()))
             began_ms, now_ms = self._clock.steady_ms(), self._clock.now_ms()
@@ -147,11 +150,21 @@ class ShardReader:
             except ShardGone:
                 self._iterator = None
                 delay = gone.failed(self._random())
-                if gone.failures < _GONE:
-                    await self._clock.sleep(delay)
+                # Only both answers together end a shard: either is wrong at times.
+                if await self._api.lists(self._arn, self.shard_id):
+                    gone_ms = None
+                elif gone_ms is None:
+                    gone_ms = began_ms
+                elif began_ms - gone_ms >= _GONE_SECONDS * 1000:
+                    self._tell_gap(
+                        "stream.shard_gone", "The shard ends here; reading goes on with its children."
+                    )
+                    self._ended = True
                     continue
-                self._tell_gap("stream.shard_gone", "The shard ends here; reading goes on with its children.")
-                self._ended = True
+                if began_ms - logged_ms >= _UNKNOWN_LOGGED_MS:
+                    logged_ms = began_ms
+                    self._log_unknown(gone.failures)
+                await self._clock.sleep(delay)
             else:
                 records = self._wanted(raw)
                 self._looked_ms = now_ms
@@ -184,6 +197,17 @@ class ShardReader:
                 self._since_ms = None
                 return records[place:]
         return []
+
+    def _log_unknown(self, attempt: int) -> None:
+        log.warning(
+            "stream.shard_unknown",
+            shard=self.shard_id,
+            stream=self._arn,
+            position=str(self.after),
+            attempt=attempt,
+            did="The server keeps asking for the shard's records.",
+            advice="If this lasts, ask AWS why GetRecords does not know a shard that DescribeStream lists.",
+        )
 
     def _tell_gap(self, event: str, did: str) -> None:
         self._gap = True

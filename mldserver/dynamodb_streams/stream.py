@@ -415,8 +415,8 @@ class _Reading:
         self._tree.finished(shard_id)
         children = self._open_readable()
         self._merge.close(shard_id)
-        if page.gap and not self._tree.children(shard_id):
-            # AWS knows it no more: children that turn up all the same count as new.
+        if page.gap and not self._tree.children(shard_id) and len(self._positions) > 1:
+            # AWS knows it no more: children that turn up all the same count as new. A token without shards would begin anew.
             self._positions.pop(shard_id, None)
         self._start(children, tasks)
         self._news.set()

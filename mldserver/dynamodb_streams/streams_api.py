@@ -9,6 +9,7 @@ Permissions: dynamodb:ListStreams, DescribeStream, GetShardIterator and GetRecor
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
@@ -148,6 +149,9 @@ class StreamsApi:
         self._random = random
         self._patience_seconds = patience_seconds
         self._describes = TokenBucket(_DESCRIBES_PER_SECOND)
+        self._listing = asyncio.Lock()
+        self._listed: tuple[str, int, frozenset[str]] = ("", 0, frozenset())
+        """The latest whole listing for ``lists``: the stream, when it was asked for (steady time), and its shards."""
         self._resources = contextlib.AsyncExitStack()
         self._client: Any = None
         self._retries = 0
@@ -224,6 +228,20 @@ class StreamsApi:
             request["ExclusiveStartShardId"] = last
         status, view_type = page["StreamStatus"], page.get("StreamViewType", "")
         return Description(arn, status, view_type, page.get("TableName", ""), shards)
+
+    async def lists(self, arn: str, shard_id: str) -> bool:
+        """Return whether DescribeStream lists a shard now. An answer without any shard says nothing: then return True.
+
+        Callers that ask at the same time share one listing. Raises OperatorError when there is no such stream.
+        """
+        called_ms = self._clock.steady_ms()
+        async with self._listing:
+            of, asked_ms, names = self._listed
+            if of != arn or asked_ms < called_ms:
+                asked_ms = self._clock.steady_ms()
+                names = frozenset(shard.id for shard in (await self.describe(arn)).shards)
+                self._listed = arn, asked_ms, names
+        return not names or shard_id in names
 
     async def children(self, arn: str, shard_id: str) -> list[StreamShard]:
         """Return the children of a shard that AWS names just now; they may come later than the shard's end."""

@@ -229,7 +229,9 @@ stream.retried  warning  action attempt delay_seconds times
 stream.gap  error  stream position gaps
     A shard's position was trimmed before it could be read: records are lost, so many times since this server reads it.
 stream.shard_gone  error  stream position gaps
-    DynamoDB does not know the shard any more: what it still held is lost.
+    DynamoDB neither lists the shard nor knows it by its name, for 15 seconds: what it still held is lost.
+stream.shard_unknown  warning  stream position attempt
+    DynamoDB lists the shard and answers that it does not exist. The server keeps asking. Logged once a minute.
 stream.disabled  warning  stream status newest
     The stream that is named by its ARN was disabled; its table may have a newer one.
 spark.starting  info  master java start

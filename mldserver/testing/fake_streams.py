@@ -111,6 +111,10 @@ class FakeStreams(FakeTable):
         """
         self._faults.append(_Fault(action, error, shard_id, times))
 
+    def fail_no_more(self) -> None:
+        """Forget the failures that ``fail`` has scripted and that have not come yet."""
+        self._faults.clear()
+
     def _fault(self, action: str, shard_id: str | None, place: Mapping[str, Any]) -> str:
         for fault in self._faults:
             if fault.action == action and fault.shard_id in {None, shard_id} and fault.times:

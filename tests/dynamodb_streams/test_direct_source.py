@@ -152,6 +152,31 @@ async def test_trap_14_a_shard_that_only_the_ledger_knows_is_ended_with_a_gap(
     assert sorted(set(stream.written()) - set(stream.values())) == [20, 21, 22, 23, 24]
 
 
+@pytest.mark.parametrize("action", ["GetRecords", "GetShardIterator"])
+async def test_a_shard_that_aws_lists_and_does_not_know_is_neither_ended_nor_lost(
+    tmp_path: Path, action: Any, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream(tmp_path)
+    stream.put(10)
+    async with stream.serving():
+        await stream.clock.advance(5)
+        stream.fake.fail("GetRecords", "ExpiredIteratorException", times=action == "GetShardIterator")
+        stream.fake.fail(action, "ResourceNotFoundException", times=1000)
+        await stream.clock.advance(90)
+        assert not any(shard.ended for shard in stream.pipeline.state().shards.values())
+    assert {entry["event"] for entry in logged if entry["event"].startswith("stream.")} == {
+        "stream.shard_unknown"
+    }
+    async with stream.serving():
+        await stream.clock.advance(10)
+        stream.fake.fail_no_more()
+        stream.put(10)
+        await stream.clock.advance(10)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 20)
+    stream.exactly_once()
+
+
 @pytest.mark.parametrize("read", [False, True], ids=["never read", "read in part"])
 async def test_a_parent_that_a_listing_leaves_out_for_a_moment_is_read_before_its_children(
     tmp_path: Path, read: bool

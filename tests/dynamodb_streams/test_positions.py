@@ -123,7 +123,7 @@ positions = st.builds(
 
 
 @given(
-    shards=st.lists(positions, unique_by=lambda position: position.id),
+    shards=st.lists(positions, min_size=1, unique_by=lambda position: position.id),
     since=st.none() | st.integers(0, 10**13),
 )
 def test_every_token_is_read_back_as_it_was(shards: list[ShardPosition], since: int | None) -> None:
@@ -141,6 +141,7 @@ SHARD = {"id": "a", "parent": None, "iterator": "AFTER_SEQUENCE_NUMBER", "sequen
         ({"version": None}, "its version is None"),
         ({"stream": 7}, "it needs a stream"),
         ({"shards": {}}, "it needs a stream (an ARN) and a list of shards"),
+        ({"shards": []}, "it names no shard"),
         ({"shards": ["a"]}, "'a' is no shard"),
         ({"shards": [SHARD | {"id": 7}]}, "is no shard"),
         ({"shards": [SHARD, SHARD]}, "it names a shard twice"),

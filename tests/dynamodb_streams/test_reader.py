@@ -17,6 +17,8 @@ from mldserver.errors import OperatorError
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mldserver.dynamodb_streams.shard_tree import Start
 
 ARN = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2027-01-15T08:00:00.000"
@@ -57,6 +59,11 @@ class Script:
         """Where iterators were asked for."""
         self.asked_ms: list[int] = []
         """When records were asked for."""
+        self.is_listed: Callable[[], bool] = lambda: False
+
+    async def lists(self, arn: str, shard_id: str) -> bool:
+        assert (arn, shard_id) == (ARN, SHARD)
+        return self.is_listed()
 
     async def iterator(self, arn: str, shard_id: str, start: Start) -> str:
         assert (arn, shard_id) == (ARN, SHARD)
@@ -312,11 +319,24 @@ async def test_trap_14_a_shard_that_is_gone_ends_with_a_gap(
     clock: VirtualClock, logged: list[dict[str, Any]]
 ) -> None:
     script = Script(clock)
-    script.refusals.extend([ShardGone()] * 3)
+    script.refusals.extend([ShardGone()] * 30)
     page, again = await read(clock, reader(script, After(5)), 2)
     assert (page.records, page.end, page.gap, again.end, again.gap) == ([], True, True, True, False)
-    assert page.began_ms == 375 + 750  # the third time that AWS did not know it
+    assert page.began_ms == 375 + 750 + 1500 + 3000 + 3 * 3750  # it was not known for 15 seconds
     assert [(event["event"], event["position"]) for event in logged] == [("stream.shard_gone", "5")]
+
+
+async def test_a_shard_that_is_listed_is_asked_for_as_long_as_that_lasts(
+    clock: VirtualClock, logged: list[dict[str, Any]]
+) -> None:
+    script = Script(clock, [raw(6)])
+    script.refusals.extend([ShardGone()] * 60)
+    script.is_listed = lambda: len(script.refusals) % 4 != 0  # a listing leaves it out now and then
+    (page,) = await read(clock, reader(script, After(5)), 1)
+    assert (numbers(page), page.end, page.gap) == ([6], False, False)
+    assert clock.steady_ms() >= 200_000
+    assert {event["event"] for event in logged} == {"stream.shard_unknown"}
+    assert 3 <= len(logged) <= 4
 
 
 async def test_a_shard_that_is_not_known_for_a_moment_is_read(

@@ -162,7 +162,7 @@ async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
     tmp_path: Path, handler: str, begin: str, logged: list[dict[str, Any]]
 ) -> None:
     fake = FakeStreams()
-    begin = str(Token(ARN, ())) if begin == "foreign" else begin
+    begin = str(Token(ARN, (ShardPosition("shardId-1", None, After(7)),))) if begin == "foreign" else begin
     async with fake.serving() as url:
         settings = reading(tmp_path / "out", handler, url, **{"from": begin})
         server = Server(settings, engine=LocalEngine())

@@ -456,6 +456,49 @@ async def test_trap_14_a_tokens_shard_that_is_gone_is_a_gap_and_the_rest_goes_on
 
 
 @virtual
+async def test_a_shard_that_aws_does_not_know_for_a_while_is_read_on_while_it_is_listed(scene: Scene) -> None:
+    await outlasts_not_found(scene, "GetRecords")
+
+
+@virtual
+async def test_a_shard_for_which_aws_has_no_iterator_for_a_while_is_read_while_it_is_listed(
+    scene: Scene,
+) -> None:
+    await outlasts_not_found(scene, "GetShardIterator")
+
+
+async def outlasts_not_found(scene: Scene, action: Any) -> None:
+    scene.fake.page_records = 1
+    scene.put("1")
+    async with scene.stream() as stream:
+        if action == "GetRecords":
+            assert await some(stream, 1) == ["1"]
+        scene.fake.fail(action, "ResourceNotFoundException", times=1000)
+        assert await scene.within(stream, 90) == []
+        assert list(shards_of(stream.token)) == [scene.root]
+        token = stream.token
+        scene.fake.fail_no_more()
+        scene.put("2")
+        rest = ["2"] if action == "GetRecords" else ["1", "2"]
+        assert await scene.within(stream, 10) == rest
+        assert stream.gaps == 0
+    async with scene.stream(token) as stream:
+        assert await scene.within(stream, 10) == rest
+
+
+@virtual
+async def test_a_token_names_a_shard_also_when_all_are_gone(scene: Scene) -> None:
+    scene.put("1")
+    async with scene.stream() as stream:
+        await some(stream, 1)
+        scene.fake.trim(scene.root)
+        scene.fake.add_root()  # it is found by the next listing only
+        await scene.clock.sleep(25)
+        assert stream.gaps == 1
+        assert list(shards_of(stream.token)) == [scene.root]
+
+
+@virtual
 async def test_a_short_answer_at_the_start_is_not_believed(scene: Scene) -> None:
     scene.put("1")
     child, _ = scene.fake.split(scene.root)
