@@ -31,6 +31,7 @@ from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
 from mldserver.handler import spark_at_import
 from mldserver.handler.failure import describe
 from mldserver.handler.kclpy.amazon_kclpy import standing_in
+from mldserver.handler.kept_modules import KeptLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +70,7 @@ class Loaded:
         if isinstance(version, str | int | float) and not isinstance(version, bool) and str(version).strip():
             return str(version).strip()
         try:
-            source = Path(getattr(self.module, "__file__", None) or "").read_bytes()
+            source = _text_of(self.module, _file_of(self.module))
         except OSError:
             return ""
         return f"sha256:{hashlib.sha256(source).hexdigest()[:_DIGITS]}"
@@ -98,7 +99,7 @@ class Loaded:
             place = _file_of(sys.modules[name]) if name in sys.modules else _place(name)
             if place.endswith(".py") and (name.partition(".")[0] == package or not is_library(place)):
                 with contextlib.suppress(OSError):
-                    found[name] = place, Path(place).read_bytes()
+                    found[name] = place, _text_of(sys.modules.get(name), place)
                     names += _imports(name, *found[name])
         return found
 
@@ -158,6 +159,12 @@ def _file_of(module: ModuleType | None) -> str:
     """Return a module's file; some have none, and what stands in their place may be no module at all."""
     file = getattr(module, "__file__", None)
     return file if isinstance(file, str) else ""
+
+
+def _text_of(module: ModuleType | None, file: str) -> bytes:
+    """Return a module's text: what it was loaded from where that was kept, else what its file holds. Raises OSError."""
+    loader = getattr(module, "__loader__", None)
+    return loader.get_data(file) if isinstance(loader, KeptLoader) else Path(file).read_bytes()
 
 
 def _place(name: str) -> str:

@@ -29,6 +29,7 @@ from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
+from mldserver.handler.kept_modules import KeptModules
 from mldserver.observe.logging import set_level
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.inline import InlineRuntime
@@ -113,9 +114,14 @@ class Child:
         """Load the handler, and look after it; what the server asks is begun as it comes."""
         start = await self._start
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
+        if start.code:
+            KeptModules(start.code).begin()
         with telling_through(self._end, start.log_level) as teller:
             try:
                 spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
+                if not start.code:
+                    # What its hooks import later must be what the processes after it import.
+                    KeptModules(spec.code).begin()
                 runtime = self._runtime = InlineRuntime(
                     spec,
                     policy=start.policy,

@@ -93,7 +93,7 @@ class Reload:
                         process.tell(Forget(0, gone))
                     if not worker.take_over(process, there):
                         spare.append(process)
-                processes[:] = self.spares.renew(spare)
+                processes[:] = self.spares.renew(spare, now.code)
             for worker in self.workers:
                 await worker.taken_over()
         return now

@@ -73,7 +73,7 @@ class Spares:
             process = await WorkerProcess.start(self._start, self._clock)
             process.again = False
             try:
-                return await self._load(process, None)
+                loaded = await self._load(process, None)
             except WorkerGone as gone:
                 killed += 1
                 if not process.was_killed or killed == _FIRST_STARTS:
@@ -83,18 +83,23 @@ class Spares:
                         traceback=process.last_words or None,
                     ) from gone
                 await self._pause(_loading(gone))
+            else:
+                self._start = replace(self._start, code=loaded.code)
+                return loaded
 
     @contextlib.asynccontextmanager
     async def anew(self, count: int) -> AsyncIterator[tuple[HandlerSpec, list[WorkerProcess]]]:
         """Give so many new processes, and what they found in the handler as it is now. Raises HandlerError.
 
-        What is in the list when the block ends is closed.
+        The first one loads what lies on the disk, the others what the first one has loaded. What is in the list when the
+        block ends is closed.
         """
         made: list[WorkerProcess] = []
         loaded: list[wire.Loaded] = []
+        start = replace(self._start, code={})
         try:
             for _ in range(count):
-                made.append(await WorkerProcess.start(self._start, self._clock))
+                made.append(await WorkerProcess.start(start, self._clock))
                 made[-1].again = len(made) > 1
                 try:
                     async with asyncio.timeout(_LOAD_SECONDS):
@@ -105,16 +110,23 @@ class Spares:
                     ) from None
                 except WorkerGone as gone:
                     raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
-            if any(each != loaded[0] for each in loaded):
+                start = replace(start, code=loaded[0].code)
+            if any(replace(each, code=start.code) != loaded[0] for each in loaded):
                 raise HandlerInvalid("The handler has changed while it was loaded.", advice="Ask again.")
             yield wire.spec_of(self.handler, loaded[0]), made
         finally:
             for process in made:
                 await process.close()
 
-    def renew(self, processes: Iterable[WorkerProcess]) -> list[WorkerProcess]:
-        """Keep these ready, and none that began to load before; return those that were kept."""
+    def renew(
+        self, processes: Iterable[WorkerProcess], code: dict[str, tuple[str, bytes]]
+    ) -> list[WorkerProcess]:
+        """Keep these ready, and none that began to load before; return those that were kept.
+
+        Later processes load ``code``, as these have.
+        """
         old = list(self._ready)
+        self._start = replace(self._start, code=code)
         self._ready = deque(processes)
         for process in self._ready:
             process.on_end = self._changed.set

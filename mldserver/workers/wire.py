@@ -50,6 +50,8 @@ class Start(Message, frozen=True):
     deadline_seconds: float | None
     arena_bytes: int
     log_level: int
+    code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
+    """The user's modules, as the first process has loaded them (``HandlerSpec.code``). Empty: as they lie on the disk."""
 
 
 class Number(Message, frozen=True):

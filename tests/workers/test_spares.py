@@ -64,6 +64,86 @@ async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handle
             assert outcome.rows["pid"].to_pylist() == [spare]
 
 
+PACKAGE = {
+    "mine.py": """
+import os
+from parts import early
+schema = "pid BIGINT, here STRING, early STRING, late STRING, beside STRING"
+def process_record(record):
+    from parts.late import TEXT
+    with open(os.path.join(os.path.dirname(early.__file__), "beside.txt")) as beside:
+        return os.getpid(), "VERSION", early.TEXT, TEXT, beside.read()
+""",
+    "parts/__init__.py": "",
+    "parts/early.py": "TEXT = 'VERSION'",
+    "parts/late.py": "TEXT = 'VERSION'",
+    "parts/beside.txt": "read from the disk",
+}
+
+
+def deploy(version: str) -> None:
+    Path("parts").mkdir(exist_ok=True)
+    for name, text in PACKAGE.items():
+        Path(name).write_text(text.replace("VERSION", version))
+
+
+@pytest.mark.parametrize("change", ["other code", "no Python", "no file"])
+async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_loaded(
+    runtime: WorkerRuntime, logged: list[dict[str, Any]], change: str
+) -> None:
+    async def row() -> dict[str, Any]:
+        outcome = await runtime.process(delivery("s", "x"))
+        assert outcome.rows is not None, outcome.dead_letters
+        (found,) = outcome.rows.select(["pid", "here", "early", "late", "beside"]).to_pylist()
+        return dict(found)
+
+    deploy("one")
+    one = dict.fromkeys(("here", "early", "late"), "one") | {"beside": "read from the disk"}
+    async with running(runtime), asyncio.timeout(800):
+        version = runtime.spec.version
+        await runtime.open(Shard("s"))
+        await until(lambda: bool(runtime._spares._ready))
+        if change == "no file":
+            for file in ("mine.py", "parts/__init__.py", "parts/early.py", "parts/late.py"):
+                Path(file).unlink()
+        else:
+            deploy("two" if change == "other code" else "(('")
+        seen = set()
+        for _ in range(3):
+            before = await row()
+            pid = before.pop("pid")
+            assert before == one
+            seen.add(pid)
+            await until(lambda: bool(runtime._spares._ready))
+            os.kill(pid, signal.SIGKILL)
+        assert len(seen) == 3, "the spare had loaded the code before it was changed, the others after"
+        assert not named(logged, "worker.not_started")
+        if change != "other code":
+            return
+        await runtime.reload()
+        assert runtime.spec.version != version
+        for _ in range(3):
+            deploy("three")
+            after = await row()
+            pid = after.pop("pid")
+            assert after == {**one, **dict.fromkeys(("here", "early", "late"), "two")}
+            await until(lambda: bool(runtime._spares._ready))
+            os.kill(pid, signal.SIGKILL)
+
+
+async def test_dead_letters_name_the_version_that_ran(runtime: WorkerRuntime) -> None:
+    Path("mine.py").write_text("def process_record(record): raise KeyError")
+    async with running(runtime), asyncio.timeout(800):
+        await runtime.open(Shard("s"))
+        await until(lambda: bool(runtime._spares._ready))
+        Path("mine.py").write_text("def process_record(record): raise IndexError")
+        for _ in range(3):
+            (letter,) = (await runtime.process(delivery("s", "x"))).dead_letters
+            assert (letter.error, letter.handler_version) == ("KeyError", runtime.spec.version)
+            await until(lambda: bool(runtime._spares._ready))
+            os.kill((await runtime._workers[0].process()).pid, signal.SIGKILL)
+
+
 async def test_a_spare_that_dies_is_replaced_at_once(
     runtime: WorkerRuntime, logged: list[dict[str, Any]]
 ) -> None:
