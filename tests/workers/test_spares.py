@@ -82,9 +82,20 @@ def process_record(record):
 
 
 def deploy(version: str) -> None:
+    """Write the files; two versions must differ in length, as a cached file of the same second counts else."""
     Path("parts").mkdir(exist_ok=True)
     for name, text in PACKAGE.items():
         Path(name).write_text(text.replace("VERSION", version))
+
+
+def undeploy() -> None:
+    for name in PACKAGE:
+        if name.endswith(".py"):
+            Path(name).unlink()
+
+
+def fail_with(error: str) -> None:
+    Path("mine.py").write_text(f"def process_record(record): raise {error}")
 
 
 @pytest.mark.parametrize("change", ["other code", "no Python", "no file"])
@@ -104,10 +115,9 @@ async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_lo
         await runtime.open(Shard("s"))
         await until(lambda: bool(runtime._spares._ready))
         if change == "no file":
-            for file in ("mine.py", "parts/__init__.py", "parts/early.py", "parts/late.py"):
-                Path(file).unlink()
+            undeploy()
         else:
-            deploy("two" if change == "other code" else "(('")
+            deploy("second" if change == "other code" else "(('")
         seen = set()
         for _ in range(3):
             before = await row()
@@ -123,20 +133,20 @@ async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_lo
         await runtime.reload()
         assert runtime.spec.version != version
         for _ in range(3):
-            deploy("three")
+            deploy("thirdly")
             after = await row()
             pid = after.pop("pid")
-            assert after == {**one, **dict.fromkeys(("here", "early", "late"), "two")}
+            assert after == {**one, **dict.fromkeys(("here", "early", "late"), "second")}
             await until(lambda: bool(runtime._spares._ready))
             os.kill(pid, signal.SIGKILL)
 
 
 async def test_dead_letters_name_the_version_that_ran(runtime: WorkerRuntime) -> None:
-    Path("mine.py").write_text("def process_record(record): raise KeyError")
+    fail_with("KeyError")
     async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("s"))
         await until(lambda: bool(runtime._spares._ready))
-        Path("mine.py").write_text("def process_record(record): raise IndexError")
+        fail_with("IndexError")
         for _ in range(3):
             (letter,) = (await runtime.process(delivery("s", "x"))).dead_letters
             assert (letter.error, letter.handler_version) == ("KeyError", runtime.spec.version)
