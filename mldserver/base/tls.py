@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 import time
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -104,6 +104,28 @@ def client_context(
     if ca is None:
         context.load_default_certs()
     return context
+
+
+_REASONS: Final = {
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the client showed no certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "the client does not know the authority of this server's certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the client says that this server's certificate has expired",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the client refuses this server's certificate",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the client refuses this server's certificate",
+    "HTTP_REQUEST": "the peer speaks HTTP and not TLS",
+    "WRONG_VERSION_NUMBER": "the peer does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "the client offers only versions before TLS 1.2",
+    "NO_SHARED_CIPHER": "client and server have no cipher in common",
+}
+"""OpenSSL's names of what happens most, in words."""
+
+
+def handshake_failure(error: OSError) -> str:
+    """Return why a server's handshake failed, in words: expired, unknown authority, no certificate, not TLS."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the client's certificate is refused: {error.verify_message}"
+    reason = getattr(error, "reason", None) or str(error)
+    return _REASONS.get(reason, reason.replace("_", " ").lower() if reason.isupper() else reason)
 
 
 def names_of(peer: ssl.SSLObject | None) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ server.beat_failed  warning
     The ledger could not be told that this server lives; after long others take it for dead.
 tls.read  info  certificate
     On SIGHUP certificates were read again; connections that are there keep theirs.
-tls.failed  debug|warning  peer
+tls.failed  debug|warning  peer times
     No TLS connection came about: a certificate is missing or none of ours, or the peer does not speak TLS.
 tls.refused  error
     A certificate that was to be read again cannot be used: the one before it stays.

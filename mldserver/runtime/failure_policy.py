@@ -13,16 +13,13 @@ Of each failed call the policy says whether the record is called again, and if n
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 from mldserver.base.backoff import backoff
 from mldserver.config.kinds import FailureRule, OnFailure, OnKeyFailure, failure_rule
 from mldserver.config.settings import FailureSettings
 from mldserver.handler.failure import Failure, Wish
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
 
 __all__ = ["FailureRule", "OnFailure", "OnKeyFailure", "failure_rule"]  # what a policy is made of
 
@@ -44,9 +41,6 @@ derived from them, is not made again unless a rule says so. An ``OSError`` is no
 answers with an error page instead of JSON (``requests.JSONDecodeError``) may do better next time."""
 
 _OSERROR: Final = "builtins.OSError"
-_REMEMBERED: Final = 1_000
-"""Failures that are remembered; what is beyond costs a line, nothing else."""
-_TOLD_EVERY_MS: Final = 60_000
 
 
 class Ending(enum.StrEnum):
@@ -108,24 +102,3 @@ class FailurePolicy(FailureSettings):
         if failure.wish is Wish.FATAL or calls >= attempts or too_old:
             return Ending(self.on_failure)
         return None
-
-
-@dataclass(slots=True)
-class FailureNotices:
-    """Which failures the log has told of: the same one is told once a minute, and counted meanwhile."""
-
-    now_ms: Callable[[], int]
-    most: int = _REMEMBERED
-    """Beyond so many failures the one that was not seen for longest is forgotten."""
-    _seen: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
-    """Of each failure: when it was told, and how often it has come since."""
-
-    def times(self, failure: Hashable) -> int:
-        """Return how often it has come since it was last told, now included; 0: it is not to be told yet."""
-        now_ms = self.now_ms()
-        told_ms, since = self._seen.pop(failure, (now_ms - _TOLD_EVERY_MS, 0))
-        due = now_ms - told_ms >= _TOLD_EVERY_MS
-        self._seen[failure] = (now_ms, 0) if due else (told_ms, since + 1)
-        if len(self._seen) > self.most:
-            del self._seen[next(iter(self._seen))]
-        return since + 1 if due else 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec import structs
 
+from mldserver.base.folding import Folding
 from mldserver.base.threads import ShardThreads, WorkerThread
 from mldserver.errors import HandlerInvalid, InternalError
 from mldserver.handler.kclpy.processor import Processor
@@ -25,7 +26,7 @@ from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, Hook
 from mldserver.runtime.calls import BoundHook, Caller, Deadlines
-from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy, OnFailure
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
@@ -116,7 +117,7 @@ class InlineRuntime:
             policy=policy,
             random=random,
             rows=RowBuilder(spec.schema, time_column=spec.time_column, at_once=policy.parks),
-            told=FailureNotices(clock.steady_ms),
+            told=Folding(clock.steady_ms),
             lanes=lanes,
         )
 

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mldserver.base.clock import Clock
+    from mldserver.base.folding import Folding
     from mldserver.base.threads import WorkerThread
     from mldserver.records import Record
     from mldserver.runtime.calls import Caller, Returned, Watch
-    from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy
+    from mldserver.runtime.failure_policy import FailurePolicy
     from mldserver.runtime.outcome import Taken
     from mldserver.runtime.plan import Again, BatchPlan
     from mldserver.runtime.rows import RowBuilder
@@ -54,7 +55,7 @@ class Tools:
     policy: FailurePolicy
     random: Callable[[], float]
     rows: RowBuilder
-    told: FailureNotices
+    told: Folding
     lanes: int = 1
     """How many records of a batch, of different partition keys, are worked on at the same time."""
 
@@ -67,7 +68,7 @@ class Tools:
         bound = log.bind(shard=shard, handler=self.spec.path)
 
         def tell(level: str, event: str, failure: Failure, sequence: object = None, **fields: Any) -> None:
-            times = 0 if level == "debug" else self.told.times((event, level, shard, failure.fingerprint))
+            times = 0 if level == "debug" else self.told.count((event, level, shard, failure.fingerprint))
             if not times and not bound.is_enabled_for(logging.DEBUG):
                 return
             where = {} if sequence is None else {"sequence": str(sequence)}

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mldserver.base.folding import Folding
 from mldserver.base.listening import listen_tcp, listen_unix
+from mldserver.base.tls import handshake_failure
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
@@ -112,6 +114,7 @@ class MLDListener:
         self._accepted = 0
         self._serving: dict[Link, Conductor] = {}
         self._handshakes: set[asyncio.Task[Any]] = set()
+        self._failed_handshakes = Folding(clock.steady_ms)
         self._empty = asyncio.Event()
         self._empty.set()
         self._accepting: asyncio.Task[None] | None = None
@@ -327,11 +330,16 @@ class MLDListener:
             if isinstance(error, ConnectionResetError):  # somebody only looks whether there is a server
                 link.log.debug("tls.failed", peer=link.peer, what="The peer went away in the handshake.")
             else:
-                why = getattr(error, "reason", None) or error
-                link.log.warning(
-                    "tls.failed", peer=link.peer, what=f"The handshake failed: {why}.", advice=PROVE
-                )
+                self._log_failed_handshake(link, handshake_failure(error))
             return False
         finally:
             self._handshakes.discard(task)
         return True
+
+    def _log_failed_handshake(self, link: Link, why: str) -> None:
+        """Log why a handshake failed; a daemon that tries again and again for the same reason fills one line a minute."""
+        host = link.peer.rpartition(":")[0]
+        if times := self._failed_handshakes.count(f"{host} {why}"):
+            link.log.warning(
+                "tls.failed", peer=link.peer, what=f"The handshake failed: {why}.", times=times, advice=PROVE
+            )

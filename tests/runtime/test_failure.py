@@ -21,7 +21,6 @@ from mldserver.handler.failure import Wish, bad_row, describe
 from mldserver.records import Verdict
 from mldserver.runtime.failure_policy import (
     Ending,
-    FailureNotices,
     FailurePolicy,
     FailureRule,
     OnFailure,
@@ -317,23 +316,6 @@ def test_what_is_remembered_of_places_and_classes_is_bounded(monkeypatch: pytest
 
     assert len(failure._classes) <= 2
     assert len(failure._frames) <= 2
-
-
-def test_the_same_failure_is_told_once_a_minute_with_how_often_it_came() -> None:
-    now = [0]
-    told = FailureNotices(lambda: now[0], most=2)
-    assert [told.times("a") for _ in range(4)] == [1, 0, 0, 0]
-    assert told.times("b") == 1
-    now[0] = 59_999
-    assert told.times("a") == 0
-    now[0] = 60_000
-    assert [told.times("a") for _ in range(2)] == [5, 0]
-
-
-def test_of_failures_beyond_what_is_remembered_the_one_that_was_not_seen_for_longest_is_forgotten() -> None:
-    told = FailureNotices(lambda: 0, most=2)
-    assert [told.times(failure) for failure in "abaca"] == [1, 1, 0, 1, 0]
-    assert told.times("b") == 1
 
 
 def test_an_error_without_a_message_is_told_by_its_type() -> None:

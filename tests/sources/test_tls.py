@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
+import ssl
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -17,7 +19,6 @@ from mldserver.config.kinds import TcpAddress, UnixAddress
 from tests.sources.house import QUICK, serving
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
@@ -78,23 +79,56 @@ def test_a_daemon_with_a_certificate_of_ours_is_served_and_named(
     assert told(logged, "tls.failed") == []
 
 
-@pytest.mark.parametrize("show", ["stranger", ""], ids=["of another authority", "none"])
-def test_without_a_certificate_of_ours_no_shard_is_named(
-    on: Any, files: Certificates, logged: list[dict[str, Any]], show: str
+@pytest.mark.parametrize(
+    ("show", "why"),
+    [
+        ("stranger", "the client's certificate is refused: unable to get local issuer certificate"),
+        ("expired", "the client's certificate is refused: certificate has expired"),
+        ("", "the client showed no certificate"),
+    ],
+)
+def test_without_a_certificate_of_ours_no_shard_is_named_and_the_log_says_once_why(
+    on: Any, files: Certificates, logged: list[dict[str, Any]], show: str, why: str
 ) -> None:
+    files.write("expired", days=-1)
     tls, stranger = files.both(show)
     ours = files.both()[1]
 
     async def story() -> None:
         async with serving(tls=(tls, None)) as house:
             await is_turned_away(house, stranger)
+            await is_turned_away(house, stranger)
             house.client = ours
             await (await house.connect()).initialize()
 
     on(story())
     (failed,) = told(logged, "tls.failed")
-    assert failed["level"] == "warning"
-    assert "The handshake failed: " in failed["what"]
+    assert (failed["level"], failed["times"]) == ("warning", 1)
+    assert failed["what"] == f"The handshake failed: {why}."
+
+
+def refuses(address: str, context: ssl.SSLContext) -> None:
+    """As the bridge does: unlike asyncio's clients it says why it leaves."""
+    host, port = address.rsplit(":", 1)
+    plain = socket.create_connection((host, int(port)))
+    with plain, pytest.raises(ssl.SSLCertVerificationError):
+        context.wrap_socket(plain, server_hostname=host)
+
+
+def test_a_client_that_does_not_know_our_authority_is_named(
+    on: Any, files: Certificates, logged: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = Certificates(tmp_path / "other", "other authority")
+
+    async def story() -> None:
+        async with serving(tls=(files.both()[0], None)) as house:
+            await asyncio.to_thread(refuses, house.address, client_context(files.client, None, other.ca))
+            await house.empty()
+
+    on(story())
+    (failed,) = told(logged, "tls.failed")
+    assert "the client does not know the authority of this server's certificate" in failed["what"]
 
 
 def test_a_certificate_with_another_name_than_those_allowed_names_no_shard(
@@ -124,7 +158,8 @@ def test_clear_text_is_not_understood_behind_tls(
             await is_turned_away(house, None)
 
     on(story())
-    assert [entry["level"] for entry in told(logged, "tls.failed")] == ["warning"]
+    (failed,) = told(logged, "tls.failed")
+    assert failed["what"] == "The handshake failed: the peer does not speak TLS."
 
 
 def test_a_handshake_that_never_ends_gives_its_slot_back_in_time(on: Any, files: Certificates) -> None:
