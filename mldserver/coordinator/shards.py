@@ -181,10 +181,21 @@ class ShardSession:
         """Everything at or before it was accepted earlier and must be dropped unseen."""
         return self.position.accepted
 
-    def began(self) -> None:
-        """Note that a batch was received: the shard is not silent while it is worked on."""
+    def began(self, received_ms: int | None = None) -> None:
+        """Note that the work on a batch begins, which came at ``received_ms`` (steady time; None: now)."""
         if self.alive:
-            self._shards.watermark.began(self.shard_id, self._shards.clock.steady_ms())
+            came_ms = self._shards.clock.steady_ms() if received_ms is None else received_ms
+            self._shards.watermark.began(self.shard_id, came_ms)
+
+    def busy(self) -> None:
+        """Note that the shard is not silent until it is ``answered``."""
+        if self.alive:
+            self._shards.watermark.busy(self.shard_id)
+
+    def answered(self) -> None:
+        """Note that the daemon was answered: from now on the shard's silence counts."""
+        if self.alive:
+            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Take a batch's rows; return whether the daemon may be answered, or is to wait until it is ``admitted``."""
@@ -262,8 +273,7 @@ class ShardSession:
                     await checkpoint()
                 backpressure.draining.discard(self.shard_id)
                 await backpressure.release()
-        if self.alive:
-            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
+        self.answered()
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""
@@ -288,7 +298,7 @@ class ShardSession:
     async def drain(self) -> None:
         """Flush what was accepted."""
         if self.alive and await self._flushed("shutdown_requested"):
-            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
+            self.answered()
 
     async def end(self) -> bool:
         """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
@@ -308,7 +318,7 @@ class ShardSession:
         """Return, once a flush is done, whether the session has its shard still."""
         # While the ledger is out of reach nothing more comes: taken for idle, the shard would let windows close whose rows
         # its children have, or its next owner.
-        self._shards.watermark.leaving(self.shard_id)
+        self.busy()
         await self._shards.flush(reason)
         return self.alive
 

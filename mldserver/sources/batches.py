@@ -112,7 +112,11 @@ class Batches:
         self._quick = False
         """Whether the last batch that the runtime worked on by itself was soon done."""
         self.progress = Progress(link.log, progress)
-        link.at_once = self.at_once
+        self._since_ms: int | None = None
+        """When the first part of the line came that is incomplete; None: no line is."""
+        self._received_ms = 0
+        """When the first bytes of the batch came that ``process`` is to do."""
+        link.at_once, link.line_began = self.at_once, self._line_began
 
     def open(self, shard: OpenShard) -> None:
         """Take batches of this shard from now on; its lines name it."""
@@ -138,10 +142,12 @@ class Batches:
         was done so far, where the handler failed or the shard is held back, or a checkpoint is due.
         """
         shard, under_way = self._open, self.under_way
+        received_ms = self._clock.steady_ms() if self._since_ms is None else self._since_ms
+        self._received_ms = received_ms
         if shard is None or self.finishing or not self.quiet.up or under_way.awaited or not shard.claim.free:
             return False
         kill_point("batch.received")
-        received_ms, intake, first = self._clock.steady_ms(), shard.intake, not under_way.batches
+        intake, first = shard.intake, not under_way.batches
         size = len(line)
         ahead = self._quick and self._may_be_ahead(shard, 1, size)
         delivery = self._delivery(shard, line, received_ms, behind=ahead or not first)
@@ -156,7 +162,7 @@ class Batches:
                     self._note(_Done(outcome, size, received_ms, received_ms, now_ms, now_ms), now_ms)
                     return True
             elif first:
-                intake.began()
+                intake.began(received_ms)
             batch: Batch[_Done] = Batch(
                 line, size, received_ms, begun=outcome, after=delivery.after, taken=taken
             )
@@ -178,6 +184,12 @@ class Batches:
         except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
             self._refuse(error)
         return True
+
+    def _line_began(self, began: bool) -> None:  # noqa: FBT001  # a callback
+        """Note the first bytes of a line: however long the rest takes, the shard is not silent."""
+        self._since_ms = self._clock.steady_ms() if began else None
+        if began and self._open is not None and not self.under_way.batches:
+            self._open.intake.busy()
 
     def _may_be_ahead(self, shard: OpenShard, count: int = 0, size: int = 0) -> bool:
         """Whether all that is under way, and so many batches and bytes more, may be answered before it is done."""
@@ -229,7 +241,7 @@ class Batches:
                     return
                 under_way.take_out()
                 if under_way.batches:
-                    shard.intake.began()  # the next one is worked on: the shard is not silent
+                    shard.intake.began(under_way.batches[0].received_ms)
                 else:
                     shard.claim.let_go()
                 received_ms = batch.received_ms
@@ -287,13 +299,15 @@ class Batches:
             else:
                 kill_point("batch.received")
                 if not self.under_way.batches:
-                    self.opened.intake.began()
-                done = await self.under_way.submit(line, self._clock.steady_ms())
+                    self.opened.intake.began(self._received_ms)
+                done = await self.under_way.submit(line, self._received_ms)
         except PeerError as error:
             self._link.reject(error)
             return
         checkpoint = await self.checkpoint()
         self._link.answer()
+        if not self.under_way.batches:
+            self.opened.intake.answered()
         kill_point("batch.answered")
         if done is not None:
             self._note(done, self._clock.steady_ms(), checkpoint)
@@ -311,6 +325,7 @@ class Batches:
         position = intake.checkpoint_due()
         if position is None:
             return None
+        intake.busy()
         kill_point("checkpoint.asking")
         if await self._link.checkpoint(position) is not CheckpointOutcome.STORED:
             return None
@@ -341,7 +356,7 @@ class Batches:
                 if self.finishing and batch is self.under_way.batches[-1]:
                     await intake.drain()  # once for all of them: the stop has a deadline
         if len(self.under_way.batches) > 1:
-            intake.began()  # the next one is worked on: the shard is not silent
+            intake.began(self.under_way.batches[1].received_ms)
         return _Done(outcome, batch.size, batch.received_ms, began_ms, handled_ms, answerable_ms)
 
     def _note(

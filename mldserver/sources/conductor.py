@@ -215,6 +215,7 @@ class Conductor:
         """
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
+        shard.busy()
         idle = self._batches.under_way.idle.wait()
         await (idle if self._deadline is None else first_of(idle, self._clock.sleep(self._deadline)))
         await self._give_up()
@@ -227,6 +228,7 @@ class Conductor:
         self._link.log.info("shard.shutdown_requested", position=shard.after and str(shard.after))
         await self._batches.checkpoint()
         self._link.answer()
+        shard.answered()
 
     async def _give_up(self) -> None:
         """Let nobody work on the shard any more."""
@@ -237,6 +239,7 @@ class Conductor:
     async def _lose(self) -> None:
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
+        shard.busy()
         await self._give_up()
         async with claim.work():
             await self._runtime.notify(self.shard_id, Hook.LEASE_LOST)
@@ -250,6 +253,7 @@ class Conductor:
         """The shard's end. Without its checkpoint there is no status: see ``protocol/states.py``."""
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
+        shard.busy()
         await self._batches.under_way.idle.wait()
         claim.evict()
         async with claim.work():

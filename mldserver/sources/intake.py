@@ -79,8 +79,17 @@ class ShardIntake(Protocol):
     def parked(self) -> Mapping[str, Sequence]:
         """The partition keys that had dead letters when the shard was opened (under ``on_key_failure = park``)."""
 
-    def began(self) -> None:
-        """Note that a batch was received: the shard is not silent while it is worked on."""
+    def began(self, received_ms: int | None = None) -> None:
+        """Note that the work on a batch begins: the shard is not silent until it is answered.
+
+        ``received_ms``: steady time at which its first bytes came; None: now. A batch that waits behind others came before.
+        """
+
+    def busy(self) -> None:
+        """Note that a request comes in, or that the daemon is asked for a checkpoint: until ``answered`` it is not silent."""
+
+    def answered(self) -> None:
+        """Note that the daemon was answered: from now on its silence counts. ``take`` and ``admitted`` imply it."""
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Take a batch's rows; return whether the daemon may be answered, or is to wait until the shard is ``admitted``.

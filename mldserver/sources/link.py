@@ -89,6 +89,8 @@ class Link(asyncio.BufferedProtocol):
         self._come = Flag()
         self.at_once: Callable[[Line], bool] | None = None
         """Works on a batch before anyone is woken; False: ``request`` is to return it."""
+        self.line_began: Callable[[bool], None] | None = None
+        """Is called with True when the first part of a line has come, and with False when the line is complete."""
         Link.debugging = self.log.is_enabled_for(logging.DEBUG)
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
@@ -128,6 +130,8 @@ class Link(asyncio.BufferedProtocol):
         partial = self.core.receive_data(self._buffer, nbytes)
         self._pump()
         if partial or self._partial:
+            if self.line_began is not None and bool(partial) is not bool(self._partial):
+                self.line_began(bool(partial))
             self._partial = partial
             self.budget.set_partial(self, partial)
 

@@ -342,6 +342,23 @@ def test_a_shard_whose_batch_is_being_worked_on_is_not_silent() -> None:
     assert stream.wait(IDLE).ms == stream.aws(IDLE, known_ms=11 * IDLE)
 
 
+def test_a_shard_whose_daemon_has_not_been_answered_yet_is_not_silent() -> None:
+    stream = Stream().arrived().connect("a", tells_lag=False).batch("a", 500, lag_ms=None)
+    stream.watermark.busy("a")
+    assert stream.wait(10 * IDLE).ms == 500
+
+
+def test_batches_that_waited_for_their_turn_carry_a_shard_no_further_than_their_bytes() -> None:
+    stream = Stream().connect("a").settled().arrived()
+    came_ms, known_ms = stream.now, stream.now
+    stream.wait(100_000)
+    for _ in range(PREFETCH + 2):
+        stream.watermark.began("a", came_ms)
+        stream.watermark.observed("a", stream.now, records=0, lag_ms=0, event_ms=None, arrival_ms=None)
+        stream.watermark.answered("a", stream.wait(1000).now)
+    assert stream.ms == came_ms == known_ms
+
+
 def test_an_answer_to_a_shard_that_is_gone_is_nothing() -> None:
     stream = Stream().connect("a").disconnect("a")
     stream.watermark.answered("a", stream.now)

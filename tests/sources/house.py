@@ -127,14 +127,28 @@ class FakeShard:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     parked: Mapping[str, Sequence] = field(default_factory=dict)
 
-    def began(self) -> None:
+    received: list[int | None] = field(default_factory=list)
+    """When the batches came that were begun."""
+    silent: bool = True
+    """Whether its silence counts."""
+
+    def began(self, received_ms: int | None = None) -> None:
         self.calls.append("began")
+        self.received.append(received_ms)
+        self.silent = False
+
+    def busy(self) -> None:
+        self.silent = False
+
+    def answered(self) -> None:
+        self.silent = True
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         self.calls.append("accept")
         self.last = outcome.outline.last or self.after
         if self.gate.is_set():
             self.taken()
+            self.silent = True
         return self.gate.is_set()
 
     paused: bool = False

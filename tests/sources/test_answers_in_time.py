@@ -15,6 +15,7 @@ from tests.sources.house import serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from mldserver.records import Hook
     from tests.sources.house import Daemon, House
 
 DEADLINE = 20.0
@@ -87,6 +88,58 @@ async def test_batches_behind_a_slow_one_wait_their_turn_and_know_what_came_befo
     assert [each[0] for each in slow.house.runtime.calls] == ["open", "process"]
     await slow.accepted(2)
     assert slow.shard.after == Sequence(3)
+
+
+async def test_batches_behind_a_slow_one_count_from_when_their_bytes_came(slow: Slow) -> None:
+    """A shard that is caught up advances to the receipt of an earlier batch: the wait for its turn is no part of it."""
+    came_ms = []
+    for number in (1, 2, 3):
+        came_ms.append(slow.clock.steady_ms())
+        await slow.process(number)
+    await slow.clock.advance(100)
+    await slow.accepted(3)
+    assert slow.shard.received == came_ms
+
+
+async def test_a_shard_is_not_silent_while_its_daemon_stores_a_checkpoint(slow: Slow) -> None:
+    slow.house.runtime.gate.set()
+    await slow.daemon.process(1)
+    asked = await slow.daemon.receive()
+    assert asked["action"] == "checkpoint"
+    assert not slow.shard.silent
+    await slow.daemon.send({**asked, "error": None})
+    await slow.daemon.answered("processRecords")
+    assert slow.shard.silent
+
+
+@pytest.mark.parametrize("message", [STOPPING, LOST, END])
+async def test_a_shard_is_not_silent_while_a_hook_runs_for_its_daemon(
+    slow: Slow, message: dict[str, Any]
+) -> None:
+    """The children's rows come after it, and the next owner's."""
+    silent = []
+    notify = slow.house.runtime.notify
+
+    async def noted(shard_id: str, hook: Hook) -> Sequence | None:
+        silent.append(slow.shard.silent)
+        return await notify(shard_id, hook)
+
+    slow.house.runtime.notify = noted  # type: ignore[method-assign]  # what it finds is looked at
+    await slow.daemon.send(message)
+    await slow.daemon.receive()
+    assert silent == [False]
+
+
+async def test_a_line_that_comes_in_parts_counts_from_its_first_bytes(slow: Slow) -> None:
+    (link,) = slow.house.listener._serving
+    came_ms, line = slow.clock.steady_ms(), b'{"action": "processRecords", "records": []}\n'
+    for part in (line[:20], line[20:]):
+        link.get_buffer(-1)[: len(part)] = part
+        link.buffer_updated(len(part))
+        assert not slow.shard.silent
+        await slow.clock.advance(8)
+    await slow.accepted(1)
+    assert slow.shard.received == [came_ms]
 
 
 async def test_a_lease_that_is_lost_meanwhile_is_let_go_of_at_once(

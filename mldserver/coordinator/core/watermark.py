@@ -180,15 +180,18 @@ class Watermark:
         """A shard's connection is gone, or the shard has ended."""
         self._shards.pop(shard_id, None)
 
-    def began(self, shard_id: str, now_ms: int) -> None:
-        """A batch was received: until it is answered the shard is not silent."""
+    def began(self, shard_id: str, received_ms: int) -> None:
+        """The work on a batch begins, whose first bytes came then: until it is answered the shard is not silent.
+
+        One that waited behind others was fetched before its work began: how far a shard has come follows from the bytes.
+        """
         clock = self._shards[shard_id]
         clock.in_request = True
-        clock.received.append(now_ms)
+        clock.received.append(received_ms)
         del clock.received[: -PREFETCH - 1]
 
-    def leaving(self, shard_id: str) -> None:
-        """A request was received behind which no batch may follow: until it is answered the shard is not silent."""
+    def busy(self, shard_id: str) -> None:
+        """A request without records comes, or the daemon is asked for a checkpoint: until ``answered`` it is not silent."""
         self._shards[shard_id].in_request = True
 
     def observed(
