@@ -42,6 +42,8 @@ log = structlog.get_logger("mldserver")
 
 _PAGES_AHEAD: Final = 128
 """While the pages of so many shards are worked on, none is fetched before it is wanted. A page has 1 MB (AWS limit)."""
+_LONGEST_POLLS: Final = 5
+"""Poll intervals between two requests of a shard that has been quiet for long."""
 _CHILD_LOOKS: Final = 10
 """How often the children of a shard that ended are looked for, before that is left to the next listing."""
 _CHILD_SECONDS: Final = (0.05, 1.0)
@@ -74,7 +76,7 @@ class DirectSource:
     ) -> None:
         """``stream``: a table's name, or a stream's ARN.
 
-        ``poll_seconds``: between looks at the tip of a shard; ``list_seconds``: between listings of the shards;
+        ``poll_seconds``: between requests at the tip of a shard, five times as long when it is quiet; ``list_seconds``: between listings of the shards;
         ``look_seconds``: between looks at what other servers have, and between words of the log on a shard's records;
         ``forsaken_seconds``: a shard that nobody has taken for longer is taken by any server.
         """
@@ -356,6 +358,7 @@ class DirectSource:
                 clock=self._clock,
                 random=self._random,
                 poll_seconds=self._poll_seconds,
+                longest_seconds=self._poll_seconds * _LONGEST_POLLS,
             )
             if start is LATEST:
                 await reader.heartbeat()  # from here on it knows its place: what comes is read

@@ -1,7 +1,10 @@
 """One shard, read page by page: iterators renewed, gaps told, never faster than AWS allows.
 
-A page with records is followed by the next one at once. Five empty pages in a row cross any gap of an open shard: then
-the reader is at the tip, and asks once in a poll interval until records come.
+The reader requests the page after a page with records at once. Five empty pages in a row cross any gap of an open shard.
+So a reader that is behind the tip requests five without a pause; then it is at the tip, and pauses for a poll interval
+before each request. A reader that was at the tip within the last minute has no long gap before it: it pauses after the
+first empty page. Only the fifth proves the tip in both cases. While no record comes, the pause grows to a tenth of the
+quiet time, up to ``longest_seconds``.
 
 An iterator lives for 15 minutes. It is renewed behind the last sequence number that was read; before the first one,
 reading begins again where it began, and loses nothing by that. Only ``LATEST`` means another place later: there the
@@ -38,7 +41,11 @@ log = structlog.get_logger("mldserver")
 _AT_TIP: Final = 5
 """Empty pages in a row."""
 _CALLS_PER_SECOND: Final = 4.0
-"""GetRecords of one shard that AWS answers without throttling."""
+"""GetRecords of one shard. AWS throttles beyond five in any second, for all readers of the shard together."""
+_SHORT_GAP_MS: Final = 60_000
+"""A reader that was at the tip this recently counts as caught up."""
+_QUIET_PART: Final = 10
+"""The pause grows to the quiet time divided by this: a change after a quiet minute is found six seconds late on average."""
 _LONGEST_WAIT_SECONDS: Final = 12 * 60.0
 """Between two calls, so that the iterator does not expire."""
 CLOCKS_APART_MS: Final = 5000
@@ -75,8 +82,12 @@ class ShardReader:
         clock: Clock,
         random: Callable[[], float],
         poll_seconds: float,
+        longest_seconds: float | None = None,
     ) -> None:
-        """``poll_seconds``: between two looks at the tip, on average."""
+        """``poll_seconds``: the mean pause between two requests at the tip.
+
+        ``longest_seconds``: the mean pause after a long time without records; None: the same.
+        """
         self.shard_id = shard_id
         self.after = start.number if isinstance(start, After) else None
         """The last sequence number that was read."""
@@ -87,10 +98,15 @@ class ShardReader:
         self._clock = clock
         self._random = random
         self._poll_seconds = poll_seconds
-        self._bucket = TokenBucket(_CALLS_PER_SECOND, burst=_AT_TIP)
+        self._longest_seconds = longest_seconds or poll_seconds
+        self._bucket = TokenBucket(_CALLS_PER_SECOND)
         self._iterator: str | None = None
         self._empty = 0
         """Empty pages in a row."""
+        self._tip_ms: int | None = None
+        """Steady time of the latest request that found nothing while the reader was caught up; None: it never was."""
+        self._record_ms = clock.steady_ms()
+        """Steady time of the latest page with records."""
         self._looked_ms = clock.now_ms()
         """Time of day of the last look: all that was there then was read, or is not wanted."""
         self._since_ms = start.ms if isinstance(start, Since) else None
@@ -110,12 +126,23 @@ class ShardReader:
         """
         page, self._held = self._held, None
         while page is None or not (page.records or page.end or page.at_tip):
-            if self._empty >= _AT_TIP:
-                wait = self._poll_seconds * (0.5 + self._random())
-                await self._clock.sleep(min(wait, _LONGEST_WAIT_SECONDS))
+            await self._pause()
             page = await self._read()
         gap, self._gap = self._gap, False
         return page._replace(gap=gap)
+
+    async def _pause(self) -> None:
+        """Wait before the next request, unless records or a gap may follow the latest page."""
+        seconds, now_ms = self._poll_seconds, self._clock.steady_ms()
+        if self._empty >= _AT_TIP:
+            quiet_seconds = (now_ms - self._record_ms) / 1000 / _QUIET_PART
+            seconds = max(seconds, min(quiet_seconds, self._longest_seconds))
+        elif not self._empty or not self._is_caught_up(now_ms):
+            return
+        await self._clock.sleep(min(seconds * (0.5 + self._random()), _LONGEST_WAIT_SECONDS))
+
+    def _is_caught_up(self, now_ms: int) -> bool:
+        return self._tip_ms is not None and now_ms - self._tip_ms < _SHORT_GAP_MS
 
     async def heartbeat(self) -> None:
         """Keep the place of a reader that nobody reads from: call it every 12 minutes, or any time.
@@ -171,6 +198,10 @@ class ShardReader:
                 self._iterator, self._ended = following, following is None
                 self._empty = 0 if raw else self._empty + 1
                 at_tip = self._empty >= _AT_TIP and not self._ended
+                if raw:
+                    self._record_ms = began_ms
+                elif at_tip or self._is_caught_up(began_ms):
+                    self._tip_ms = began_ms
                 return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 

@@ -38,6 +38,8 @@ _PAGE: Final = 1000
 """Records of one GetRecords (AWS limit)."""
 _BASE_SECONDS: Final = 0.25
 _CAP_SECONDS: Final = 10.0
+_PAGE_SECONDS: Final = 0.25
+"""Shortest wait before GetRecords is repeated: retries of a shard keep to four requests a second, too."""
 _RETRIES_LOGGED_MS: Final = 60_000
 _TEXT: Final = 400
 """Characters of an error."""
@@ -329,6 +331,8 @@ class StreamsApi:
                 if not passes(error):
                     raise self._refused(action, error) from error
                 delay = failures.failed(self._random())
+                if action == "get_records":
+                    delay = max(delay, _PAGE_SECONDS)
                 waited = (self._clock.steady_ms() - began_ms) / 1000
                 if self._patience_seconds is not None and waited + delay > self._patience_seconds:
                     raise NotThereYet(

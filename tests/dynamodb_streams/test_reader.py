@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,9 @@ import pytest
 
 from mldserver.dynamodb_streams.reader import Page, ShardReader, to_record
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
-from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, Trimmed
+from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, StreamsApi, Trimmed
 from mldserver.errors import OperatorError
-from mldserver.testing import VirtualClock
+from mldserver.testing import FakeStreams, VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +88,13 @@ def clock() -> VirtualClock:
     return VirtualClock(NOW_MS)
 
 
-def reader(script: Script, start: Start = TRIM_HORIZON, *, poll_seconds: float = 1.0) -> ShardReader:
+def reader(
+    script: Script,
+    start: Start = TRIM_HORIZON,
+    *,
+    poll_seconds: float = 1.0,
+    longest_seconds: float | None = None,
+) -> ShardReader:
     return ShardReader(
         script,  # type: ignore[arg-type]  # a stand-in
         ARN,
@@ -96,6 +103,14 @@ def reader(script: Script, start: Start = TRIM_HORIZON, *, poll_seconds: float =
         clock=script.clock,
         random=lambda: 0.5,
         poll_seconds=poll_seconds,
+        longest_seconds=longest_seconds,
+    )
+
+
+def most_in_a_second(script: Script) -> int:
+    return max(
+        sum(1 for other_ms in script.asked_ms if at_ms <= other_ms < at_ms + 1000)
+        for at_ms in script.asked_ms
     )
 
 
@@ -113,19 +128,19 @@ async def read(clock: VirtualClock, shard: ShardReader, pages: int, *, step: flo
 # The plain path
 
 
-async def test_pages_come_one_after_the_other_without_waiting(clock: VirtualClock) -> None:
+async def test_pages_come_one_after_the_other_as_fast_as_aws_allows(clock: VirtualClock) -> None:
     script = Script(clock, [raw(1), raw(2)], [raw(3)], [raw(10)])
     shard = reader(script)
     pages = await read(clock, shard, 3)
     assert [numbers(page) for page in pages] == [[1, 2], [3], [10]]
     assert not any(page.end or page.at_tip or page.gap for page in pages)
-    assert (script.places, shard.after, script.asked_ms) == ([TRIM_HORIZON], 10, [0, 0, 0])
+    assert (script.places, shard.after, script.asked_ms) == ([TRIM_HORIZON], 10, [0, 250, 500])
 
 
-async def test_a_shard_is_asked_four_times_a_second_and_five_times_at_once(clock: VirtualClock) -> None:
+async def test_a_shard_is_asked_four_times_a_second_from_the_first_request_on(clock: VirtualClock) -> None:
     script = Script(clock, *([raw(number)] for number in range(1, 10)))
     await read(clock, reader(script), 9)
-    assert script.asked_ms == [0, 0, 0, 0, 0, 250, 500, 750, 1000]
+    assert script.asked_ms == list(range(0, 2001, 250))
 
 
 async def test_trap_11_the_last_page_of_a_closed_shard_is_delivered_and_ends_it(clock: VirtualClock) -> None:
@@ -171,7 +186,75 @@ async def test_at_the_tip_a_shard_is_asked_once_in_a_poll_interval(clock: Virtua
     script = Script(clock)
     pages = await read(clock, reader(script, poll_seconds=2), 4)
     assert all(page.at_tip and not page.records for page in pages)
-    assert [page.began_ms for page in pages] == [0, 2000, 4000, 6000] == script.asked_ms[4:]
+    assert [page.began_ms for page in pages] == [1000, 3000, 5000, 7000] == script.asked_ms[4:]
+
+
+async def test_at_the_tip_a_page_with_records_is_followed_by_one_empty_request(clock: VirtualClock) -> None:
+    script = Script(clock)
+    shard = reader(script)
+    await read(clock, shard, 1)
+    before = len(script.asked_ms)
+    script.pages.extend([[raw(1)], [], [raw(2)], [], [], [], [], []])
+    first, second, tip = await read(clock, shard, 3)
+    assert (numbers(first), numbers(second), tip.at_tip) == ([1], [2], True)
+    gaps = [after - now for now, after in itertools.pairwise(script.asked_ms[before:])]
+    assert gaps == [250, 1000, 250, 1000, 1000, 1000, 1000]
+
+
+async def test_one_change_a_second_costs_fewer_than_two_requests_a_second(clock: VirtualClock) -> None:
+    script, due = Script(clock), deque(range(2000, 62_000, 1000))
+    shard = reader(script)
+    await read(clock, shard, 1)
+
+    async def follow() -> None:
+        while due:
+            if due[0] <= clock.steady_ms():
+                script.pages.append([raw(due.popleft())])
+            await shard.next()
+
+    await clock.drive(follow(), step=0.25)
+    seconds = (script.asked_ms[-1] - script.asked_ms[4]) / 1000
+    assert seconds > 55
+    assert len(script.asked_ms[4:]) / seconds < 2
+    assert most_in_a_second(script) <= 4
+
+
+async def test_behind_the_tip_five_requests_cross_a_gap_without_a_pause(clock: VirtualClock) -> None:
+    script = Script(clock)
+    shard = reader(script)
+    await read(clock, shard, 1)
+    await clock.advance(61)  # nobody wanted a page: as long as this the tip may be away
+    before = len(script.asked_ms)
+    script.pages.extend([[raw(1)], [], [], [], [], [raw(2)]])
+    assert [numbers(page) for page in await read(clock, shard, 2)] == [[1], [2]]
+    gaps = [after - now for now, after in itertools.pairwise(script.asked_ms[before:])]
+    assert gaps == [250] * 5
+
+
+async def test_a_quiet_shard_is_asked_less_often_up_to_a_bound(clock: VirtualClock) -> None:
+    script = Script(clock)
+    shard = reader(script, longest_seconds=5.0)
+    pages = await read(clock, shard, 60)
+    waits = [after - now for now, after in itertools.pairwise(page.began_ms for page in pages)]
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (1000, 5000)
+    assert all(wait <= 1000 or wait * 10 <= page.began_ms + 10 for wait, page in zip(waits, pages, strict=False))
+    script.pages.extend([[raw(1)], []])
+    await read(clock, shard, 2)
+    assert script.asked_ms[-1] - script.asked_ms[-2] == 1000
+
+
+async def test_a_throttled_shard_is_not_asked_faster(clock: VirtualClock) -> None:
+    fake = FakeStreams(clock=clock)
+    (shard_id,) = fake.open_shards
+    fake.fail("GetRecords", "LimitExceededException", times=3)
+    async with StreamsApi(fake.client, clock=clock, random=lambda: 0.0) as api:
+        shard = ShardReader(
+            api, fake.arn, shard_id, TRIM_HORIZON, clock=clock, random=lambda: 0.0, poll_seconds=1
+        )
+        await read(clock, shard, 2, step=0.05)
+    asked = [call.steady_ms for call in fake.calls if call.action == "GetRecords"]
+    assert all(after - now >= 250 for now, after in itertools.pairwise(asked[:4]))
 
 
 async def test_the_poll_interval_has_jitter(clock: VirtualClock) -> None:
@@ -180,12 +263,12 @@ async def test_the_poll_interval_has_jitter(clock: VirtualClock) -> None:
     shard = reader(script, poll_seconds=2)
     shard._random = lambda: next(chances)
     await read(clock, shard, 4)
-    assert script.asked_ms[4:] == [0, 1000, 2500, 5498]
+    assert script.asked_ms[4:] == [1000, 2000, 3500, 6498]
 
 
 async def test_a_page_knows_when_its_request_began(clock: VirtualClock) -> None:
-    script = Script(clock, *([raw(number)] for number in range(1, 7)))
-    assert [page.began_ms for page in await read(clock, reader(script), 6)] == [0, 0, 0, 0, 0, 250]
+    script = Script(clock, *([raw(number)] for number in range(1, 4)))
+    assert [page.began_ms for page in await read(clock, reader(script), 3)] == [0, 250, 500]
 
 
 async def test_a_read_that_is_cancelled_loses_nothing(clock: VirtualClock) -> None:
@@ -248,7 +331,7 @@ async def test_a_reader_at_the_tip_asks_in_time_however_long_its_interval(clock:
     script = Script(clock)
     shard = reader(script, LATEST, poll_seconds=3600)
     await read(clock, shard, 2, step=60)
-    assert script.asked_ms[-2:] == [0, 12 * 60_000]
+    assert script.asked_ms[-2:] == [1000, 1000 + 12 * 60_000]
 
 
 async def test_a_heartbeat_keeps_an_idle_reader_and_delivers_nothing(clock: VirtualClock) -> None:
