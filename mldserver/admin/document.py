@@ -69,6 +69,10 @@ class Totals(_Part, frozen=True, kw_only=True):
     connections: int = 0
     """Connections that were accepted."""
     connections_failed: int = 0
+    stream_retries: int = 0
+    """Requests to DynamoDB Streams that were repeated after an error or a throttle."""
+    stream_gaps: int = 0
+    """How often records expired before this server read them, or an operator accepted that records were skipped."""
     flushes: int = 0
     flushes_failed: int = 0
     workers_lost: int = 0
@@ -94,7 +98,9 @@ class Shard(_Part, frozen=True, kw_only=True):
     long: it holds nothing any more), ``ended`` (the latest hundred)."""
     peer: str | None = None
     lag_ms: int | None = None
-    """What its latest batch said of it (``millisBehindLatest``); None: not told."""
+    """How far it is behind the stream's tip at least: what its latest batch reported (``millisBehindLatest``), plus the time
+    since. Of a shard that nobody reads, the time since somebody did. None: unknown, as when its daemon reports no lag, or is
+    silent and sends no empty batches."""
     position: str | None = None
     """Everything at or before this sequence is durable."""
     checkpoint: str | None = None

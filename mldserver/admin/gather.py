@@ -40,6 +40,7 @@ _LOOK_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 3.0
 """Between two documents: without one for five the server counts as one that hangs."""
 _FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
+_GAPS: Final = ("stream.gap", "stream.shard_gone", "shard.gap_accepted")
 _ENDED: Final = 100
 _NOTHING: Final = ShardCounts()
 _OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
@@ -280,6 +281,8 @@ class Gatherer:
             checkpoints_failed=seen["checkpoint.failed"],
             connections=source.accepted,
             connections_failed=seen["connection.failed"],
+            stream_retries=source.retries,
+            stream_gaps=sum(seen[name] for name in _GAPS),
             flushes=told.flushes,
             flushes_failed=seen["flush.failed"],
             workers_lost=seen["worker.lost"],
@@ -299,7 +302,7 @@ class Gatherer:
         self, parts: Parts, source: SourceStatus, workers: Iterable[Worker]
     ) -> tuple[document.Shard, ...]:
         """Return the shards that this server has or misses, and those that it has read to their end lately."""
-        lineage = parts.coordinator.lineage
+        lineage, now_ms = parts.coordinator.lineage, self._clock.steady_ms()
         counted = {} if source.counts is None else source.counts.shards
         if source.counts is not None:
             source.counts.forget([shard_id for shard_id in counted if shard_id not in lineage.nodes])
@@ -321,7 +324,14 @@ class Gatherer:
             for id_ in connected
         ]
         rows += [
-            document.Shard(id=node.id, state=state, records=of.records, rows=of.rows, bytes=of.bytes)
+            document.Shard(
+                id=node.id,
+                state=state,
+                lag_ms=None if state == "ended" else now_ms - node.read_ms,
+                records=of.records,
+                rows=of.rows,
+                bytes=of.bytes,
+            )
             for state, nodes in (("missing", lineage.missing()), ("left_out", left_out), ("ended", ended))
             for node in nodes
             for of in (counted.get(node.id, _NOTHING),)
@@ -353,7 +363,7 @@ class Gatherer:
             id=shard_id,
             state="paused" if paused else "held" if shard_id in held.waiting else "connected",
             peer=peer,
-            lag_ms=shards.watermark.lag_ms(shard_id),
+            lag_ms=shards.watermark.lag_ms(shard_id, now_ms),
             position=None if durable is None else str(durable),
             checkpoint=None if checkpoint is None else str(checkpoint),
             durable_age_seconds=durable_age,

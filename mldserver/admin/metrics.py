@@ -95,10 +95,14 @@ connections_accepted_total  totals.connections
     Connections that were accepted.
 connection_failures_total  totals.connections_failed
     Connections that were closed because of an error.
+stream_retries_total  totals.stream_retries
+    Requests to DynamoDB Streams that were repeated after an error or a throttle.
+stream_gaps_total  totals.stream_gaps
+    Places where records expired before they were read, or were skipped and an operator accepted it.
 shards  SHARDS
     Shards of this server by their state, the missing ones among them.
 shard_lag_seconds  shards.lag_ms
-    How far a shard's latest batch was behind the stream's tip.
+    How far a shard is behind the stream's tip at least: what its latest batch reported, plus the time since.
 shard_durable_age_seconds  shards.durable_age_seconds
     How long a shard's oldest record that is not durable has been here.
 shard_checkpoint_age_seconds  shards.checkpoint_age_seconds

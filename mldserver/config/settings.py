@@ -285,7 +285,7 @@ class StreamSettings:
     )
     """Where a stream that is read directly begins, at the pipeline's first start."""
     poll_interval_seconds: float = rare(seconds(), 1.0)
-    """How often a shard that is read to its tip is asked for more (DynamoDB Streams)."""
+    """Mean pause between two requests for new records of a shard (DynamoDB Streams); five times as long for a quiet shard."""
     stream: str | None = setting(kinds.optional(kinds.text("a Kinesis stream's name")), None)
     """Stream whose shards are listed (ListShards), so that missing ones are known."""
     region: str | None = setting(kinds.optional(kinds.text("an AWS region's name")), None)

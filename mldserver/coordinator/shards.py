@@ -118,7 +118,9 @@ class Shards:
             await self.ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
-        if not self.sessions.take_in(session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag):
+        if not self.sessions.take_in(
+            session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag, polled=opening.polled
+        ):
             return session
         if new or proved:
             self.watermark.settle(now_ms)

@@ -128,6 +128,7 @@ class DirectSource:
             self._arn if self._listed and not self._stopping.is_set() else None,
             since_ms={name: one.since_ms for name, one in self._reading.items() if one.since_ms is not None},
             counts=self._progress,
+            retries=self._api.retries,
         )
 
     @property
@@ -339,7 +340,9 @@ class DirectSource:
         shard_id, runtime = reading.shard_id, self._runtime
         async with reading.claim.work():
             kill_point("shard.opening")
-            opening = ShardOpening(shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id))
+            opening = ShardOpening(
+                shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id), polled=True
+            )
             reading.intake = shard = await self._intake.open_shard(opening)
             kill_point("shard.opened")
             known, parents = self._intake.seen().shards, self._tree.parents(shard_id)

@@ -196,14 +196,19 @@ class ShardReader:
                 records = self._wanted(raw)
                 self._looked_ms = now_ms
                 self._iterator, self._ended = following, following is None
-                self._empty = 0 if raw else self._empty + 1
-                at_tip = self._empty >= _AT_TIP and not self._ended
-                if raw:
-                    self._record_ms = began_ms
-                elif at_tip or self._is_caught_up(began_ms):
-                    self._tip_ms = began_ms
+                at_tip = self._is_tip(raw, began_ms) and not self._ended
                 return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
+
+    def _is_tip(self, raw: list[dict[str, Any]], began_ms: int) -> bool:
+        """Count a page, and return whether it proves the tip."""
+        if raw:
+            self._empty, self._record_ms = 0, began_ms
+            return False
+        self._empty += 1
+        if self._empty >= _AT_TIP or self._is_caught_up(began_ms):
+            self._tip_ms = began_ms
+        return self._empty >= _AT_TIP
 
     def _wanted(self, raw: list[dict[str, Any]]) -> list[Record]:
         """Return the records of a page that are to be handed over, and move behind them all.

@@ -156,8 +156,9 @@ class StreamsApi:
         """The latest whole listing for ``lists``: the stream, when it was asked for (steady time), and its shards."""
         self._resources = contextlib.AsyncExitStack()
         self._client: Any = None
-        self._retries = 0
-        """Since the log was told of one."""
+        self.retries = 0
+        """Requests that were repeated."""
+        self._retries_logged = 0
         self._logged_ms: int | None = None
 
     async def __aenter__(self) -> Self:
@@ -346,7 +347,7 @@ class StreamsApi:
 
     def _log_retry(self, action: str, error: Exception, attempt: int, delay: float) -> None:
         """Log the first of a minute, with how many there were since the one before."""
-        self._retries += 1
+        self.retries += 1
         now_ms = self._clock.steady_ms()
         if self._logged_ms is None or now_ms - self._logged_ms >= _RETRIES_LOGGED_MS:
             log.warning(
@@ -356,9 +357,9 @@ class StreamsApi:
                 what=_text(error),
                 attempt=attempt,
                 delay_seconds=round(delay, 3),
-                times=self._retries,
+                times=self.retries - self._retries_logged,
             )
-            self._logged_ms, self._retries = now_ms, 0
+            self._logged_ms, self._retries_logged = now_ms, self.retries
 
     def _refused(self, action: str, error: Exception) -> OperatorError:
         code = error_code(error)

@@ -41,6 +41,8 @@ class ShardOpening:
     """Whether a checkpoint may lie between the user records of one KPL aggregate (not in V1)."""
     parents: tuple[str, ...] = ()
     """Parents, where the source knows them."""
+    polled: bool = False
+    """Whether this server polls the stream itself: empty batches come at the tip, with the time at which the request began."""
 
 
 class KnownShard(NamedTuple):
@@ -177,6 +179,8 @@ class SourceStatus(NamedTuple):
     """What came of the shards."""
     lines: tuple[int, int] = (0, 0)
     """Bytes of unread messages, and how many there may be; 0: any."""
+    retries: int = 0
+    """Requests to the stream that were repeated since the start."""
 
 
 class Source(Protocol):

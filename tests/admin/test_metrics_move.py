@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from spark.bench import FAKE, job
-from support.serving import connect, quick, serving
+from support.serving import connect, no_aws, quick, serving
 
 from mldserver.admin.endpoint_keeper import AdminEndpoint
 from mldserver.admin.endpoint_messages import Ask
@@ -27,7 +27,7 @@ from mldserver.base.clock import SystemClock
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
 from mldserver.spark.client import SparkEngine
-from mldserver.testing import LocalEngine
+from mldserver.testing import FakeStreams, LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -268,6 +268,23 @@ async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path,
             (letter,) = await parts.ledger.letters()
             await parts.ledger.redrive((letter.id,))
             await watch.moved("dead_letters_redriving")
+
+
+async def test_a_stream_that_is_throttled_and_trimmed_moves(
+    tmp_path: Path, handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_aws(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    fake = FakeStreams()
+    (shard_id,) = fake.open_shards
+    async with fake.serving() as url:
+        source = f"dynamodb://orders?endpoint_url={url}&region=us-east-1"
+        async with watched(quick(tmp_path / "out", handler, source=source, poll_interval=0.05)) as watch:
+            fake.fail("GetRecords", "ThrottlingException")
+            await watch.moved("stream_retries_total")
+            fake.fail("GetRecords", "TrimmedDataAccessException", shard_id=shard_id)
+            await watch.moved("stream_gaps_total")
 
 
 async def test_a_shard_without_a_row_sticks_the_watermark_and_another_server_is_counted(

@@ -31,11 +31,13 @@ class Stream:
         )
         self.watermark = Watermark(rules, self.lineage, self.now)
 
-    def connect(self, *shards: str, tells_lag: bool = True, event_ms: int | None = None) -> Stream:
+    def connect(
+        self, *shards: str, tells_lag: bool = True, event_ms: int | None = None, polled: bool = False
+    ) -> Stream:
         for shard in shards:
             self.lineage.know(shard, self.now)
             self.lineage.connect(shard, self.now)
-            self.watermark.connect(shard, self.now, tells_lag=tells_lag, event_ms=event_ms)
+            self.watermark.connect(shard, self.now, tells_lag=tells_lag, event_ms=event_ms, polled=polled)
         return self
 
     def settled(self) -> Stream:
@@ -496,3 +498,75 @@ def test_the_stream_is_quiet_when_every_server_says_so_or_has_nothing() -> None:
     alone = Stream(on_arrival=False).settled()
     assert combined(alone, other(None, "quiet", idle=True)).quiet
     assert not combined(alone, other(None, "no shards", idle=True)).quiet
+
+
+# The lag.
+
+
+def lag(stream: Stream, shard: str = "a") -> int | None:
+    return stream.watermark.lag_ms(shard, stream.now)
+
+
+def test_a_shard_that_sends_empty_batches_lags_by_the_time_since_the_latest_one() -> None:
+    stream = Stream().connect("a").settled().batch("a", records=0, lag_ms=0)
+    assert lag(stream) == 0
+    assert lag(stream.wait(IDLE * 100)) == IDLE * 100
+    assert lag(stream.batch("a", lag_ms=700).wait(50)) == 750
+
+
+def test_a_batch_in_hand_adds_to_the_lag_however_long_it_takes() -> None:
+    stream = Stream().connect("a").settled().batch("a", lag_ms=7).wait(1000)
+    stream.watermark.began("a", stream.now)
+    assert lag(stream.wait(IDLE * 100)) == IDLE * 100 + 1007
+
+
+def test_the_lag_counts_from_when_the_batch_came_that_told_it() -> None:
+    stream = Stream().connect("a").settled()
+    stream.watermark.began("a", stream.now)
+    stream.wait(3000).watermark.observed("a", stream.now, records=1, lag_ms=7, event_ms=None, arrival_ms=None)
+    assert lag(stream) == 3007
+
+
+def test_the_lag_of_a_silent_daemon_that_sends_no_empty_batches_is_unknown() -> None:
+    stream = Stream().connect("a").settled().batch("a", lag_ms=0)
+    assert lag(stream.wait(IDLE - 1)) == IDLE - 1
+    assert lag(stream.wait(1)) is None
+    assert lag(stream.batch("a", lag_ms=0)) == 0
+
+
+def test_the_lag_is_unknown_without_a_connection_or_a_word() -> None:
+    stream = Stream().connect("a").settled()
+    assert (lag(stream), lag(stream, "b")) == (None, None)
+    assert lag(stream.batch("a", lag_ms=None)) is None
+
+
+def test_a_shard_that_the_server_polls_lags_from_its_connection_on() -> None:
+    stream = Stream().connect("a", polled=True).wait(5000)
+    assert lag(stream) == 5000
+    assert lag(stream.batch("a", records=0, lag_ms=0).wait(IDLE * 2)) == IDLE * 2
+
+
+def test_a_shard_that_the_server_polls_seldom_is_carried_by_one_empty_page() -> None:
+    stream = Stream().connect("a", polled=True).settled().arrived()
+    stream.wait(60_000).batch("a", records=0, lag_ms=0)
+    assert stream.ms == stream.aws(5000, known_ms=60_000)
+
+
+def test_a_polled_shard_that_is_opened_again_without_an_answer_lags_since_its_latest_one() -> None:
+    stream = Stream().connect("a", polled=True).settled().batch("a", records=0, lag_ms=0)
+    stream.wait(1000).disconnect("a").wait(2000).connect("a", polled=True)
+    assert lag(stream) == 3000
+    stream.disconnect("a")
+    assert stream.lineage.nodes["a"].read_ms == stream.now - 3000
+
+
+def test_a_shard_whose_daemon_sends_no_empty_batches_is_read_until_it_is_disconnected() -> None:
+    stream = Stream().connect("a").settled().batch("a", lag_ms=0).wait(1000).disconnect("a")
+    assert stream.lineage.nodes["a"].read_ms == stream.now
+
+
+def test_a_shard_that_another_server_read_is_read_until_then() -> None:
+    stream = Stream().connect("a").disconnect("a").wait(1000)
+    stream.lineage.elsewhere("a", stream.now, read=True)
+    stream.wait(1000).lineage.elsewhere("a", stream.now, read=False)
+    assert stream.lineage.nodes["a"].read_ms == stream.now

@@ -238,7 +238,9 @@ async def test_a_quiet_shard_is_asked_less_often_up_to_a_bound(clock: VirtualClo
     waits = [after - now for now, after in itertools.pairwise(page.began_ms for page in pages)]
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (1000, 5000)
-    assert all(wait <= 1000 or wait * 10 <= page.began_ms + 10 for wait, page in zip(waits, pages, strict=False))
+    assert all(
+        wait <= 1000 or wait * 10 <= page.began_ms + 10 for wait, page in zip(waits, pages, strict=False)
+    )
     script.pages.extend([[raw(1)], []])
     await read(clock, shard, 2)
     assert script.asked_ms[-1] - script.asked_ms[-2] == 1000

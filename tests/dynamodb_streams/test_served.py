@@ -180,3 +180,34 @@ async def test_a_token_s_file_that_cannot_be_read_is_the_operators_error(
     assert await Server(settings, engine=LocalEngine()).run() == EXIT_OPERATOR
     (failed,) = [entry for entry in logged if entry["event"] == "server.failed"]
     assert "token.json cannot be read" in failed["what"]
+
+
+@pytest.mark.parametrize("trouble", ["disconnect", "ExpiredTokenException", "pause"])
+async def test_the_lag_grows_while_nothing_can_be_read(tmp_path: Path, handler: str, trouble: str) -> None:
+    fake = FakeStreams()
+    fake.put({"id": 1})
+    async with fake.serving() as url, serving(reading(tmp_path / "out", handler, url)) as server:
+
+        def lag_ms() -> int | None:
+            (shard,) = server.document().shards or (None,)
+            return None if shard is None else shard.lag_ms
+
+        await until(lambda: server.document().totals.records == 1 and (lag_ms() or 9999) < 500)
+        if trouble == "pause":
+            await server.carry_out("pause", "")
+        else:
+            fake.fail("GetRecords", trouble, times=10**9)  # type: ignore[arg-type]  # any of AWS
+            fake.fail("GetShardIterator", trouble, times=10**9)
+        seen: list[int | None] = []
+
+        def grown() -> bool:
+            seen.append(lag_ms())
+            return (seen[-1] or 0) > 3500
+
+        await until(grown)
+        high = [lag for lag in seen if lag is not None and lag > 700]
+        assert high == sorted(high), "it does not begin again when the shard is opened again"
+        fake.fail_no_more()
+        if trouble == "pause":
+            await server.carry_out("resume", "")
+        await until(lambda: (lag_ms() or 9999) < 700)

@@ -59,6 +59,8 @@ class ShardNode:
     presence: Presence = Presence.MISSING
     since_ms: int = 0
     """Since when it is present in this way."""
+    read_ms: int = 0
+    """Steady time up to which it is known to be read to the stream's tip. A shard that nobody reads lags by the time since."""
     effective_ms: int | None = None
     """Effective time of its last accepted record."""
     children: set[str] = field(default_factory=set)
@@ -90,7 +92,7 @@ class Lineage:
         if node is None:
             presence = Presence.ENDED if ended else Presence.MISSING
             node = self.nodes[shard_id] = ShardNode(
-                shard_id, presence=presence, since_ms=now_ms, effective_ms=effective_ms
+                shard_id, presence=presence, since_ms=now_ms, read_ms=now_ms, effective_ms=effective_ms
             )
             node.children.update(other.id for other in self.nodes.values() if shard_id in other.parents)
             if any(self.nodes[child].presence in _READ for child in node.children):
@@ -124,6 +126,7 @@ class Lineage:
         """Note that a shard's connection is gone without the shard's end."""
         if self.nodes[shard_id].presence is Presence.CONNECTED:
             self._move(shard_id, Presence.MISSING, now_ms)
+            self.nodes[shard_id].read_ms = now_ms
 
     def elsewhere(self, shard_id: str, now_ms: int, *, read: bool) -> None:
         """Note whether another server reads a shard. One that is connected here, or has ended, stays what it is."""
@@ -133,6 +136,7 @@ class Lineage:
             self._end_ancestors(shard_id, now_ms)
         elif not read and presence is Presence.ELSEWHERE:
             self._move(shard_id, Presence.MISSING, now_ms)
+            self.nodes[shard_id].read_ms = now_ms
 
     def reach(self, shard_id: str, effective_ms: int | None) -> None:
         """Note how far another server has read a shard: its children's records come no earlier."""

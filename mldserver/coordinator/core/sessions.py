@@ -155,7 +155,9 @@ class Sessions:
         session = self._sessions.get(shard_id)
         return session if session is not None and session.alive else None
 
-    def take_in(self, session: Session, state: ShardState, now_ms: int, *, tells_lag: bool) -> bool:
+    def take_in(
+        self, session: Session, state: ShardState, now_ms: int, *, tells_lag: bool, polled: bool = False
+    ) -> bool:
         """Give a known shard to a session that was opened with ``state``, at the expense of an older one.
 
         False, and the session is dead: a newer one was taken in since it was opened.
@@ -183,7 +185,12 @@ class Sessions:
             # is, its next row tells.
             event_ms = None
         self.watermark.connect(
-            shard_id, now_ms, tells_lag=tells_lag, event_ms=event_ms, arrival_ms=arrival_ms
+            shard_id,
+            now_ms,
+            tells_lag=tells_lag,
+            event_ms=event_ms,
+            arrival_ms=arrival_ms,
+            polled=polled,
         )
         return True
 

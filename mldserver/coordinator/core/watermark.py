@@ -24,7 +24,8 @@ A row whose time lies further ahead of its arrival than a clock can be wrong is 
 
 How far time may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the batch in
 hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of that one:
-everything that had arrived by then is delivered.
+everything that had arrived by then is delivered. A server that polls the stream itself (DynamoDB) has no such queue: an
+empty page shows that everything is delivered that was visible when its request began.
 
 Arrival times are AWS's, so that receipt must be told by AWS's clock, and no host's time of day is ever asked. AWS's
 clock shows at least the latest arrival time known (of any shard, from here or from the ledger), plus the steady time
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
 PREFETCH = 5
 """Four batches in the daemon's queue and one being put there."""
+
+_VISIBLE_MS = 5000
+"""By then DynamoDB has shown each record of an arrival time: it cuts these to whole seconds, and shows records a bit later."""
 
 _DRIFT = 1000
 """Steady time is trusted to one part in so many (Linux mends clocks by one in 2000)."""
@@ -77,6 +81,11 @@ class _ShardClock:
     """What the latest batch said of the lag; None when it said nothing."""
     empty: bool = False
     """Whether the latest batch was empty."""
+    polled: bool = False
+    sends_empty: bool = False
+    """Whether batches come while there are no records."""
+    told_ms: int = 0
+    """When the batch came that said ``lag_ms``; before the first one, the shard's ``read_ms``."""
 
     def advance(self, reached_ms: int | None) -> None:
         """Everything that had arrived by then is delivered; None: that is not known."""
@@ -136,10 +145,19 @@ class Watermark:
         self.reopened: dict[str, int | None] = {}
         """Shards that were connected since the last ``look``, and the watermark with which each went on."""
 
-    def lag_ms(self, shard_id: str) -> int | None:
-        """Return what a shard's latest batch said of its lag; None: nothing, or it has no connection."""
+    def lag_ms(self, shard_id: str, now_ms: int) -> int | None:
+        """Return how far a shard with a connection is behind the stream's tip; None: that is unknown.
+
+        This is the lag that its latest batch reported, plus the time since that batch came. A daemon that sends no empty
+        batches is silent both at the tip and in trouble: its shard's lag is unknown after ``idle_time`` of silence.
+        """
         clock = self._shards.get(shard_id)
-        return None if clock is None else clock.lag_ms
+        if clock is None or (clock.lag_ms is None and not clock.polled):
+            return None
+        silent = not clock.in_request and now_ms - clock.answered_ms >= self.rules.idle_time_ms
+        if silent and not clock.sends_empty:
+            return None
+        return (clock.lag_ms or 0) + now_ms - clock.told_ms
 
     def settle(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
@@ -153,9 +171,16 @@ class Watermark:
         tells_lag: bool,
         event_ms: int | None,
         arrival_ms: int | None = None,
+        polled: bool = False,
     ) -> None:
-        """A shard has a connection; up to which event and arrival time it is known to have come."""
+        """A shard has a connection; up to which event and arrival time it is known to have come.
+
+        ``polled``: this server polls the stream itself.
+        """
         clock = _ShardClock(tells_lag, event_ms, received=[now_ms], answered_ms=now_ms, last_row_ms=now_ms)
+        clock.polled = clock.sends_empty = polled
+        # A shard that the server opens again and again, without an answer from AWS, lags since its latest answer.
+        clock.told_ms = self._lineage.nodes[shard_id].read_ms
         clock.arrival_ms = clock.rowless_since_ms = arrival_ms
         self._shards[shard_id] = clock
         self.reopened[shard_id] = self._value(clock)
@@ -178,7 +203,9 @@ class Watermark:
 
     def disconnect(self, shard_id: str) -> None:
         """A shard's connection is gone, or the shard has ended."""
-        self._shards.pop(shard_id, None)
+        clock = self._shards.pop(shard_id, None)
+        if clock is not None and clock.sends_empty:
+            self._lineage.nodes[shard_id].read_ms = clock.told_ms - (clock.lag_ms or 0)
 
     def began(self, shard_id: str, received_ms: int) -> None:
         """The work on a batch begins, whose first bytes came then: until it is answered the shard is not silent.
@@ -215,7 +242,8 @@ class Watermark:
             self.began(shard_id, received_ms)
         if arrival_ms is not None:
             self.arrived(arrival_ms, clock.received[-1])
-        clock.lag_ms, clock.empty = lag_ms, records == 0
+        clock.lag_ms, clock.empty, clock.told_ms = lag_ms, records == 0, clock.received[-1]
+        clock.sends_empty = clock.sends_empty or records == 0
         if arrival_ms is not None:
             clock.arrival_ms = arrival_ms
             if event_ms is not None or clock.rowless_since_ms is None:
@@ -223,8 +251,11 @@ class Watermark:
         if event_ms is not None:
             clock.last_row_ms = now_ms
             clock.event_ms = event_ms if clock.event_ms is None else max(event_ms, clock.event_ms)
-        if records == 0 and lag_ms == 0 and len(clock.received) > PREFETCH:
-            clock.advance(self._aws_ms(clock.received[0]))
+        if records == 0 and lag_ms == 0:
+            if len(clock.received) > PREFETCH:
+                clock.advance(self._aws_ms(clock.received[0]))
+            if clock.polled:
+                clock.advance(self._aws_ms(clock.received[-1] - _VISIBLE_MS))
 
     def answered(self, shard_id: str, now_ms: int) -> None:
         """A batch was answered: from now on the shard's silence counts."""
