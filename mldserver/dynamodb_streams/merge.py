@@ -5,7 +5,8 @@ order inside a shard, and parents before children, win over times. Items go out 
 clock counts pages as they are handed over.
 
 An item goes out once nothing that is still to come can belong before it. What a shard has yet to bring is no earlier
-than its last item; and after a look that found its end at the stream's tip, it was created after that look began.
+than its last item; and after a look that found its end at the stream's tip, it was created after that look began. The
+caller may pass over a shard that does not answer: until it is heard of again, items go out as if it had nothing.
 
 Pages go through a heap, not items: of the page whose head is the least, all that is no later than the next page's head
 goes out at once. DynamoDB's times are whole seconds, so such runs are long.
@@ -36,6 +37,7 @@ class _Shard:
     """What it brings from now on was created after this (steady) time."""
     waiting: int = 0
     """Items that came and did not go out."""
+    passed_over: bool = False
 
 
 @dataclass(slots=True)
@@ -69,14 +71,21 @@ class Merge(Generic[_T]):
         # Most pages are in order as they are, which costs little to see.
         if times[0] < shard.last_ms or times != sorted(times):
             times = list(accumulate(times, max, initial=shard.last_ms))[1:]
-        shard.last_ms = times[-1]
+        shard.last_ms, shard.passed_over = times[-1], False
         shard.waiting += len(items)
         self._clock += 1
         heapq.heappush(self._heads, (times[0], self._clock, _Page(shard, items, times, now_ms)))
 
     def tip(self, shard_id: str, *, began_ms: int) -> None:
         """Note that an open shard had nothing more when it was asked, at this steady time."""
-        self._shards[shard_id].tip_ms = began_ms
+        shard = self._shards[shard_id]
+        shard.tip_ms, shard.passed_over = began_ms, False
+
+    def pass_over(self, shard_id: str) -> bool:
+        """Do not wait for an open shard until it is fed or at its tip again; return whether it was waited for."""
+        shard = self._shards[shard_id]
+        waited_for, shard.passed_over = not shard.passed_over, True
+        return waited_for
 
     def end(self, shard_id: str) -> None:
         """Note that an open shard was read to its end: its children may have records that nobody asked for yet.
@@ -97,13 +106,14 @@ class Merge(Generic[_T]):
         """Return what may go out next: not much more than ``limit`` items, none if all must wait."""
         items: list[_T] = []
         heads = self._heads
-        sure_ms = min((shard.last_ms for shard in self._shards.values()), default=math.inf)
+        awaited = [shard for shard in self._shards.values() if not shard.passed_over]
+        sure_ms = min((shard.last_ms for shard in awaited), default=math.inf)
         while heads and len(items) < limit:
             head_ms, clock, page = heads[0]
             until_ms = sure_ms
             if head_ms > sure_ms:
                 # A shard whose tip was seen since the page came has nothing that belongs before it.
-                others = (shard.last_ms for shard in self._shards.values() if shard.tip_ms <= page.came_ms)
+                others = (shard.last_ms for shard in awaited if shard.tip_ms <= page.came_ms)
                 until_ms = min(others, default=math.inf)
             if head_ms > until_ms:
                 break

@@ -69,6 +69,16 @@ class Page(NamedTuple):
     """Records before these were trimmed before they could be read. It is logged; the caller counts it."""
 
 
+@dataclass(slots=True)
+class _Unknown:
+    """Answers in a row that a shard does not exist."""
+
+    logged_ms: int
+    since_ms: int | None = None
+    """Since when it is not listed either."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 5.0))
+
+
 class ShardReader:
     """Reads one shard. Its methods are for one task at a time."""
 
@@ -111,6 +121,8 @@ class ShardReader:
         """Time of day of the last look: all that was there then was read, or is not wanted."""
         self._since_ms = start.ms if isinstance(start, Since) else None
         """Until the first record that was created then or later."""
+        self.asked_ms: int | None = None
+        """Steady time since which the reader has been without an answer; None: the latest request was answered."""
         self.gaps = 0
         """How often something was trimmed before it could be read."""
         self._gap = False
@@ -155,12 +167,10 @@ class ShardReader:
 
     async def _read(self) -> Page:
         """Return the next page, whatever is in it."""
-        gone = Backoff(0.5, 5.0)
-        gone_ms: int | None = None
-        logged_ms = self._clock.steady_ms()
+        unknown = _Unknown(self._clock.steady_ms())
         while not self._ended:
             await self._clock.sleep(self._bucket.take(self._clock.steady_ms()))
-            began_ms, now_ms = self._clock.steady_ms(), self._clock.now_ms()
+            began_ms, now_ms = self._begin()
             try:
                 if self._iterator is None:
                     self._iterator = await self._api.iterator(self._arn, self.shard_id, self._place)
@@ -176,29 +186,21 @@ class ShardReader:
                     self._place = TRIM_HORIZON
             except ShardGone:
                 self._iterator = None
-                delay = gone.failed(self._random())
-                # Only both answers together end a shard: either is wrong at times.
-                if await self._api.lists(self._arn, self.shard_id):
-                    gone_ms = None
-                elif gone_ms is None:
-                    gone_ms = began_ms
-                elif began_ms - gone_ms >= _GONE_SECONDS * 1000:
-                    self._tell_gap(
-                        "stream.shard_gone", "The shard ends here; reading goes on with its children."
-                    )
-                    self._ended = True
-                    continue
-                if began_ms - logged_ms >= _UNKNOWN_LOGGED_MS:
-                    logged_ms = began_ms
-                    self._log_unknown(gone.failures)
-                await self._clock.sleep(delay)
+                await self._wait_while_unknown(unknown, began_ms)
             else:
                 records = self._wanted(raw)
-                self._looked_ms = now_ms
+                self._looked_ms, self.asked_ms = now_ms, None
                 self._iterator, self._ended = following, following is None
                 at_tip = self._is_tip(raw, began_ms) and not self._ended
                 return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
+
+    def _begin(self) -> tuple[int, int]:
+        """Note that a request begins; return the steady time and the time of day."""
+        began_ms = self._clock.steady_ms()
+        if self.asked_ms is None:
+            self.asked_ms = began_ms
+        return began_ms, self._clock.now_ms()
 
     def _is_tip(self, raw: list[dict[str, Any]], began_ms: int) -> bool:
         """Count a page, and return whether it proves the tip."""
@@ -233,6 +235,25 @@ class ShardReader:
                 self._since_ms = None
                 return records[place:]
         return []
+
+    async def _wait_while_unknown(self, unknown: _Unknown, began_ms: int) -> None:
+        """Wait after an answer that the shard does not exist, or end it.
+
+        Only that and its absence from the listing end a shard, both for a while: either answer is wrong at times.
+        """
+        delay = unknown.backoff.failed(self._random())
+        if await self._api.lists(self._arn, self.shard_id):
+            unknown.since_ms = None
+        elif unknown.since_ms is None:
+            unknown.since_ms = began_ms
+        elif began_ms - unknown.since_ms >= _GONE_SECONDS * 1000:
+            self._tell_gap("stream.shard_gone", "The shard ends here; reading goes on with its children.")
+            self._ended = True
+            return
+        if began_ms - unknown.logged_ms >= _UNKNOWN_LOGGED_MS:
+            unknown.logged_ms = began_ms
+            self._log_unknown(unknown.backoff.failures)
+        await self._clock.sleep(delay)
 
     def _log_unknown(self, attempt: int) -> None:
         log.warning(

@@ -6,7 +6,8 @@
             save(stream.token)
 
 Every shard has a reader of its own, which is a page or two ahead; ``merge`` puts their records into one order. What was
-read and not handed over yet is in no position: a token moves with each change that is handed over.
+read and not handed over yet is in no position: a token moves with each change that is handed over. All shards together
+are at most 64 MiB and one page a shard ahead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import contextlib
 from functools import partial
 from random import random as any_random
 from typing import TYPE_CHECKING, Final, Self
+
+import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
@@ -46,8 +49,17 @@ if TYPE_CHECKING:
     from mldserver.dynamodb_streams.streams_api import MakeClient
     from mldserver.records import Record
 
+log = structlog.get_logger("mldserver")
+
 _AHEAD: Final = 1000
 """Records of a shard that wait to be handed over, from which on it is not read: with the next page, two pages at most."""
+_AHEAD_BYTES: Final = 64 << 20
+"""Bytes that wait to be handed over, from which on only shards are read that have no record waiting for the merge."""
+_OPEN_SECONDS: Final = 30.0
+"""Time without an answer after which a position is given up; once reading has begun, outages are waited for."""
+_SILENT_SECONDS: Final = 60.0
+"""Time without an answer after which a shard holds the others back no longer."""
+_SILENT_LOOK_SECONDS: Final = 10.0
 _TAKEN: Final = 4000
 """Records that are merged at a time; the loop gets a turn between."""
 _LISTED_SECONDS: Final = 30.0
@@ -66,8 +78,9 @@ class Stream:
     """The changes of a table in order: ``async for`` gives each once, as a ``Change``.
 
     The order is that of the times of creation; inside a shard, and between a shard and its children, it is DynamoDB's
-    own, which keeps all changes of an item in their order. The iteration ends when the stream was disabled and is read
-    to its end. What DynamoDB Streams refuses is raised by it, as OperatorError; it may go on after that.
+    own, which keeps all changes of an item in their order. A shard that has not answered for a minute holds the others
+    back no longer: its changes come later than their times say. The iteration ends when the stream was disabled and is
+    read to its end. What DynamoDB Streams refuses is raised by it, as OperatorError; it may go on after that.
     """
 
     def __init__(
@@ -101,10 +114,13 @@ class Stream:
         self._current: _Reading | None = None
 
     async def __aenter__(self) -> Self:
-        """Find the stream and begin to read. Raises OperatorError; ConfigError for a token of another stream."""
+        """Find the stream and begin to read. Raises OperatorError; ConfigError for a token of another stream.
+
+        When DynamoDB Streams does not answer for about 30 seconds, that is NotThereYet, an OperatorError.
+        """
         async with contextlib.AsyncExitStack() as resources:
             await resources.enter_async_context(self._api)
-            self._arn = await self._api.resolve(self._table)
+            self._arn = await self._api.within(_OPEN_SECONDS).resolve(self._table)
             await self.move_to(self._position)
             self._resources = resources.pop_all()
         return self
@@ -171,6 +187,10 @@ class Stream:
         return self._current
 
 
+def _size(records: list[Record]) -> int:
+    return sum([len(record.data or b"") for record in records])
+
+
 class _Reading:
     """All shards of a stream, read from one position on."""
 
@@ -202,6 +222,9 @@ class _Reading:
         self._opened: set[str] = set()
         self._ready: list[Record] = []
         """Merged, in order."""
+        self._ready_bytes = 0
+        self._bytes = 0
+        """Of all records that were read, until those that were merged together are handed over."""
         self._at = 0
         """The first of them that was not handed over."""
         self._noted = 0
@@ -210,6 +233,8 @@ class _Reading:
         self._news = asyncio.Event()
         self._held: dict[str, asyncio.Event] = {}
         """What the readers of shards wait for that have brought enough, or all."""
+        self._ending_ms: dict[str, int] = {}
+        """Shards that were handed over to their end, since when their children are asked for."""
         self._task: asyncio.Task[None]
 
     # What the consumer does.
@@ -221,6 +246,7 @@ class _Reading:
         record = self._ready[self._at]
         self._at += 1
         if not self.ready():
+            self._bytes -= self._ready_bytes
             self._let_readers_go()
         return record
 
@@ -237,6 +263,7 @@ class _Reading:
         if not self.ready():
             self._note()
             self._ready = self._merge.take(_TAKEN)
+            self._ready_bytes = _size(self._ready)
             self._at = self._noted = 0
             self._let_readers_go()
         if not self.ready():
@@ -281,8 +308,13 @@ class _Reading:
             self._positions[shard_id] = position._replace(start=start, effective_ms=effective_ms)
 
     def _let_readers_go(self) -> None:
-        for shard_id in [name for name in self._held if self._merge.waiting(name) < _AHEAD]:
+        for shard_id in [name for name in self._held if not self._has_enough(name)]:
             self._held.pop(shard_id).set()
+
+    def _has_enough(self, shard_id: str) -> bool:
+        """Whether a shard is not to be read now. The merge can go on without more from those that have records waiting."""
+        waiting = self._merge.waiting(shard_id)
+        return waiting >= _AHEAD or (waiting > 0 and self._bytes >= _AHEAD_BYTES)
 
     # How shards are found.
 
@@ -290,7 +322,7 @@ class _Reading:
         """List the stream's shards, and start to read them. Raises OperatorError."""
         shards = position.shards if isinstance(position, Token) else ()
         self._tree.learn([StreamShard(shard.id, shard.parent) for shard in shards], whole=False)
-        await self._list({shard.id for shard in shards})
+        await self._list({shard.id for shard in shards}, self._api.within(_OPEN_SECONDS))
         match position:
             case Token():
                 self._since_ms = position.since_ms
@@ -318,11 +350,11 @@ class _Reading:
     async def _run(self, first: list[ShardReader]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._start(first, tasks)
-            quiet = 0
+            passing_over, quiet = tasks.create_task(self._pass_over_the_silent()), 0
             while not self.over:
                 await self._clock.sleep(_LONGEST_WAIT_SECONDS if quiet else _LISTED_SECONDS)
                 try:
-                    status = await self._list(set())
+                    status = await self._list(set(), self._api)
                 except MldserverError as error:
                     self._fail(error)
                     continue
@@ -330,16 +362,37 @@ class _Reading:
                 read_out = all(map(self._tree.is_finished, self._positions))
                 quiet = quiet + 1 if read_out and status == "DISABLED" else 0
                 self.over = quiet >= _SURE
+            passing_over.cancel()
             self._news.set()
 
-    async def _list(self, wanted: set[str]) -> str:
+    async def _pass_over_the_silent(self) -> None:
+        """Let shards that do not answer hold the others back for a bounded time only."""
+        while True:
+            await self._clock.sleep(_SILENT_LOOK_SECONDS)
+            now_ms, asked = self._clock.steady_ms(), {n: r.asked_ms for n, r in self._readers.items()}
+            for shard_id, since_ms in (asked | self._ending_ms).items():
+                if since_ms is None or now_ms - since_ms < _SILENT_SECONDS * 1000:
+                    continue
+                if self._merge.pass_over(shard_id):
+                    log.warning(
+                        "stream.shard_passed_over",
+                        shard=shard_id,
+                        stream=self._arn,
+                        seconds=(now_ms - since_ms) / 1000,
+                        did="Changes of other shards no longer wait for this shard. Requests to it are repeated; no change "
+                        "is lost. Its changes will come later than their times say.",
+                        advice="If DynamoDB throttles the shard, look for a third reader of the stream.",
+                    )
+                    self._news.set()
+
+    async def _list(self, wanted: set[str], api: StreamsApi) -> str:
         """Learn which shards there are, and return the stream's status. Raises OperatorError.
 
         An answer that is empty, or lacks a wanted shard or the parent of a new one, may be short for a moment only.
         """
         named: set[str] = set()
         for attempt in range(_ASKED):
-            described = await self._api.describe(self._arn)
+            described = await api.describe(self._arn)
             self._tree.learn(described.shards, whole=True)
             named |= {shard.id for shard in described.shards}
             new = [name for name in self._tree.readable() if name not in self._opened]
@@ -397,7 +450,7 @@ class _Reading:
         """Read a shard to its end; when all of it was handed over, its children."""
         shard_id, failures, page = reader.shard_id, Backoff(1.0, 60.0), None
         while page is None or not page.end:
-            while self._merge.waiting(shard_id) >= _AHEAD:
+            while self._has_enough(shard_id):
                 await self._held.setdefault(shard_id, asyncio.Event()).wait()
             try:
                 page = await reader.next()
@@ -410,7 +463,9 @@ class _Reading:
         del self._readers[shard_id], self._looks[shard_id]
         while self._merge.waiting(shard_id) or self.ready():
             await self._held.setdefault(shard_id, asyncio.Event()).wait()
+        self._ending_ms[shard_id] = self._clock.steady_ms()
         await self._find_children(shard_id)
+        del self._ending_ms[shard_id]
         self._note()
         self._tree.finished(shard_id)
         children = self._open_readable()
@@ -430,6 +485,7 @@ class _Reading:
                 # From here on its place is known, even before any of it is handed over.
                 self._positions[shard_id] = position._replace(start=At(records[0].sequence_number))
             times = [record.arrival_ms or 0 for record in records]
+            self._bytes += _size(records)
             self._merge.feed(shard_id, records, times, now_ms=self._clock.steady_ms())
         if page.end:
             self._merge.end(shard_id)

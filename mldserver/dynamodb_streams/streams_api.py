@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import orjson
@@ -149,7 +150,7 @@ class StreamsApi:
         self._make_client = make_client
         self._clock = clock
         self._random = random
-        self._patience_seconds = patience_seconds
+        self.patience_seconds = patience_seconds
         self._describes = TokenBucket(_DESCRIBES_PER_SECOND)
         self._listing = asyncio.Lock()
         self._listed: tuple[str, int, frozenset[str]] = ("", 0, frozenset())
@@ -173,6 +174,12 @@ class StreamsApi:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._resources.__aexit__(kind, error, trace)
+
+    def within(self, seconds: float) -> StreamsApi:
+        """Return the same, which gives each call up after about ``seconds`` without an answer. Its calls raise NotThereYet."""
+        api = copy.copy(self)
+        api.patience_seconds = seconds
+        return api
 
     async def resolve(self, name: str) -> str:
         """Return the ARN of a table's stream; of a stream's ARN, the same when it can be read.
@@ -335,7 +342,7 @@ class StreamsApi:
                 if action == "get_records":
                     delay = max(delay, _PAGE_SECONDS)
                 waited = (self._clock.steady_ms() - began_ms) / 1000
-                if self._patience_seconds is not None and waited + delay > self._patience_seconds:
+                if self.patience_seconds is not None and waited + delay > self.patience_seconds:
                     raise NotThereYet(
                         f"DynamoDB Streams is out of reach: {_text(error)}.",
                         did=f"It was asked for {waited:.0f} seconds ({action}).",

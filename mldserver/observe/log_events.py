@@ -232,6 +232,8 @@ stream.shard_gone  error  stream position gaps
     DynamoDB neither lists the shard nor knows it by its name, for 15 seconds: what it still held is lost.
 stream.shard_unknown  warning  stream position attempt
     DynamoDB lists the shard and answers that it does not exist. The server keeps asking. Logged once a minute.
+stream.shard_passed_over  warning  stream seconds
+    A shard has not answered a program's `Stream` for a minute; changes of other shards no longer wait for it.
 stream.disabled  warning  stream status newest
     The stream that is named by its ARN was disabled; its table may have a newer one.
 spark.starting  info  master java start

@@ -264,3 +264,28 @@ def test_random_streams_come_out_as_a_sort_of_all_their_items(live: bool, seed: 
     created = [item for shard in world.shards.values() for item, _ in shard.created]
     assert sorted(world.out) == sorted(created)
     assert world.out == world.expected()
+
+
+def test_a_shard_that_is_passed_over_holds_nothing_back_until_it_is_heard_of_again() -> None:
+    merge = opened("a", "b")
+    merge.feed("a", ["1"], [5], now_ms=0)
+    assert merged(merge) == []
+    assert merge.pass_over("b")
+    assert not merge.pass_over("b")
+    assert merged(merge) == ["1"]
+    merge.feed("a", ["3"], [9], now_ms=1)
+    merge.feed("b", ["2"], [7], now_ms=2)
+    assert merged(merge) == ["2"]
+    assert merge.pass_over("b")
+    assert merged(merge) == ["3"]
+    merge.tip("b", began_ms=3)
+    merge.feed("a", ["4"], [12], now_ms=4)
+    assert merged(merge) == []
+
+
+def test_when_all_are_passed_over_all_that_came_goes_out() -> None:
+    merge = opened("a", "b")
+    merge.feed("a", ["1", "2"], [5, 9], now_ms=0)
+    assert merge.pass_over("a")
+    assert merge.pass_over("b")
+    assert merged(merge) == ["1", "2"]

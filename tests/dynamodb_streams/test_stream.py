@@ -637,6 +637,113 @@ async def test_a_shard_is_read_two_pages_ahead_at_most(scene: Scene) -> None:
 
 
 @virtual
+async def test_large_items_are_read_ahead_by_bytes(scene: Scene) -> None:
+    other, text = scene.fake.add_root(), "x" * 395_000
+    scene.fake.page_records = 2
+    for number in range(400):
+        scene.fake.put({"id": str(number), "text": text}, shard_id=scene.root)
+    async with scene.stream() as stream:
+        await scene.clock.sleep(600)
+        pages = len(scene.requests("GetRecords", scene.root))
+        assert 80 <= pages <= 87, "64 MiB and one page"
+        assert len(scene.requests("GetRecords", other)) > 100, "a shard that has nothing waiting is read on"
+        scene.put("last", shard=other)
+        assert await some(stream, 401) == [*(str(number) for number in range(400)), "last"]
+
+
+# A shard, or all of them, without an answer.
+
+
+async def test_a_shard_without_an_answer_holds_the_others_back_for_a_minute_only(
+    logged: list[dict[str, Any]],
+) -> None:
+    scene = Scene()
+    await scene.clock.drive(_silent_shard(scene, logged))
+
+
+async def _silent_shard(scene: Scene, logged: list[dict[str, Any]]) -> None:
+    other = scene.fake.add_root()
+    async with scene.stream() as stream:
+        await scene.clock.sleep(10)
+        scene.fake.fail("GetRecords", "ThrottlingException", shard_id=other, times=10**9)
+        scene.put("late", shard=other)
+        await scene.clock.sleep(2)
+        scene.put("1")
+        assert await scene.within(stream, 40) == []
+        assert await scene.within(stream, 40) == ["1"]
+        (passed,) = [event for event in logged if event["event"] == "stream.shard_passed_over"]
+        assert (passed["shard"], passed["level"]) == (other, "warning")
+        scene.put("2")
+        assert await scene.within(stream, 10) == ["2"]
+        token = stream.token
+        scene.fake.fail_no_more()
+        scene.put("3")
+        assert sorted(await scene.within(stream, 30)) == ["3", "late"]
+        scene.put("4", shard=other)
+        await scene.clock.sleep(2)
+        scene.put("5")
+        assert await scene.within(stream, 30) == ["4", "5"], "it counts again"
+        assert len([event for event in logged if event["event"] == "stream.shard_passed_over"]) == 1
+    async with scene.stream(token) as stream:
+        assert sorted(await scene.within(stream, 30)) == ["3", "4", "5", "late"]
+
+
+@virtual
+async def test_a_shard_whose_children_cannot_be_asked_for_holds_the_others_back_for_a_minute_only(
+    scene: Scene,
+) -> None:
+    other = scene.fake.add_root()
+    async with scene.stream() as stream:
+        await scene.clock.sleep(10)
+        scene.fake.fail("DescribeStream", "ThrottlingException", times=10**9)
+        (child,) = scene.fake.split(other, children=1)
+        scene.put("late", shard=child)
+        await scene.clock.sleep(10)
+        scene.put("1")
+        assert await scene.within(stream, 40) == []
+        assert await scene.within(stream, 40) == ["1"]
+        scene.fake.fail_no_more()
+        assert await scene.within(stream, 40) == ["late"]
+
+
+@virtual
+async def test_a_shard_that_is_not_asked_because_it_brought_enough_is_waited_for(scene: Scene) -> None:
+    other = scene.fake.add_root()
+    scene.put(*(str(number) for number in range(1500)), at_ms=1000)
+    async with scene.stream() as stream:
+        await scene.clock.sleep(600)
+        scene.put("x", shard=other, at_ms=2000)
+        assert await some(stream, 1501) == [*(str(number) for number in range(1500)), "x"]
+
+
+@pytest.mark.parametrize("action", ["ListStreams", "DescribeStream"])
+async def test_a_dead_endpoint_ends_the_opening_with_an_error(action: Any) -> None:
+    scene = Scene()
+    scene.fake.fail(action, "disconnect", times=10**9)
+
+    async def opening() -> None:
+        with pytest.raises(NotThereYet, match="out of reach"):
+            async with scene.stream():
+                pass
+
+    await asyncio.wait_for(scene.clock.drive(opening()), 20)
+    assert 20_000 < scene.clock.steady_ms() < 60_000
+
+
+@virtual
+async def test_a_dead_endpoint_ends_a_move_and_the_stream_goes_on_from_where_it_was(scene: Scene) -> None:
+    scene.put("1", "2")
+    async with scene.stream() as stream:
+        assert await some(stream, 1) == ["1"]
+        scene.fake.fail("DescribeStream", "disconnect", times=10**9)
+        with pytest.raises(NotThereYet, match="out of reach"):
+            await stream.move_to("trim_horizon")
+        assert await some(stream, 1) == ["2"]
+        scene.put("3")
+        assert await scene.within(stream, 100) == ["3"], "once it is open, outages are waited for"
+
+
+@virtual
 async def test_a_stream_that_was_disabled_is_read_to_its_end(scene: Scene) -> None:
     scene.put("1", "2")
     scene.fake.split(scene.root)
