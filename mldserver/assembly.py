@@ -395,6 +395,8 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "group_limit": settings.window_group,
         "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
+        "pipeline": settings.pipeline,
+        "new_ledger": settings.new_ledger,
         "code": spec.code,
     }
     return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))

@@ -36,13 +36,14 @@ mldserver windows list --out out/departures
 mldserver windows list --out out/departures --state set_aside --json | jq -r '.[].window'
 mldserver windows show 2013-01-01T10-00-00Z --out out/departures
 mldserver windows retry 2013-01-01T10-00-00Z --out out/departures
+mldserver windows retry --published 2013-01-01T10-00-00Z --out out/departures
 mldserver windows skip 2013-01-01T10-00-00Z --out out/departures
 ```
 
 A window is *open* while rows come, *cut* when its rows are fixed, *committed* when its output counts, *published*
 when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`, or you said so).
 One that is *halted* keeps failing too, and the windows behind it wait: `retry` tries it at once, `set-aside` and `skip`
-let the others go on. The server notices within its `flush_interval`.
+let the others go on. `retry --published` computes published windows again. The server notices within its `flush_interval`.
 
 Exit codes: 0 done, 2 there is no such window or ledger, or it cannot be read.
 """
@@ -122,8 +123,24 @@ def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = Fa
 
 
 @app.command(name="retry")
-def retry_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does."""
+def retry_windows(
+    *windows: Windows,
+    published: Annotated[bool, Parameter(negative=())] = False,
+    where: Where = HERE,
+    as_json: AsJson = False,
+) -> None:
+    """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does.
+
+    Parameters
+    ----------
+    published
+        Compute published windows again instead, as their next revisions: they replace the output that is there, or fill
+        a new table. Possible while their segments are kept (`retention`).
+    """
+    if published:
+        text = "is computed again: a server that runs publishes its next revision."
+        _decide(windows, "recompute", "retried", text, where, as_json)
+        return
     _decide(windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json)
 
 
@@ -157,9 +174,15 @@ def _decide(
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
     with at_ledger(settings_at(where)) as (ledger, held, runner):
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
+        # Those that are published and not retained are told only when asked for.
+        held.windows.update({entry.window_id: entry for entry in runner.run(ledger.find(windows))})
         for window in windows:
             entry = _entry(held, window)
-            if decision not in _choices(entry):
+            if decision == "recompute" and (why := _why_not_again(entry)):
+                raise OperatorError(
+                    f"Window {window} cannot be computed again: {why}.", did="Nothing was changed."
+                )
+            if decision not in (*_choices(entry), "recompute"):
                 raise _refused(window, f"it is {_said(entry)}", _choices(entry))
         for window in dict.fromkeys(windows):
             entry = held.windows[window]
@@ -178,6 +201,19 @@ def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
     if not entry.is_halted:
         return ()
     return ("retry",) if entry.state is WindowState.COMMITTED else ("retry", "set_aside", "skip")
+
+
+def _why_not_again(entry: WindowEntry) -> str:
+    if entry.can_be_recomputed:
+        return ""
+    if entry.state is not WindowState.PUBLISHED:
+        return f"it is {_said(entry)}, not published"
+    if entry.is_skipped:
+        return "it was skipped, and stays as it is"
+    return (
+        "its segments are deleted. They are kept for `retention` and within `retention_bytes`, with `late = recompute`, "
+        "and until the handler's rows change"
+    )
 
 
 def _refused(window: str, why: str, choices: tuple[Decision, ...]) -> OperatorError:

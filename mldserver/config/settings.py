@@ -94,7 +94,7 @@ class PipelineSettings:
     ledger: LedgerPlace = setting(locations.ledger, SqlitePlace())
     """Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts."""
     new_ledger: bool = rare(kinds.flag, False)
-    """Begin anew in a folder whose ledger was lost or exchanged; what this one does not name is set apart."""
+    """Begin anew in a folder, or a table, whose ledger was lost or exchanged; what this one does not name is set apart."""
     sink: SinkSpec | None = setting(locations.sink, None)
     """What readers read: Parquet files in `out`, or a table that Spark writes into."""
     sink_table: str | None = setting(kinds.optional(locations.table_name), None)

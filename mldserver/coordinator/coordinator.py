@@ -182,6 +182,7 @@ class Coordinator:
             if self._runner is not None:
                 steps = self._runner.steps
                 steps.ledger_id, steps.older = state.ledger_id, self._shape.older(state)
+                steps.engine.ledger_id = state.ledger_id
             self._learn(state)
             await recover(state, self._ledger, self._store, self._runner)
             self._company = (state.claims, frozenset(state.servers))

@@ -70,6 +70,8 @@ class PublishJob:
     rows: int
     out: str = field(default="", repr=False)
     """As in WindowJob."""
+    ledger: str = ""
+    """The id of the ledger that holds the window: its revisions count there."""
 
 
 def deadline_seconds(deadline: Deadline, jobs: Iterable[WindowJob | PublishJob]) -> float | None:
@@ -102,6 +104,9 @@ class EngineFacts:
 
 class Engine(Protocol):
     """Computes windows, for as long as the server lives."""
+
+    ledger_id: str
+    """Of the ledger that windows come from; set before ``run``."""
 
     @property
     def is_ready(self) -> bool:

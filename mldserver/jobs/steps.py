@@ -211,7 +211,7 @@ class WindowSteps:
                 # It was published, by whoever, and deleted.
                 raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
             window, staging = self._window(entry), self.store.uri(output.staging)
-            job = PublishJob(window, staging, output.files, output.rows_out, self.store.place)
+            job = PublishJob(window, staging, output.files, output.rows_out, self.store.place, self.ledger_id)
             await self.engine.publish(job)
             kill_point("sink.written")
 

@@ -268,9 +268,19 @@ class WindowEntry:
         """Whether an operator has given it up: it stays as it is, and late rows lead to no revision."""
         return self.error is not None and self.state is WindowState.PUBLISHED
 
+    @property
+    def can_be_recomputed(self) -> bool:
+        """Whether it is published, and the segments that it was computed from are still there."""
+        return (
+            self.state is WindowState.PUBLISHED
+            and not self.is_skipped
+            and self.retained
+            and bool(self.segments)
+        )
 
-Decision = Literal["retry", "set_aside", "skip"]
-"""What an operator does about a window that is halted or set aside."""
+
+Decision = Literal["retry", "set_aside", "skip", "recompute"]
+"""What an operator does about a window that is halted or set aside; ``recompute``: about one that is published."""
 
 
 @dataclass(frozen=True, slots=True)

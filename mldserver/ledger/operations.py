@@ -303,12 +303,14 @@ class Ledger(abc.ABC):
         return await self._member(rules.halt, window_id, error, self.server_id, first=first)
 
     async def decide(self, window_id: str, decision: Decision) -> bool:
-        """Do what an operator decides about a window that is halted or SET_ASIDE. False: it is none.
+        """Do what an operator decides about a window that is halted or SET_ASIDE, or PUBLISHED. False: it is none.
 
         ``retry`` forgets the error: its server tries a halted one at once, any may adopt the other, which is CUT again.
         ``set_aside`` is for halted ones that are CUT. ``skip`` makes a window that is CUT or SET_ASIDE PUBLISHED, with no
         new output: what its last revision wrote stays. It keeps its error; its pending segments join the present
         revision, which is retained as any other; rows that come later go to the late dataset (``expired_windows``).
+        ``recompute`` makes a PUBLISHED window whose segments are retained CUT again, at its next revision, with its pending
+        segments; any server may adopt it. False for one that is not retained, or was skipped.
         """
         return await self._tool(rules.decide, window_id, decision, self._clock.now_ms())
 

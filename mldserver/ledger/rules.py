@@ -308,8 +308,12 @@ def halt(draft: Draft, window_id: str, error: str, server_id: str, *, first: boo
 
 
 def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> bool:
-    """Do what an operator decides about a window that is halted or set aside."""
+    """Do what an operator decides about a window that is halted or set aside, or published."""
     entry = draft.windows.get(window_id)
+    if decision == "recompute" and entry is not None and entry.can_be_recomputed:
+        entry = replace(entry, state=WindowState.CUT, revision=entry.revision + 1)
+        draft.windows.put(window_id, _take_in(entry, entry.pending))
+        return True
     if entry is None or entry.error is None:
         return False
     match decision, entry.state:

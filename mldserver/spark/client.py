@@ -33,6 +33,7 @@ from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, probe
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.sinks import is_tested
+from mldserver.spark.sinks.sink import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,6 +92,11 @@ class SparkEngine:
     """What is started as the driver."""
     sink: SinkSpec | None = None
     """The table to publish into, if any."""
+    pipeline: str = ""
+    ledger_id: str = ""
+    """With ``pipeline``: whose that table is. Set before ``run``."""
+    new_ledger: bool = False
+    """The first driver takes the table from another owner; later ones do not, or they might take it back."""
     app_name: str = "mldserver"
     """What the application is called, unless ``conf`` says it; a Spark Connect server is an application of its own."""
     group_limit: int = 1
@@ -396,7 +402,11 @@ class SparkEngine:
             self._work.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work)
         start = msgspec.structs.replace(
-            self._setup, scratch=scratch, archive=None if archive is None else str(archive)
+            self._setup,
+            owner=None if self.sink is None else Owner(self.pipeline, self.ledger_id),
+            new_ledger=self.new_ledger and not self._was_ready,
+            scratch=scratch,
+            archive=None if archive is None else str(archive),
         )
         if train is not None:
             start = msgspec.structs.replace(

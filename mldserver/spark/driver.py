@@ -288,7 +288,10 @@ class Driver:
                 self.send(wire.Log("warning", warning))
         warm_up(session, start)
         if start.sink is not None:
-            find(start.sink.format).check(session.spark, start.sink)
+            sink = find(start.sink.format)
+            sink.check(session.spark, start.sink)
+            if start.owner is not None:
+                sink.own(session.spark, start.sink, start.owner, new_ledger=start.new_ledger)
             pipeline = replace(pipeline, check=check_result)
         jobs = Jobs(
             session=session,

@@ -21,7 +21,7 @@ import msgspec
 
 from mldserver.children import channel
 from mldserver.jobs.engine import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
-from mldserver.spark.sinks.sink import SinkSpec  # noqa: TC001  # msgspec reads it
+from mldserver.spark.sinks.sink import Owner, SinkSpec  # noqa: TC001  # msgspec reads them
 
 WARM_UP: Final = "-warm-up"
 """What the folder of the warm-up's window has behind the scratch folder's name, where it has no ``place``."""
@@ -50,6 +50,10 @@ class Start(channel.Message, frozen=True):
     concurrency: int = 1
     sink: SinkSpec | None = None
     """The table that Publish writes into."""
+    owner: Owner | None = None
+    """Whose that table is, or becomes."""
+    new_ledger: bool = False
+    """The table is taken from another owner."""
     app_name: str = "mldserver"
     """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
     py_files: tuple[str, ...] = ()

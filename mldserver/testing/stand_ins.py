@@ -55,6 +55,8 @@ class LocalEngine:
     """How many windows each job had."""
     window_columns: tuple[str, str] | None = WINDOW_COLUMNS
     """As in a handler."""
+    ledger_id: str = ""
+    """Of the ledger that windows come from."""
     trouble: None = field(default=None, init=False)
     """It never is in any."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)

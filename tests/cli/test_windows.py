@@ -144,6 +144,29 @@ def test_a_retry_sets_the_window_back_and_the_server_adopts_it(
     )
 
 
+def test_a_published_window_is_computed_again_or_the_reason_is_told(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = told(capsys, "retry", "--published", PUBLISHED, CUT, "--out", "out", code=2)
+    assert f"Window {CUT} cannot be computed again: it is cut, not published" in refused
+    assert documents(capsys, "retry", "--published", PUBLISHED, "--out", "out") == {"retried": [PUBLISHED]}
+    assert [(entry.window_id, entry.revision) for entry in server.adopt()] == [(PUBLISHED, 2)]
+    attempt = server.begin_attempts((PUBLISHED,))[PUBLISHED]
+    server.commit((Commit(PUBLISHED, attempt, "staging/y", ("part-1.parquet",), 7),))
+    server.published({PUBLISHED: attempt}, retain=True, now_ms=4 * HOUR)
+    assert server.expire(published_before_ms=2**60, keep_bytes=0)
+    refused = told(capsys, "retry", "--published", PUBLISHED, "--out", "out", code=2)
+    assert "its segments are deleted. They are kept for `retention`" in refused
+
+
+def test_a_skipped_window_is_not_computed_again(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(capsys, "skip", SET_ASIDE, "--out", "out")
+    refused = told(capsys, "retry", "--published", SET_ASIDE, "--out", "out", code=2)
+    assert "it was skipped, and stays as it is" in refused
+
+
 def test_a_halted_window_is_shown_with_its_error_and_what_is_decided_reaches_the_ledger(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

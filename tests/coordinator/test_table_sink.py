@@ -128,3 +128,28 @@ async def test_an_engine_that_was_given_no_table_says_so(
     async with pipeline.life():
         await three_windows(pipeline)
     assert "no table" in named(logged, "window.failed")[0]["what"]
+
+
+async def test_published_windows_that_are_retried_fill_a_new_table(tmp_path: Path) -> None:
+    pipeline = Tables(tmp_path)
+    pipeline.recompute = True
+    async with pipeline.life():
+        await three_windows(pipeline)
+        pipeline.table.unlink()
+        for window in W[:2]:
+            assert pipeline.ledger.store.decide(window, "recompute", now_ms=pipeline.clock.now_ms())
+        await pipeline.clock.advance(3)
+        assert pipeline.rows() == dict.fromkeys(W[:2], (2, 2))
+        assert {pipeline.state().windows[window].state for window in W[:2]} == {WindowState.PUBLISHED}
+
+
+async def test_a_published_window_that_is_retried_replaces_its_folder(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000), recompute=True)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        (before,) = (tmp_path / f"window={W[0]}").iterdir()
+        assert pipeline.ledger.store.decide(W[0], "recompute", now_ms=pipeline.clock.now_ms())
+        await pipeline.clock.advance(3)
+        (after,) = (tmp_path / f"window={W[0]}").iterdir()
+        assert (before.name, after.name) == ("part-00000-0001.parquet", "part-00000-0002.parquet")
+        assert pipeline.published()[W[0]] == [1, 2]

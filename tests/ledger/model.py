@@ -444,6 +444,13 @@ class ModelServer:
 
     def decide(self, window_id: str, decision: Decision, *, now_ms: int) -> bool:
         content = self.content
+        if decision == "recompute":
+            entry = content.windows.get(window_id)
+            if entry is None or entry.state is not PUBLISHED or entry.error is not None or not entry.segments:
+                return False
+            content.window(window_id, state=CUT, revision=entry.revision + 1, pending=())
+            self.take_in(window_id, entry.pending)
+            return True
         possible = {
             "retry": (CUT, COMMITTED, SET_ASIDE),
             "set_aside": (CUT,),

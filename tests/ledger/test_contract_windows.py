@@ -386,6 +386,40 @@ async def test_a_revision_that_is_skipped_leaves_what_readers_see(ledger_factory
         assert (shown.state, shown.revision, shown.files) == (WindowState.PUBLISHED, 2, ("f1", "f2"))
 
 
+async def test_a_published_window_is_computed_again_as_its_next_revision_while_its_segments_are_there(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, _), peeked(ledger_factory) as (tool, _):
+        assert not await tool.decide("unknown", "recompute")
+        await bring_to(ledger, WindowState.CUT)
+        assert not await tool.decide(W1, "recompute")
+        output = await attempted(ledger)
+        await ledger.commit((output,))
+        assert not await tool.decide(W1, "recompute")
+        await ledger.published({W1: output.attempt})
+        await ledger.register(Flush((), (more("r1"),)))
+        assert await tool.decide(W1, "recompute")
+        assert not await tool.decide(W1, "recompute")
+        (again,) = await ledger.adopt()
+        assert (again.state, again.revision, again.pending) == (WindowState.CUT, 2, ())
+        assert [(each.path, each.revision) for each in again.segments] == [("s1", 1), ("r1", 2)]
+        # Until the new revision counts, readers see the one before.
+        assert again.files == ("f1", "f2")
+        output = await attempted(ledger)
+        assert await ledger.commit((output,)) == {W1}
+        await ledger.published({W1: output.attempt})
+        assert await ledger.expire(published_before_ms=2**60, keep_bytes=0)
+        assert not await tool.decide(W1, "recompute")
+
+
+async def test_a_skipped_window_is_not_computed_again(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await bring_to(ledger, WindowState.CUT)
+        await ledger.halt(W1, "no", first=True)
+        assert await ledger.decide(W1, "skip")
+        assert not await ledger.decide(W1, "recompute")
+
+
 async def test_what_counts_already_is_neither_set_aside_nor_skipped(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.COMMITTED)

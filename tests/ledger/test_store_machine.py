@@ -311,7 +311,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def halt(self, server: int, window_id: str, first: bool) -> None:
         self.both(server, "halt", window_id, "no", first=first)
 
-    @rule(server=servers, window_id=windows, decision=st.sampled_from(["retry", "set_aside", "skip"]))
+    @rule(
+        server=servers,
+        window_id=windows,
+        decision=st.sampled_from(["retry", "set_aside", "skip", "recompute"]),
+    )
     def decide(self, server: int, window_id: str, decision: str) -> None:
         self.now += 1
         self.both(server, "decide", window_id, decision, now_ms=self.now)

@@ -20,7 +20,7 @@ from mldserver.spark import client, driver_messages
 from mldserver.spark.driver_messages import Health, Start
 from mldserver.spark.driver_session import Life
 from mldserver.spark.java import probe
-from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.spark.sinks.sink import Owner, SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -518,3 +518,20 @@ async def test_closing_what_never_ran_does_nothing(bench: Callable[..., Bench]) 
     it = bench()
     await it.engine.close()
     assert not it.state.exists()
+
+
+async def test_only_the_first_driver_takes_a_table_from_another_owner(bench: Callable[..., Bench]) -> None:
+    it = bench("", sink=SinkSpec("toy", "/toys"), pipeline="flights", new_ledger=True)
+    it.engine.ledger_id = "1ed9e400"  # known once the ledger is open
+
+    def start() -> Start:
+        start = it.engine._plan(None)[0]
+        shutil.rmtree(start.scratch)
+        return start
+
+    first = start()
+    assert (first.owner, first.new_ledger) == (Owner("flights", "1ed9e400"), True)
+    async with it.running():
+        await it.engine.ready()
+        later = start()
+    assert (later.owner, later.new_ledger) == (first.owner, False)

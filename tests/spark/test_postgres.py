@@ -23,7 +23,7 @@ from mldserver.jobs.engine import PublishJob
 from mldserver.spark.client import SparkEngine
 from mldserver.spark.sinks import jdbc
 from mldserver.spark.sinks.database import DatabaseError, connected
-from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.spark.sinks.sink import Owner, SinkSpec
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Place:
         staging = self.root / window / f"{revision}"
         rows.write.mode("overwrite").parquet(str(staging))
         files = tuple(path.name for path in staging.glob("part-*.parquet"))
-        return PublishJob(Window(window, None, None, revision, "flights"), str(staging), files, rows.count())
+        about = Window(window, None, None, revision, "flights")
+        return PublishJob(about, str(staging), files, rows.count(), ledger="1ed9e400")
 
     def publish(self, job: PublishJob) -> None:
         jdbc.publish(self.spark, self.sink, job)
@@ -175,7 +176,7 @@ def test_readers_see_each_revision_whole_and_none_after_a_later_one(place: Place
     assert [line for at, line in enumerate(seen) if line not in seen[:at]] == whole
     assert seen == sorted(seen, key=whole.index)
     assert place.ask("SELECT * FROM events__windows") == ["flights|w1|5|none"]
-    assert place.tables() == ["events", "events__windows"]
+    assert place.tables() == ["events", "events__owner", "events__windows"]
 
 
 def test_of_two_servers_that_publish_the_same_windows_neither_loses_nor_doubles_a_row(place: Place) -> None:
@@ -199,7 +200,7 @@ def test_of_two_servers_that_publish_the_same_windows_neither_loses_nor_doubles_
         for served in [servers.submit(serve, jobs), servers.submit(serve, jobs)]:
             served.result()
     assert place.rows() == dict.fromkeys(("w1", "w2"), "100|1|1")
-    assert place.tables() == ["events", "events__windows"]
+    assert place.tables() == ["events", "events__owner", "events__windows"]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_a_database_that_ends_at_any_step_comes_back_with_the_old_rows_or_the_ne
     assert place.rows() == {"w1": "20|2|2" if where == "after it" else "10|1|1"}
     place.publish(job)
     assert place.rows() == {"w1": "20|2|2"}
-    assert place.tables() == ["events", "events__windows"]
+    assert place.tables() == ["events", "events__owner", "events__windows"]
 
 
 def test_what_the_database_refuses_is_said_at_the_start_in_its_words(place: Place) -> None:
@@ -317,7 +318,7 @@ def test_a_table_of_other_columns_is_named_and_the_window_comes_once_it_is_mende
     with pytest.raises(DatabaseError, match="integer out of range"):
         place.publish(place.staged(place.spark.sql("SELECT 3000000000 AS n"), revision=3))
     place.publish(place.output(0, window="w2"))
-    assert place.tables() == ["events", "events__windows"]
+    assert place.tables() == ["events", "events__owner", "events__windows"]
 
 
 def test_a_server_that_froze_in_its_transaction_holds_others_up_no_longer_than_the_database_lets_it(
@@ -396,7 +397,7 @@ async def test_a_driver_killed_between_stage_and_commit_or_in_the_transaction_lo
                 noons = "2027-03-28 12:00:00+00"
                 assert seen == [f"{10 * revision}|{revision}|{revision}|{noons}|{noons}"]
             assert session.ask("SELECT stage FROM events__windows") == ["none"]
-            assert session.ask("SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == ["2"]
+            assert session.ask("SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == ["3"]
         await engine.close()
 
 
@@ -405,3 +406,23 @@ def test_a_window_s_own_rows_are_found_by_an_index_where_the_server_makes_the_ta
     assert place.ask("SELECT indexdef FROM pg_indexes WHERE tablename = 'my events'") == [
         'CREATE INDEX "my events__window" ON public."my events" USING btree (_window)'
     ]
+
+
+def test_of_two_pipelines_that_start_with_one_table_one_gets_it_and_no_row_goes(place: Place) -> None:
+    owners = [Owner("flights", "1ed9e400"), Owner("trains", "7ea15000")]
+    together = threading.Barrier(4)
+
+    def start(owner: Owner) -> str:
+        together.wait()
+        try:
+            jdbc.own(place.spark, place.sink, owner)
+        except OperatorError as error:
+            return str(error)
+        return owner.pipeline
+
+    with ThreadPoolExecutor(4) as servers:
+        told = list(servers.map(start, owners * 2))
+    (winner,) = {text for text in told if text in {"flights", "trains"}}
+    assert told.count(winner) == 2  # both servers of the pipeline may write
+    assert sum(f"belongs to pipeline {winner}; this is pipeline" in text for text in told) == 2
+    assert place.ask("SELECT pipeline, made FROM events__owner") == [f"{winner}|0"]

@@ -6,6 +6,7 @@ not what Delta and Iceberg make of it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from mldserver.errors import OperatorError
 from mldserver.jobs.engine import PublishJob
 from mldserver.spark.sinks import find, jdbc
 from mldserver.spark.sinks.database import connected
-from mldserver.spark.sinks.sink import SinkSpec, staged
+from mldserver.spark.sinks.sink import Owner, SinkSpec, must_note, staged
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     find(sink.format).publish(spark, sink, job)
+
+
+def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
+    find(sink.format).own(spark, sink, owner, new_ledger=new_ledger)
+
+
+LEDGER = "1ed9e400"
+OURS = Owner("flights", LEDGER)
 
 
 @pytest.fixture
@@ -62,12 +71,12 @@ class Place:
         staging = self.root / f"out [{window}]" / f"{revision}"
         about = Window(window, None, None, revision, "flights")
         if names is None:
-            return PublishJob(about, str(staging), (), 0)
+            return PublishJob(about, str(staging), (), 0, ledger=LEDGER)
         rows = [(name, number, NOW) for number, name in enumerate(names)]
         frame = self.spark.createDataFrame(rows, f"{column} STRING, n BIGINT, at TIMESTAMP")
         frame.coalesce(1).write.mode("overwrite").parquet(str(staging))
         files = tuple(path.name for path in staging.glob("part-*.parquet"))
-        return PublishJob(about, str(staging), files, len(rows))
+        return PublishJob(about, str(staging), files, len(rows), ledger=LEDGER)
 
     def query(self, text: str) -> list[tuple[Any, ...]]:
         reader = self.spark.read.format("jdbc").options(url=f"jdbc:{self.sink.target}", query=text)
@@ -86,6 +95,7 @@ class Place:
         )
 
     def attempt(self, job: PublishJob, name: str) -> jdbc.Try:
+        own(self.spark, self.sink, OURS)
         return jdbc.Try(job, "events", f"events__stage_{name}")
 
 
@@ -145,6 +155,7 @@ def test_jdbc_a_table_whose_first_tries_died_about_when_its_index_was_made_has_i
     place: Place, *, index_made: bool
 ) -> None:
     job = place.output(["a"])
+    own(place.spark, place.sink, OURS)
     first, second = (jdbc.Try(job, "events", f"events__{name}") for name in ("first_died", "stage_died"))
     with connected(place.spark, place.sink) as database:
         assert jdbc.claim(database, first) is first
@@ -266,6 +277,138 @@ def test_a_table_of_somebody_else_is_refused(place: Place) -> None:
         check(place.spark, place.sink)
 
 
+THEIRS = Owner("trains", "7ea15000")
+RESTORED = Owner("flights", "4e5704ed")
+
+
+def told(owner: Owner, found: Owner | None) -> str:
+    with pytest.raises(OperatorError) as caught:
+        must_note(found, owner, "events", new_ledger=False)
+    return str(caught.value)
+
+
+def test_a_table_is_the_first_one_s_and_another_is_told_whose_it_is() -> None:
+    assert must_note(None, OURS, "events", new_ledger=False)
+    assert not must_note(OURS, OURS, "events", new_ledger=False)
+    # The pipeline's name may change; the ledger says that it is the same.
+    assert must_note(Owner("former", LEDGER), OURS, "events", new_ledger=False)
+    assert "table events belongs to pipeline trains; this is pipeline flights" in told(OURS, THEIRS)
+    assert "written from another ledger of pipeline flights (id 1ed9e400)" in told(RESTORED, OURS)
+    assert "start once with --new-ledger" in told(RESTORED, OURS)
+    assert must_note(THEIRS, OURS, "events", new_ledger=True)
+    assert not must_note(OURS, OURS, "events", new_ledger=True)
+
+
+def test_jdbc_another_pipeline_is_refused_at_the_start_and_with_each_window(place: Place) -> None:
+    own(place.spark, place.sink, OURS)
+    publish(place.spark, place.sink, place.output(["a"]))
+    with pytest.raises(OperatorError, match="belongs to pipeline flights; this is pipeline trains"):
+        own(place.spark, place.sink, THEIRS)
+    job = place.output(["b"], revision=2)
+    theirs = replace(job, window=replace(job.window, pipeline="trains"), ledger=THEIRS.ledger)
+    with pytest.raises(OperatorError, match="belongs to pipeline flights; this is pipeline trains"):
+        publish(place.spark, place.sink, theirs)
+    with (
+        connected(place.spark, place.sink) as database,
+        pytest.raises(RuntimeError, match="has claimed the table events"),
+    ):
+        jdbc.claim(database, jdbc.Try(theirs, "events", "events__stage_theirs"))
+    assert place.rows() == [("a", "w1", 1)]
+
+
+def test_jdbc_a_new_ledger_is_refused_until_it_takes_the_table_and_then_its_windows_count(
+    place: Place,
+) -> None:
+    for window in ("w1", "w2"):
+        publish(place.spark, place.sink, place.output(["old"], revision=3, window=window))
+    job = replace(place.output(["new"]), ledger=RESTORED.ledger)
+    with pytest.raises(OperatorError, match="written from another ledger of pipeline flights"):
+        publish(place.spark, place.sink, job)
+    own(place.spark, place.sink, RESTORED, new_ledger=True)
+    publish(place.spark, place.sink, job)
+    assert place.rows() == [("new", "w1", 1), ("old", "w2", 3)]
+    with pytest.raises(OperatorError, match="written from another ledger of pipeline flights"):
+        publish(place.spark, place.sink, place.output(["late"], revision=4))
+
+
+def test_jdbc_a_try_that_is_under_way_moves_nothing_once_another_ledger_has_the_table(place: Place) -> None:
+    publish(place.spark, place.sink, place.output(["old"]))
+    job = place.output(["late"], revision=2)
+    slow = place.attempt(job, "slow")
+    with connected(place.spark, place.sink) as database:
+        assert jdbc.claim(database, slow)
+        jdbc.fill(staged(place.spark, job), place.sink, slow, create=False)
+        own(place.spark, place.sink, RESTORED, new_ledger=True)
+        with pytest.raises(RuntimeError, match="the stage of window w1 is gone"):
+            jdbc.move(database, slow)
+        # A stage that was made after all is not moved either.
+        jdbc.fill(staged(place.spark, job), place.sink, slow, create=False)
+        with pytest.raises(RuntimeError, match="another server has claimed window w1"):
+            jdbc.move(database, slow)
+        jdbc.clear(database, slow, slow.stage)
+    assert (place.rows(), place.stages()) == ([("old", "w1", 1)], [])
+    assert place.windows() == [("flights", "w1", 0, "none")]
+
+
+def test_jdbc_a_table_of_an_earlier_version_is_the_first_claim_s(place: Place) -> None:
+    publish(place.spark, place.sink, place.output(["old"]))
+    with connected(place.spark, place.sink) as database:
+        database.drop("events__owner")
+    own(place.spark, place.sink, RESTORED)
+    publish(place.spark, place.sink, replace(place.output(["new"]), ledger=RESTORED.ledger))
+    assert place.rows() == [("new", "w1", 1)]
+
+
+def test_jdbc_of_two_first_claims_one_wins_and_the_pipeline_s_own_is_shared(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = jdbc._take
+
+    def slower(by: Owner) -> None:
+        def late(*given: Any) -> bool:
+            monkeypatch.setattr(jdbc, "_take", take)
+            own(place.spark, place.sink, by)
+            return take(*given)
+
+        monkeypatch.setattr(jdbc, "_take", late)
+
+    slower(OURS)
+    own(place.spark, place.sink, OURS)
+    with connected(place.spark, place.sink) as database:
+        database.drop("events__owner")
+    slower(OURS)
+    with pytest.raises(OperatorError, match="belongs to pipeline flights"):
+        own(place.spark, place.sink, THEIRS)
+
+
+def test_jdbc_a_table_that_was_dropped_halts_until_its_notes_are_dropped_too(place: Place) -> None:
+    publish(place.spark, place.sink, place.output(["a"]))
+    publish(place.spark, place.sink, place.output(["b"], window="w2"))
+    job = place.output(["c"], window="w3")
+    with connected(place.spark, place.sink) as database:
+        database.drop("events")
+        gone = r"events was dropped or renamed, and with it the windows that were published into it \(2\)"
+        with pytest.raises(OperatorError, match=gone):
+            own(place.spark, place.sink, OURS)
+        for _ in range(2):
+            with pytest.raises(OperatorError, match=gone):
+                publish(place.spark, place.sink, job)
+        database.drop("events__owner")
+        with pytest.raises(OperatorError, match=gone):  # as an earlier version left it
+            publish(place.spark, place.sink, job)
+        database.drop("events__windows")
+    publish(place.spark, place.sink, job)
+    publish(place.spark, place.sink, place.output(["a"], revision=2))
+    assert place.rows() == [("a", "w1", 2), ("c", "w3", 1)]
+    assert place.query("SELECT PIPELINE, LEDGER, MADE FROM events__owner") == [("flights", LEDGER, 1)]
+
+
+def test_jdbc_a_window_without_rows_makes_no_table_that_could_be_missed(place: Place) -> None:
+    publish(place.spark, place.sink, place.output(None))
+    publish(place.spark, place.sink, place.output(["a"], revision=2))
+    assert place.rows() == [("a", "w1", 2)]
+
+
 class Recorder:
     """Stands for a session, a frame and a writer: notes every call and returns itself."""
 
@@ -275,6 +418,7 @@ class Recorder:
         self.schema = None
         self.columns = ["name", "_window", "_revision"]
         self.snapshots = snapshots
+        self.properties: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         def call(*values: Any, **named: Any) -> Recorder:
@@ -291,13 +435,18 @@ class Recorder:
         rows = SimpleNamespace(collect=lambda: self.snapshots)
         return SimpleNamespace(select=lambda *_: rows)
 
+    def sql(self, text: str) -> Any:
+        self.calls.append(("sql", text))
+        rows = [{"key": key, "value": value} for key, value in self.properties.items()]
+        return SimpleNamespace(collect=lambda: rows)
+
     def called(self, *names: str) -> list[tuple[Any, ...]]:
         return [call for call in self.calls if call[0] in names]
 
 
 ABOUT = Window("w1", None, None, 2, "flights")
-HANDED = PublishJob(ABOUT, "/staging/w1/3", ("part-0.parquet",), 7)
-EMPTY = PublishJob(ABOUT, "/staging/w1/3", (), 0)
+HANDED = PublishJob(ABOUT, "/staging/w1/3", ("part-0.parquet",), 7, ledger=LEDGER)
+EMPTY = PublishJob(ABOUT, "/staging/w1/3", (), 0, ledger=LEDGER)
 
 
 @pytest.mark.usefixtures("spark")
@@ -306,12 +455,13 @@ def test_delta_is_asked_to_replace_one_window_in_a_transaction_of_its_own() -> N
     sink = SinkSpec("delta", "/lake/events", options={"mergeSchema": "true"})
     publish(lake, sink, HANDED)  # type: ignore[arg-type]  # stands for a session
     assert lake.called("parquet", "format", "mode", "options", "option", "partitionBy", "save") == [
+        ("format", "delta"),
         ("parquet", "/staging/w1/3/part-0.parquet"),
         ("format", "delta"),
         ("mode", "overwrite"),
         ("options", {"mergeSchema": "true"}),
         ("option", "replaceWhere", "_window = 'w1'"),
-        ("option", "txnAppId", "flights/w1"),
+        ("option", "txnAppId", f"flights/{LEDGER}/w1"),
         ("option", "txnVersion", "2"),
         ("partitionBy", "_window"),
         ("save", "/lake/events"),
@@ -329,7 +479,7 @@ def test_delta_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
 
 
 def snapshot(number: int, revision: int, window: str = "w1") -> dict[str, Any]:
-    noted = {"mldserver.pipeline": "flights", "mldserver.window": window, "mldserver.revision": str(revision)}
+    noted = {"mldserver.ledger": LEDGER, "mldserver.window": window, "mldserver.revision": str(revision)}
     return {"committed_at": number, "snapshot_id": number, "summary": noted}
 
 
@@ -343,6 +493,7 @@ def test_iceberg_is_asked_to_overwrite_one_window_since_the_last_snapshot() -> N
     assert lake.called("writeTo", "option", "overwrite", "create") == [
         ("writeTo", "lake.db.events"),
         ("option", "snapshot-property.mldserver.pipeline", "flights"),
+        ("option", "snapshot-property.mldserver.ledger", LEDGER),
         ("option", "snapshot-property.mldserver.window", "w1"),
         ("option", "snapshot-property.mldserver.revision", "2"),
         ("option", "isolation-level", "serializable"),
@@ -381,3 +532,25 @@ def test_iceberg_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
     lake = Recorder([])
     publish(lake, ICEBERG, EMPTY)  # type: ignore[arg-type]  # stands for a session
     assert [call[0] for call in lake.called("limit", "parquet", "overwrite")] == ["limit", "overwrite"]
+
+
+@pytest.mark.parametrize("sink", [SinkSpec("delta", "/lake/`events`"), ICEBERG], ids=["delta", "iceberg"])
+def test_a_lake_s_table_says_among_its_properties_whose_it_is(sink: SinkSpec) -> None:
+    lake: Any = Recorder([])
+    name = {"delta": "delta.`/lake/``events```", "iceberg": "lake.db.events"}[sink.format]
+    own(lake, sink, Owner("o'hare", LEDGER))
+    assert lake.called("sql") == [
+        ("sql", f"SHOW TBLPROPERTIES {name}"),
+        (
+            "sql",
+            f"ALTER TABLE {name} SET TBLPROPERTIES ('mldserver.pipeline' = 'o\\'hare', 'mldserver.ledger' = '{LEDGER}')",
+        ),
+    ]
+    lake.properties = {"mldserver.pipeline": "flights", "mldserver.ledger": RESTORED.ledger, "other": "x"}
+    with pytest.raises(OperatorError, match="another ledger of pipeline flights"):
+        own(lake, sink, OURS)
+    with pytest.raises(OperatorError, match="another ledger of pipeline flights"):
+        publish(lake, sink, HANDED)
+    assert not lake.called("save", "overwrite")
+    own(lake, sink, OURS, new_ledger=True)
+    assert "ALTER TABLE" in lake.called("sql")[-1][1]

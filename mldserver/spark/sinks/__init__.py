@@ -6,7 +6,7 @@ never replaced by them.
 
 A package registers a sink by an entry point of the group ``mldserver.sinks``: its name is the word before the colon in
 the setting ``sink``, its value a module (or an object) that has what ``Sink`` lists. The server imports it too, to read
-its settings: import pyspark inside ``check`` and ``publish``.
+its settings: import pyspark inside ``check``, ``own`` and ``publish``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.spark.sinks.sink import Owner, SinkSpec
 
 GROUP: Final = "mldserver.sinks"
 """The group of entry points by which a package registers its sinks."""
@@ -40,8 +40,17 @@ class Sink(Protocol):
     def check(self, spark: SparkSession, sink: SinkSpec, /) -> None:
         """Find out at the start what a window would fail on. Raises OperatorError, and what Spark raises."""
 
+    def own(self, spark: SparkSession, sink: SinkSpec, owner: Owner, /, *, new_ledger: bool) -> None:
+        """Note whose the table is, at the start, after ``check``; where there is no table yet, do so when it is made.
+
+        ``sink.must_note`` decides, and raises OperatorError when the table is another's. Stored with the table.
+        """
+
     def publish(self, spark: SparkSession, sink: SinkSpec, job: PublishJob, /) -> None:
-        """Write a committed output; repeatable. Raises what Spark or the sink raises: it is then tried again."""
+        """Write a committed output; repeatable. Raises what Spark or the sink raises: it is then tried again.
+
+        Writes nothing into a table that is another's than ``owner_of(job)``.
+        """
 
 
 SINKS: Final[Mapping[str, tuple[Sink, str]]] = {
@@ -53,7 +62,7 @@ SINKS: Final[Mapping[str, tuple[Sink, str]]] = {
 
 _TESTED_DATABASES: Final = ("postgresql:", "derby:")
 
-_PARTS: Final = ("parse", "check_settings", "check", "publish")
+_PARTS: Final = ("parse", "check_settings", "check", "own", "publish")
 
 
 def find(name: str) -> Sink:

@@ -2,7 +2,7 @@
 
 Delta skips a write whose ``txnVersion`` is not above the last one of its ``txnAppId`` (Delta protocol, "Transaction
 Identifiers"). Windows may be published in any order, so each has an application id of its own, and its revision is the
-version: a write that is repeated, or comes from a server that was taken for dead, changes nothing. Both are given to
+version. The ledger's id is part of it, since a new ledger counts revisions from 1 again: a write that is repeated, or comes from a server that was taken for dead, changes nothing. Both are given to
 the writer, not to the session, where they would hold for every write that comes after.
 """
 
@@ -11,13 +11,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.uris import local_path
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, existing, refuse_table, staged
+from mldserver.spark.sinks.sink import (
+    WINDOW,
+    check_made_here,
+    existing,
+    own_by_properties,
+    owner_of,
+    refuse_table,
+    staged,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.spark.sinks.sink import Owner, SinkSpec
 
 _NO_TABLE: Final = frozenset(
     {
@@ -56,25 +64,37 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
         check_made_here(table.columns, sink.target)
 
 
+def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
+    """Note whose the table is among its properties, if there is a table. Raises OperatorError as ``must_note``."""
+    if _table(spark, sink) is not None:
+        _own(spark, sink, owner, new_ledger=new_ledger)
+
+
+def _own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
+    name = sink.target.replace("`", "``")
+    own_by_properties(spark, f"delta.`{name}`", owner, sink.target, new_ledger=new_ledger)
+
+
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
-    if job.files:
-        rows = staged(spark, job)
-    else:
-        table = _table(spark, sink)
-        if table is None:
-            return
-        rows = table.limit(0)
+    owner, table = owner_of(job), _table(spark, sink)
+    if table is not None:
+        _own(spark, sink, owner)
+    elif not job.files:
+        return
+    rows = staged(spark, job) if job.files or table is None else table.limit(0)
     (
         rows.write.format("delta")
         .mode("overwrite")
         .options(**sink.options)
         .option("replaceWhere", f"{WINDOW} = '{job.window.id}'")
-        .option("txnAppId", f"{job.window.pipeline}/{job.window.id}")
+        .option("txnAppId", f"{owner.pipeline}/{owner.ledger}/{job.window.id}")
         .option("txnVersion", str(job.window.revision))
         .partitionBy(WINDOW)
         .save(sink.target)
     )
+    if table is None:
+        _own(spark, sink, owner)
 
 
 def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:

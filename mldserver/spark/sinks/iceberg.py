@@ -1,6 +1,6 @@
 """Apache Iceberg: a window is a partition, replaced by one snapshot.
 
-Each snapshot's summary holds the pipeline, window and revision that it wrote. A write looks for its own first, and
+Each snapshot's summary holds the pipeline, ledger, window and revision that it wrote. A write looks for its own first, and
 tells Iceberg from which snapshot on nobody else may have touched the partition: so a write that is repeated, or that
 comes late from a server that was taken for dead, cannot take back a later revision. (Snapshots may expire; a revision
 that is published again after its snapshot is gone replaces the same rows by themselves.)
@@ -12,16 +12,25 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, existing, refuse_table, staged
+from mldserver.spark.sinks.sink import (
+    LEDGER,
+    PIPELINE,
+    WINDOW,
+    check_made_here,
+    existing,
+    own_by_properties,
+    owner_of,
+    refuse_table,
+    staged,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.spark.sinks.sink import Owner, SinkSpec
 
 _TABLE = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
-_PIPELINE: Final = "mldserver.pipeline"
 _WINDOW: Final = "mldserver.window"
 _REVISION: Final = "mldserver.revision"
 _NO_TABLE: Final = frozenset({"TABLE_OR_VIEW_NOT_FOUND", "SCHEMA_NOT_FOUND"})
@@ -58,6 +67,12 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
         check_made_here(table.columns, sink.target)
 
 
+def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
+    """Note whose the table is among its properties, if there is a table. Raises OperatorError as ``must_note``."""
+    if _table(spark, sink) is not None:
+        own_by_properties(spark, sink.target, owner, sink.target, new_ledger=new_ledger)
+
+
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already.
 
@@ -65,27 +80,30 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
 
-    window, table = job.window, _table(spark, sink)
+    window, owner, table = job.window, owner_of(job), _table(spark, sink)
     # From metadata only: the last snapshot's id (None: there is none), and the window's highest revision (0: none).
     last, written = None, 0
     if table is not None:
+        own_by_properties(spark, sink.target, owner, sink.target)
         snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
         for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
             last, summary = int(row["snapshot_id"]), row["summary"] or {}
-            if (summary.get(_PIPELINE), summary.get(_WINDOW)) == (window.pipeline, window.id):
+            if (summary.get(LEDGER), summary.get(_WINDOW)) == (owner.ledger, window.id):
                 written = max(written, int(summary.get(_REVISION) or 0))
     if written >= window.revision or (table is None and not job.files):
         return
     rows = staged(spark, job) if job.files or table is None else table.limit(0)
     writer = rows.writeTo(sink.target).options(**sink.options)
     for name, value in (
-        (_PIPELINE, window.pipeline),
+        (PIPELINE, owner.pipeline),
+        (LEDGER, owner.ledger),
         (_WINDOW, window.id),
         (_REVISION, str(window.revision)),
     ):
         writer = writer.option(f"snapshot-property.{name}", value)
     if table is None:
-        writer.using("iceberg").partitionedBy(F.col(WINDOW)).create()
+        writer = writer.using("iceberg").partitionedBy(F.col(WINDOW))
+        writer.tableProperty(PIPELINE, owner.pipeline).tableProperty(LEDGER, owner.ledger).create()
         return
     if last is not None:
         writer = writer.option("isolation-level", "serializable")

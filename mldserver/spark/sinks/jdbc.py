@@ -1,6 +1,7 @@
 """JDBC: Spark writes a window into a stage table, one transaction moves it into the table.
 
-Beside the table lie ``<table>__windows``, with the revision of each window that the table holds, and for a while
+Beside the table lie ``<table>__owner``, one line that says whose the table is and whether it was made,
+``<table>__windows``, with the revision of each window that the table holds, and for a while
 ``<table>__stage_<random>``, one for each try: Spark's tasks commit one by one, so nobody may read what they write. The stage
 of a try that makes the table, too, is ``<table>__first_<random>``: where that try dies, the next one knows that an index may lack.
 The steps, each of which may be the last of a process:
@@ -12,6 +13,8 @@ The steps, each of which may be the last of a process:
     clear     the stage is dropped, the line names none
 
 Whoever claims later, on this server or another, wins: the transaction of the earlier one finds its stage named no more.
+A claim locks the owner's line, and so does a new owner, who takes all stages from the lines of windows and sets their
+revisions back to 0: no try of the former owner moves anything after that.
 Classic Spark only: over Spark Connect a program has no connection to the database, and Spark's own writer commits each
 task for itself, so no step could be made one.
 """
@@ -26,9 +29,11 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.spark.sinks.database import DatabaseError, connected, last_name, suffixed
-from mldserver.spark.sinks.sink import REVISION, WINDOW, check_made_here, staged
+from mldserver.spark.sinks.sink import REVISION, WINDOW, Owner, check_made_here, must_note, owner_of, staged
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.jobs.engine import PublishJob
@@ -49,6 +54,9 @@ _THERE_ALREADY: Final = re.compile("already|exists|duplicate", re.IGNORECASE)
 """In the words of databases that have an index of a name: they share no SQLSTATE for it."""
 _LONGEST_SUFFIX: Final = len(_STAGE) + 12
 
+_THERE: Final = "23"
+"""How SQLSTATEs begin of a key that is there already."""
+
 _NOT_THERE_YET: Final = ("08", "40", "53", "57")
 """How SQLSTATEs begin of what passes by itself: no connection, a deadlock, no room, a database that starts or stops."""
 
@@ -64,12 +72,20 @@ class Try:
     @property
     def windows(self) -> str:
         """The table of windows and revisions."""
-        return suffixed(self.table, "__windows")
+        return _windows(self.table)
 
     @property
     def key(self) -> tuple[str, str]:
         """What a line of it is found by."""
         return self.job.window.pipeline, self.job.window.id
+
+
+def _windows(table: str) -> str:
+    return suffixed(table, "__windows")
+
+
+def _owner(table: str) -> str:
+    return suffixed(table, "__owner")
 
 
 def _is_first(stage: str) -> bool:
@@ -98,25 +114,34 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
             "Spark Connect gives no access to JDBC transactions.",
             advice="Set spark_master to a Spark of the server's own, such as local[*], or choose another sink.",
         )
+    with _words_of_start(), connected(spark, sink) as database:
+        has_transactions, longest = database.limits()
+        if not has_transactions:
+            raise OperatorError("The database of sink has no transactions.", advice="Choose another sink.")
+        # Names that were cut short would fall together.
+        size = len(last_name(sink.table).strip('"`[]').encode())
+        if longest and size > longest - _LONGEST_SUFFIX:
+            raise OperatorError(
+                f"The name of sink_table = {sink.table} is too long: it has {size} bytes. This database takes "
+                f"{longest} for a name, and windows are staged under names that have {_LONGEST_SUFFIX} more.",
+                advice=f"Choose a name of at most {longest - _LONGEST_SUFFIX} bytes.",
+            )
+        columns = database.columns(sink.table)
+        if columns is not None:
+            check_made_here(columns, sink.table)
+        _rehearse(database, sink.table, columns)
+
+
+def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
+    """Note whose the table is. Raises OperatorError as ``must_note``, and where the table was dropped."""
+    with _words_of_start(), connected(spark, sink) as database:
+        _own(database, sink.table, owner, new_ledger=new_ledger)
+
+
+@contextlib.contextmanager
+def _words_of_start() -> Iterator[None]:
     try:
-        with connected(spark, sink) as database:
-            has_transactions, longest = database.limits()
-            if not has_transactions:
-                raise OperatorError(
-                    "The database of sink has no transactions.", advice="Choose another sink."
-                )
-            # Names that were cut short would fall together.
-            size = len(last_name(sink.table).strip('"`[]').encode())
-            if longest and size > longest - _LONGEST_SUFFIX:
-                raise OperatorError(
-                    f"The name of sink_table = {sink.table} is too long: it has {size} bytes. This database takes "
-                    f"{longest} for a name, and windows are staged under names that have {_LONGEST_SUFFIX} more.",
-                    advice=f"Choose a name of at most {longest - _LONGEST_SUFFIX} bytes.",
-                )
-            columns = database.columns(sink.table)
-            if columns is not None:
-                check_made_here(columns, sink.table)
-            _rehearse(database, sink.table, columns)
+        yield
     except DatabaseError as error:
         kind = NotThereYet if error.state.startswith(_NOT_THERE_YET) else OperatorError
         raise kind(
@@ -128,7 +153,7 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
 
 def _rehearse(database: Database, table: str, columns: dict[str, str] | None) -> None:
     """Do all that a window needs the right for, without rows: a database looks at rights and types all the same."""
-    windows, stage = suffixed(table, "__windows"), suffixed(table, f"{_STAGE}{secrets.token_hex(6)}")
+    windows, stage = _windows(table), suffixed(table, f"{_STAGE}{secrets.token_hex(6)}")
     _make_windows(database, windows)
     with database.together():
         database.change(f"CREATE TABLE {stage} (stage INTEGER)")
@@ -149,22 +174,100 @@ def _rehearse(database: Database, table: str, columns: dict[str, str] | None) ->
 
 
 def _make_windows(database: Database, windows: str) -> None:
-    if database.columns(windows) is not None:
+    _make(
+        database,
+        windows,
+        "pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL, revision INTEGER NOT NULL,"
+        " stage VARCHAR(255) NOT NULL, PRIMARY KEY (pipeline, window_id)",
+    )
+
+
+def _make(database: Database, table: str, columns: str) -> None:
+    if database.columns(table) is not None:
         return
     try:
-        database.change(
-            f"CREATE TABLE {windows} (pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL,"
-            " revision INTEGER NOT NULL, stage VARCHAR(255) NOT NULL, PRIMARY KEY (pipeline, window_id))"
-        )
+        database.change(f"CREATE TABLE {table} ({columns})")
     except DatabaseError:
         # Another server may have made it in the same instant.
-        if database.columns(windows) is None:
+        if database.columns(table) is None:
             raise
+
+
+def _own(database: Database, table: str, owner: Owner, *, new_ledger: bool = False) -> bool:
+    """Note whose the table is, unless it is known; return whether the table is known to have been made.
+
+    Raises OperatorError when the table is another's, or was dropped.
+    """
+    windows, name = _windows(table), _owner(table)
+    _make_windows(database, windows)
+    _make(
+        database,
+        name,
+        "id INTEGER NOT NULL PRIMARY KEY, pipeline VARCHAR(255) NOT NULL, ledger VARCHAR(64) NOT NULL,"
+        " made INTEGER NOT NULL",
+    )
+    while True:
+        line = database.first(f"SELECT pipeline, ledger, made FROM {name}")  # noqa: S608  # the operator's own name
+        found = Owner(line[0], line[1]) if line is not None else None
+        note = must_note(found, owner, table, new_ledger=new_ledger)
+        same = found is not None and found.ledger == owner.ledger
+        # Of a table that an earlier version of the program made only its windows are noted.
+        made = bool(int(line[2])) if line is not None else _count(database, windows) > 0
+        if made and (same or found is None) and database.columns(table) is None:
+            raise OperatorError(
+                f"The table {table} was dropped or renamed, and with it the windows that were published into it "
+                f"({_count(database, windows):,}).",
+                did="Nothing was written.",
+                advice=f"Bring the table back. Or drop {windows} and {name} too: the server then makes a new table, and "
+                "`mldserver windows retry --published WINDOW …` fills it with windows whose segments are still there.",
+            )
+        if not note or _take(database, table, found, owner):
+            return made and same
+
+
+def _count(database: Database, windows: str) -> int:
+    line = database.first(f"SELECT COUNT(*) FROM {windows} WHERE revision > 0")  # noqa: S608  # the operator's own name
+    return 0 if line is None else int(line[0])
+
+
+def _take(database: Database, table: str, found: Owner | None, owner: Owner) -> bool:
+    """Let the table be the owner's, in place of what was ``found``; False when that is not what it says any more.
+
+    Revisions that another ledger counted are forgotten.
+    """
+    windows, name = _windows(table), _owner(table)
+    if found is not None and found.ledger == owner.ledger:
+        renamed = f"UPDATE {name} SET pipeline = ? WHERE ledger = ?"  # noqa: S608  # the operator's own name
+        return bool(database.change(renamed, owner.pipeline, owner.ledger))
+    stages = f"SELECT stage FROM {windows} WHERE stage <> ?"  # noqa: S608  # see above
+    while (left := database.first(stages, _NONE)) is not None:
+        # Before the line forgets it; its try is another owner's, or dead.
+        database.drop(left[0])
+        database.change(f"UPDATE {windows} SET stage = ? WHERE stage = ?", _NONE, left[0])  # noqa: S608  # see above
+    try:
+        with database.together():
+            if found is None:
+                database.change(f"INSERT INTO {name} VALUES (1, ?, ?, 0)", owner.pipeline, owner.ledger)  # noqa: S608  # see above
+            elif not database.change(
+                f"UPDATE {name} SET pipeline = ?, ledger = ?, made = 0 WHERE ledger = ?",  # noqa: S608  # see above
+                owner.pipeline,
+                owner.ledger,
+                found.ledger,
+            ):
+                return False
+            database.change(f"UPDATE {windows} SET revision = 0, stage = ?", _NONE)  # noqa: S608  # see above
+    except DatabaseError as error:
+        # Of two first claims the key lets one through.
+        if found is None and error.state.startswith(_THERE):
+            return False
+        raise
+    return True
 
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
     with connected(spark, sink) as database:
+        made = _own(database, sink.table, owner_of(job))
         kind = _FIRST if database.columns(sink.table) is None else _STAGE
         stage = suffixed(sink.table, f"{kind}{secrets.token_hex(6)}")
         attempt = claim(database, Try(job, sink.table, stage))
@@ -174,6 +277,9 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         fill(staged(spark, job), sink, attempt, create=_is_first(attempt.stage))
     with connected(spark, sink) as database:
         try:
+            if job.files and not made:
+                # Before the first rows are in it: a table that is gone is then known to have held some.
+                database.change(f"UPDATE {_owner(sink.table)} SET made = 1 WHERE ledger = ?", job.ledger)  # noqa: S608  # the operator's own name
             if _is_first(attempt.stage):
                 try:
                     _make_index(database, sink.table)
@@ -195,28 +301,32 @@ def claim(database: Database, attempt: Try) -> Try | None:
 
     Where the one that died was making the table, so is the one that is returned.
     """
-    windows, revision = attempt.windows, attempt.job.window.revision
-    _make_windows(database, windows)
-    line = database.first(
-        f"SELECT revision, stage FROM {windows} WHERE pipeline = ? AND window_id = ?",  # noqa: S608  # the operator's own name
-        *attempt.key,
-    )
-    if line is None:
-        database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
-        return attempt
-    noted, left = int(line[0]), line[1]
-    if _is_first(left) and not _is_first(attempt.stage):
-        attempt = replace(attempt, stage=_FIRST.join(attempt.stage.rsplit(_STAGE, 1)))
-    due = noted < revision
-    changed = database.change(
-        f"UPDATE {windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND revision = ? AND stage = ?",  # noqa: S608  # see above
-        attempt.stage if due else left,
-        *attempt.key,
-        noted,
-        left,
-    )
-    if not changed:
-        raise RuntimeError(f"another server writes window {attempt.job.window.id} at the same time")
+    windows, job = attempt.windows, attempt.job
+    with database.together():
+        # First, so that no other server claims this window, or the table, before this is done.
+        locked = f"UPDATE {_owner(attempt.table)} SET ledger = ledger WHERE ledger = ?"  # noqa: S608  # the operator's own name
+        if not database.change(locked, job.ledger):
+            raise RuntimeError(f"another pipeline, or another ledger, has claimed the table {attempt.table}")
+        line = database.first(
+            f"SELECT revision, stage FROM {windows} WHERE pipeline = ? AND window_id = ?",  # noqa: S608  # see above
+            *attempt.key,
+        )
+        if line is None:
+            database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
+            return attempt
+        noted, left = int(line[0]), line[1]
+        if _is_first(left) and not _is_first(attempt.stage):
+            attempt = replace(attempt, stage=_FIRST.join(attempt.stage.rsplit(_STAGE, 1)))
+        due = noted < job.window.revision
+        changed = database.change(
+            f"UPDATE {windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND revision = ? AND stage = ?",  # noqa: S608  # see above
+            attempt.stage if due else left,
+            *attempt.key,
+            noted,
+            left,
+        )
+        if not changed:
+            raise RuntimeError(f"another server writes window {job.window.id} at the same time")
     if left != _NONE and due:
         database.drop(left)
     elif left != _NONE:

@@ -1,4 +1,8 @@
-"""What every table sink has in common: the staged rows, the columns that name their window, how errors are told."""
+"""What every table sink has in common: whose a table is, the staged rows, the columns that name their window, errors.
+
+Revisions count within one ledger, and windows of two pipelines may have the same id. So a table belongs to one pipeline
+on one ledger: the first claim is stored in the table, or beside it, and every start and every write compares the two.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,12 @@ WINDOW: Final = "_window"
 REVISION: Final = "_revision"
 """Column of the window's revision, INT."""
 
+PIPELINE: Final = "mldserver.pipeline"
+"""Property of a table, or of a snapshot, that holds the pipeline's name."""
+
+LEDGER: Final = "mldserver.ledger"
+"""The same of the ledger's id."""
+
 _CONDITION = re.compile(r"\[([A-Z][A-Z0-9_]+(?:\.[A-Z0-9_]+)*)\]")
 _GLOB = re.compile(r"([\[\]{}*?\\])")
 
@@ -44,6 +54,66 @@ class SinkSpec:
         return redacted(f"{self.format}:{self.target}")
 
     __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a table is. The ledger's id decides; the pipeline's name may change (``--rename-from``)."""
+
+    pipeline: str
+    ledger: str
+    """The ledger's random id: a new or restored ledger has another."""
+
+
+def owner_of(job: PublishJob) -> Owner:
+    """Return whose the table must be that an output goes into."""
+    return Owner(job.window.pipeline, job.ledger)
+
+
+def must_note(found: Owner | None, owner: Owner, where: str, *, new_ledger: bool) -> bool:
+    """Return whether a table must note ``owner``; False when it has. Raises OperatorError when it is another's.
+
+    ``found``: what the table ``where`` says; None: nothing yet, and the first claim takes it. ``new_ledger``: take it from
+    another owner.
+    """
+    if found is None or new_ledger or found.ledger == owner.ledger:
+        return found != owner
+    what = f"The table {where} belongs to pipeline {found.pipeline}; this is pipeline {owner.pipeline}."
+    if found.pipeline == owner.pipeline:
+        what = (
+            f"The table {where} was written from another ledger of pipeline {owner.pipeline} (id {found.ledger}). This "
+            f"server's ledger (id {owner.ledger}) is new, or was restored."
+        )
+    raise OperatorError(
+        what,
+        did="Nothing was written to the table.",
+        advice="Name another table, or give the server the ledger that the table had. To go on in this table with this "
+        "ledger, start once with --new-ledger: windows that are published from then on replace those of the same id, and "
+        "all other rows stay.",
+    )
+
+
+def own_by_properties(
+    spark: SparkSession, table: str, owner: Owner, where: str, *, new_ledger: bool = False
+) -> None:
+    """Compare an existing table's properties with ``owner``, and note it there. Raises OperatorError as ``must_note``.
+
+    ``table``: its name as SQL takes it.
+    """
+    rows = spark.sql(f"SHOW TBLPROPERTIES {table}").collect()
+    properties = {str(row["key"]): str(row["value"]) for row in rows}
+    found = Owner(properties.get(PIPELINE, ""), properties[LEDGER]) if LEDGER in properties else None
+    if must_note(found, owner, where, new_ledger=new_ledger):
+        pairs = ", ".join(
+            f"'{name}' = {_literal(value)}"
+            for name, value in ((PIPELINE, owner.pipeline), (LEDGER, owner.ledger))
+        )
+        spark.sql(f"ALTER TABLE {table} SET TBLPROPERTIES ({pairs})")
+
+
+def _literal(text: str) -> str:
+    escaped_text = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped_text}'"
 
 
 def refuse_table(sink: SinkSpec) -> None:
