@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import tempfile
 from collections import Counter
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
@@ -27,6 +28,7 @@ from mldserver.cli.ledger_tool import (
     as_operator_errors,
     at_ledger,
     details,
+    first_line,
     moment,
     settings_at,
     state_at,
@@ -39,10 +41,11 @@ from mldserver.errors import ConfigError, OperatorError
 from mldserver.ledger.book import Book
 from mldserver.ledger.contract import WindowState
 from mldserver.ledger.sqlite import SqliteStore, go_on_from
-from mldserver.ledger.sqlite_file import copy_whole, pipeline_of
+from mldserver.ledger.sqlite_file import check_tables, copy_whole, pipeline_of
+from mldserver.output.layout import PRIVATE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from rich.console import RenderableType
 
@@ -279,6 +282,9 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
     deleted: the next start moves them to `_mldserver/quarantine`. A window that was published since is computed again,
     and halts until the published folder has been moved away.
 
+    A backup may come from anywhere. Nothing is written until its ledger has a ledger's tables, all that it names is in a
+    server's own folders, and the files are there, without links, with the sizes and rows that the ledger tells of.
+
     Parameters
     ----------
     folder
@@ -286,16 +292,26 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
     """
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.coordinator.membership import ServerLocks  # noqa: PLC0415  # see above
-    from mldserver.output.layout import PRIVATE, SERVERS  # noqa: PLC0415  # see above
+    from mldserver.output.layout import SERVERS  # noqa: PLC0415  # see above
 
-    with as_operator_errors():
-        if not (folder / _LEDGER).is_file():
+    with as_operator_errors(), tempfile.TemporaryDirectory(prefix="mldserver-") as scratch:
+        if not _is_plain(folder, _LEDGER):
             raise OperatorError(
                 f"{folder} is no backup of a ledger.",
                 advice="Name a folder that `mldserver ledger backup` has made.",
             )
         settings, file, store = _places(where)
-        pipeline = where.pipeline or pipeline_of(folder / _LEDGER) or settings.pipeline
+        # A backup may come from anywhere: a copy of its ledger is looked at first, and nothing is written until all is found
+        # to be right.
+        copy = Path(scratch) / _LEDGER
+        copy_whole(folder / _LEDGER, copy)
+        check_tables(copy)
+        pipeline = where.pipeline or pipeline_of(copy) or settings.pipeline
+        state = _read(copy, pipeline)
+        named = list(_named(state))
+        _check_names(state, named)
+        missing = [path for path in named if not store.exists(path)]
+        _check_files(folder, state, frozenset(missing))
         if held := ServerLocks(home(settings) / SERVERS).held():
             raise OperatorError(
                 f"{len(held)} servers run on this ledger.",
@@ -305,9 +321,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         make_folder(file.parent)
         store.prepare(PRIVATE, durable=True)
         part = file.with_name(f"{file.name}.part")
-        copy_whole(folder / _LEDGER, part)
-        named = list(_named(_read(part, pipeline)))
-        missing = [path for path in named if not store.exists(path)]
+        copy_whole(copy, part)
         for path in missing:
             store.bring_back(folder / _FILES / path, path)
         store.sync(*missing)
@@ -354,6 +368,73 @@ def _named(state: LedgerState) -> Iterator[str]:
     for entry in state.windows.values():
         if entry.staging is not None:
             yield from (f"{entry.staging}/{file}" for file in entry.files)
+
+
+def _is_plain(folder: Path, path: str) -> bool:
+    """Whether a file is in a folder, and no link leads to it."""
+    file = folder / path
+    return file.is_file() and file.resolve() == folder.resolve() / path
+
+
+def _check_names(state: LedgerState, named: Iterable[str]) -> None:
+    """Raise OperatorError unless all names stay in the folders that servers write into."""
+    ids = {*state.windows, *(segment.window_id for segment in state.late_segments)}
+    wrong = [name for name in sorted(ids) if "/" in name or not _is_name(name)]
+    for path in named:
+        below = path.removeprefix(f"{PRIVATE}/")
+        if below == path or not all(map(_is_name, below.split("/"))):
+            wrong.append(path)
+    if wrong:
+        raise _untrusted(f"its ledger names {wrong[0]!r}, which is not in a server's own folders")
+
+
+def _is_name(part: str) -> bool:
+    return part not in {"", ".", ".."} and "\0" not in part
+
+
+def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> None:
+    """Raise OperatorError unless the wanted files are in a backup, and are the ones that its ledger tells of."""
+    from pyarrow import ArrowException  # noqa: PLC0415  # `--help` must not wait for it
+    from pyarrow.parquet import ParquetFile  # noqa: PLC0415  # see above
+
+    def rows(path: str) -> int:
+        if not _is_plain(folder, f"{_FILES}/{path}"):
+            raise _untrusted(f"{_FILES}/{path} is missing, or a link leads there")
+        try:
+            with ParquetFile(folder / _FILES / path) as file:
+                return int(file.metadata.num_rows)
+        except ArrowException as error:
+            raise _untrusted(f"{_FILES}/{path} is no Parquet file: {first_line(str(error))}") from error
+
+    counts = {path: rows(path) for path in sorted(wanted)}
+    of_windows = (segment for e in state.windows.values() for segment in (*e.segments, *e.pending))
+    for segment in (*state.late_segments, *of_windows):
+        if (count := counts.get(segment.path)) is None:
+            continue
+        size = (folder / _FILES / segment.path).stat().st_size
+        if (count, size) != (segment.rows, segment.bytes):
+            raise _untrusted(
+                f"{_FILES}/{segment.path} has {count:,} rows and {size:,} bytes, and the ledger tells of "
+                f"{segment.rows:,} and {segment.bytes:,}"
+            )
+    for entry in state.windows.values():
+        paths = [f"{entry.staging}/{file}" for file in entry.files] if entry.staging is not None else []
+        if (
+            paths
+            and counts.keys() >= set(paths)
+            and (count := sum(counts[path] for path in paths)) != entry.rows_out
+        ):
+            raise _untrusted(
+                f"the output of window {entry.window_id} has {count:,} rows, and the ledger tells of {entry.rows_out:,}"
+            )
+
+
+def _untrusted(what: str) -> OperatorError:
+    return OperatorError(
+        f"The backup cannot be used: {what}.",
+        did="Nothing was restored.",
+        advice="Take another backup. This one is damaged, was not copied as a whole, or was changed.",
+    )
 
 
 def _set_aside(file: Path) -> Path | None:

@@ -133,6 +133,7 @@ CREATE INDEX dead_letters_by_key ON dead_letters (shard_id, partition_key)
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
 
+_NOT_RESTORED: Final = "Nothing was restored."
 _ROLLED_BACK: Final = "The transaction was rolled back."
 _DAMAGED: Final = (
     "The ledger is damaged",
@@ -216,6 +217,34 @@ def copy_whole(path: Path, target: Path) -> None:
             copy.execute("PRAGMA journal_mode = DELETE")
     except sqlite3.Error as error:
         raise translate(error, path, did="It was left as it is.") from error
+
+
+def check_tables(path: Path) -> None:
+    """Raise LedgerError unless a copy has a ledger's tables, and nothing else: a trigger would run with the next change."""
+    found = "SELECT type, name, sql FROM sqlite_schema ORDER BY type, name"
+
+    def tables(db: sqlite3.Connection) -> list[tuple[str, str, str]]:
+        return [(kind, name, " ".join((sql or "").split())) for kind, name, sql in db.execute(found)]
+
+    with contextlib.closing(sqlite3.connect(":memory:")) as made:
+        for statement in _DDL.split(";"):
+            made.execute(statement)
+        wanted = tables(made)
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("PRAGMA trusted_schema = OFF")
+            there = tables(db)
+    except sqlite3.Error as error:
+        raise translate(error, path, did=_NOT_RESTORED) from error
+    if not there:
+        raise _missing(path)
+    if there != wanted:
+        raise LedgerVersionError(
+            f"The file has other tables, triggers or views than a ledger of format {FORMAT}.",
+            did=_NOT_RESTORED,
+            advice="Restore a ledger of another format with the version of mldserver that wrote it. Otherwise the file was "
+            "changed: do not use it.",
+        )
 
 
 def pipeline_of(path: Path) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,3 +263,105 @@ async def test_segments_on_an_object_store_are_copied_too(
     assert remote.get("_mldserver/segments/w/1.parquet") == b"rows"
     with pytest.raises(FileNotFoundError):
         remote.save("nothing", tmp_path / "copy" / "nothing")
+
+
+@pytest.fixture
+async def monday(tmp_path: Path, ledger: Any) -> Path:
+    """A backup of an open window; the output folder is lost."""
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000), (2, 2000))
+        ledger("backup", "monday")
+    shutil.rmtree(tmp_path / "out")
+    return tmp_path / "monday"
+
+
+def changed(backup: Path, sql: str) -> None:
+    with contextlib.closing(sqlite3.connect(backup / "ledger.sqlite", isolation_level=None)) as db:
+        db.executescript(sql)
+
+
+def only_segment(backup: Path) -> Path:
+    (file,) = backup.rglob("*.parquet")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("UPDATE segments SET path = '../../evil.parquet'", "names '../../evil.parquet'"),
+        ("UPDATE segments SET path = '/tmp/evil.parquet'", "names '/tmp/evil.parquet'"),
+        ("UPDATE segments SET path = '_mldserver/../evil.parquet'", "names '_mldserver/../evil.parquet'"),
+        ("UPDATE segments SET path = 'window=x/evil.parquet'", "names 'window=x/evil.parquet'"),
+        (
+            "UPDATE windows SET window_id = '../../evil'; UPDATE segments SET window_id = '../../evil'",
+            "names '../../evil'",
+        ),
+        (
+            """
+            UPDATE windows SET state = 'committed', attempt = 1, staging = '_mldserver/staging/x/1',
+                files = '["../../../../evil.parquet"]'
+            """,
+            "names '_mldserver/staging/x/1/../../../../evil.parquet'",
+        ),
+        ("UPDATE segments SET bytes = bytes + 1", "and the ledger tells of 2 and"),
+        ("UPDATE segments SET rows = 3", "has 2 rows and"),
+        (
+            "CREATE TRIGGER t AFTER UPDATE ON totals BEGIN DELETE FROM windows; END",
+            "other tables, triggers or views",
+        ),
+        ("ALTER TABLE late_segments ADD x; CREATE VIEW v AS SELECT 1", "other tables, triggers or views"),
+    ],
+)
+def test_a_backup_that_was_changed_is_refused_before_anything_is_written(
+    tmp_path: Path, monday: Path, ledger: Any, sql: str, told: str
+) -> None:
+    changed(monday, sql)
+    before = sorted(path for path in tmp_path.rglob("*") if "monday" not in path.parts)
+    said = ledger("restore", "monday", code=2)
+    assert told in said
+    assert "Nothing was restored" in said
+    assert sorted(path for path in tmp_path.rglob("*") if "monday" not in path.parts) == before
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "ledger", "gone", "damaged"])
+def test_a_backup_with_links_or_damaged_files_is_refused(
+    tmp_path: Path, monday: Path, ledger: Any, what: str
+) -> None:
+    segment = only_segment(monday)
+    target = {"file": segment, "folder": segment.parent, "ledger": monday / "ledger.sqlite"}.get(what)
+    if target is not None:
+        moved = target.rename(tmp_path / "elsewhere")
+        target.symlink_to(moved)
+    elif what == "gone":
+        segment.unlink()
+    else:
+        segment.write_bytes(segment.read_bytes()[:-1])
+    said = ledger("restore", "monday", code=2)
+    told = {"ledger": "is no backup of a ledger", "damaged": "is no Parquet file"}
+    assert told.get(what, "is missing, or a link leads there") in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_backup_that_is_whole_is_restored(tmp_path: Path, monday: Path, ledger: Any) -> None:
+    ledger("restore", "monday")
+    assert files(tmp_path / "out") == files(monday)
+
+
+async def test_an_output_that_is_not_what_the_ledger_tells_of_is_refused(tmp_path: Path, ledger: Any) -> None:
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000))
+        ledger("backup", "monday")
+    segment, staging = only_segment(tmp_path / "monday"), "_mldserver/staging/x/0001"
+    output = tmp_path / "monday" / "files" / staging / "part-0.parquet"
+    output.parent.mkdir(parents=True)
+    shutil.copy(segment, output)
+    state = f"state = 'committed', attempt = 1, staging = '{staging}', files = '[\"part-0.parquet\"]'"
+    shutil.rmtree(tmp_path / "out")
+    changed(tmp_path / "monday", f"UPDATE windows SET {state}, rows_out = 2")
+    assert "has 1 rows, and the ledger tells of 2" in ledger("restore", "monday", code=2)
+    changed(tmp_path / "monday", "UPDATE windows SET rows_out = 1")
+    ledger("restore", "monday")
