@@ -16,9 +16,10 @@ import structlog
 from mldserver.base.backoff import Backoff, backoff
 from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
+from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Reading, ShardReader
-from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree
+from mldserver.dynamodb_streams.shard_tree import LATEST, StreamShard
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
 from mldserver.dynamodb_streams.streams_api import StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
@@ -28,11 +29,11 @@ from mldserver.sources.intake import ShardOpening, SourceStatus
 from mldserver.sources.progress_log import Progress, ProgressLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from mldserver.base.clock import Clock
     from mldserver.dynamodb_streams.reader import Page
-    from mldserver.dynamodb_streams.shard_tree import StreamShard
+    from mldserver.dynamodb_streams.shard_tree import ShardTree
     from mldserver.dynamodb_streams.streams_api import MakeClient
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake, Seen, ShardIntake
@@ -95,7 +96,7 @@ class DirectSource:
         self._unread = Unread(round(forsaken_seconds * 1000))
         self._progress = ProgressLog(clock=clock, seconds=look_seconds)
         self._arn = ""
-        self._tree = ShardTree()
+        self._listing = Listing(self._api, "", clock=clock)
         self._first = False
         """Whether nothing was read yet when this server began."""
         self._first_ms = 0  # the time of day at which it began, at the earliest
@@ -174,26 +175,29 @@ class DirectSource:
 
     # Which shards there are, and which are read here.
 
+    @property
+    def _tree(self) -> ShardTree:
+        return self._listing.tree
+
     async def _find(self) -> None:
         """Find the stream and its shards, and see whether they are those that the ledger knows."""
         self._arn = await self._api.resolve(self._stream)
         # By the clock of AWS, which the one of this host may be ahead of: what comes from now on is no earlier.
         self._first_ms = self._clock.now_ms() - CLOCKS_APART_MS
-        while True:
-            described = await self._api.describe(self._arn)
-            self._learn(described.shards, whole=True)
-            if described.shards and not self._tree.doubtful():
-                break
-            # A stream has shards, and says twice that a parent is gone.
+        self._listing = listing = Listing(self._api, self._arn, clock=self._clock)
+        while not (await listing.refresh() or listing.tree.listing()):
             await self._clock.sleep(self._poll_seconds)
-        seen = self._intake.seen()
+        listed, seen = listing.tree.listing(), self._intake.seen()
         self._first = self._beginning.is_ahead(seen.shards)
         if self._first:
             if (token := self._beginning.token) is not None:
                 token.require(self._arn)
-            for shard_id in self._beginning.before(described.shards, self._tree):
-                self._tree.finished(shard_id)
-        related = {*self._tree.listing(), *(shard.parent for shard in described.shards)}
+            self._beginning.mark(listing.tree)
+            # All shards without a place in a token begin together: see ``_placing``.
+            while token is None and listing.tree.unresolved():
+                await self._clock.sleep(AGAIN_SECONDS)
+                await listing.refresh()
+        related = {*listed, *(parent for parents in listed.values() for parent in parents)}
         if seen.shards and not related & seen.shards.keys() and not self._accept_gap:
             raise OperatorError(
                 f"The stream {self._arn} has none of the shards that the ledger knows.",
@@ -203,20 +207,22 @@ class DirectSource:
                 "read what is left of it (24 hours), or go on with this one by --accept-gap.",
                 stream=self._arn,
             )
+        self._intake.know(listing.tree.listing())
         self._listed = True
         self._started.set()
         log.info("server.listening", address=self._arn)
 
-    def _learn(self, shards: Iterable[StreamShard], *, whole: bool) -> None:
-        if self._tree.learn(shards, whole=whole):
+    def _learn(self, new: tuple[str, ...]) -> None:
+        if new:
             self._wake.set()
         self._intake.know(self._tree.listing())
 
     async def _list(self) -> None:
         while True:
-            await self._clock.sleep(self._list_seconds)
+            unresolved = self._tree.unresolved()
+            await self._clock.sleep(AGAIN_SECONDS if unresolved else self._list_seconds)
             try:
-                self._learn((await self._api.describe(self._arn)).shards, whole=True)
+                self._learn(await self._listing.refresh() or unresolved)
             except OperatorError as error:
                 log.warning("stream.unlisted", stream=self._arn, **error.told())
 
@@ -240,13 +246,13 @@ class DirectSource:
     def _plan(self, seen: Seen) -> Plan:
         """Return what to take now, and what to give up."""
         tree, me, now_ms = self._tree, seen.server_id, self._clock.steady_ms()
-        for shard_id, shard in seen.shards.items():
-            if shard.ended and shard_id in tree:
-                tree.finished(shard_id)
-        # What the ledger expects and nobody lists any more is ended by reading it, or it would hold the windows.
-        unlisted = {name for name, shard in seen.shards.items() if name not in tree and not shard.ended}
-        waiting = {name for name in tree.readable() if unlisted & {*tree.parents(name)}}
-        readable = sorted({*tree.readable(), *unlisted} - waiting - {*tree.doubtful()})
+        # A shard that AWS does not list any more is ended by reading it, or it would hold the windows.
+        begun = [name for name, shard in seen.shards.items() if not shard.ended or name in tree]
+        tree.begin(map(StreamShard, begun))
+        for name in begun:
+            if seen.shards[name].ended:
+                tree.finished(name)
+        readable = tree.readable()
         known = {name: seen.shards[name].owner for name in readable if name in seen.shards}
         owners = dict.fromkeys(readable) | known | dict.fromkeys(self._reading, me)
         unread = {name for name, owner in owners.items() if owner in {None, me} and name not in self._reading}
@@ -267,7 +273,7 @@ class DirectSource:
             if self._tree.children(shard_id) or self._stopping.is_set():
                 return
             try:
-                self._learn(await self._api.children(self._arn, shard_id), whole=False)
+                self._learn(await self._listing.children(shard_id))
             except OperatorError as error:
                 log.warning("stream.unlisted", stream=self._arn, **error.told())
                 return

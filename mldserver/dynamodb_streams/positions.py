@@ -19,14 +19,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Sentinel, Since
+from mldserver.dynamodb_streams.shard_tree import (
+    LATEST,
+    TRIM_HORIZON,
+    After,
+    At,
+    Sentinel,
+    Since,
+    StreamShard,
+)
 from mldserver.errors import ConfigError
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from mldserver.dynamodb_streams.shard_tree import ShardTree, Start, StreamShard
+    from mldserver.dynamodb_streams.shard_tree import ShardTree, Start
     from mldserver.sources.intake import KnownShard
 
 VERSION: Final = 1
@@ -208,12 +216,15 @@ class Beginning:
         new = TRIM_HORIZON if position.since_ms is None else Since(position.since_ms)
         return cls(new, {shard.id: shard.start for shard in position.shards}, position)
 
-    def before(self, shards: Iterable[StreamShard], tree: ShardTree) -> set[str]:
-        """Return the shards of a listing that lie before it: a token's ancestors; for ``latest`` all that is closed."""
-        out = {shard.id for shard in shards if shard.last is not None and self.everywhere is LATEST}
-        for shard_id in self.shards:
-            out.update(tree.ancestors(shard_id))
-        return {shard_id for shard_id in out if shard_id in tree} - self.shards.keys()
+    def mark(self, tree: ShardTree) -> None:
+        """Note in the tree where reading begins: in a token's shards; for ``latest`` in all open ones."""
+        tree.begin([StreamShard(shard.id, shard.parent) for shard in self.token.shards] if self.token else ())
+        if self.everywhere is LATEST:
+            for _, shard in tuple(tree.walk()):
+                if shard.last is None:
+                    tree.begin([shard])
+                else:
+                    tree.finished(shard.id)
 
     def is_ahead(self, known: Mapping[str, KnownShard]) -> bool:
         """Whether nothing was read yet: no shard has a position, but for places of a token that were kept before a crash.

@@ -3,6 +3,10 @@
 What AWS answers may be old, short or empty for a while. So an answer only adds: that a shard is missing from it says
 nothing yet. A shard is forgotten when its records were handed over, or AWS said of this very shard that it is gone, and
 then only after ``FORGOTTEN_AFTER`` answers in a row without it.
+
+A shard is read after its parent. A parent that no answer names has to be resolved first: listed, or ``gone``. Where
+reading began inside shards (a token's, or the ledger's), their ancestors are not read. While one of those ancestors is not
+resolved, any shard may be one: then only these shards and their descendants are read.
 """
 
 from __future__ import annotations
@@ -71,11 +75,15 @@ class StreamShard(NamedTuple):
 @dataclass(slots=True)
 class _Node:
     shard: StreamShard
+    named: bool = False
+    """Whether an answer has named it."""
+    begun: bool = False
+    """Whether reading began in it: nothing above it is read."""
+    top: bool = False
+    """Whether its parent, if it has one, needs no resolving: nothing above it is left."""
     finished: bool = False
     absent: int = 0
     """Whole answers in a row without it."""
-    orphaned: int = 0
-    """Whole answers that named it without its parent."""
 
 
 @dataclass(slots=True)
@@ -97,38 +105,57 @@ class ShardTree:
         named = {shard.id: shard for shard in shards}
         new = tuple(sorted(named.keys() - self._nodes.keys()))
         for shard in named.values():
-            node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
-            node.absent = 0
-            # The first parent that is named stays. One that would make the shard its own ancestor is none.
-            known, parent = node.shard, node.shard.parent or shard.parent
-            if known.parent is None and parent is not None:
-                if shard.id in (parent, *self.ancestors(parent)):
-                    parent = None
-                else:
-                    self._children.setdefault(parent, set()).add(shard.id)
-            # An old answer does not open a closed shard again.
-            first = known.first if shard.first is None else shard.first
-            last = known.last if shard.last is None else shard.last
-            node.shard = StreamShard(shard.id, parent, first, last)
+            node = self._note(shard)
+            node.named, node.absent = True, 0
         if whole and named:
             self._left_out(named.keys())
         return new
 
+    def _note(self, shard: StreamShard) -> _Node:
+        """Add what is said of a shard to its node."""
+        node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
+        # The first parent that is named stays. One that would make the shard its own ancestor is none.
+        known, parent = node.shard, node.shard.parent or shard.parent
+        if known.parent is None and parent is not None:
+            if shard.id in (parent, *self.ancestors(parent)):
+                parent = None
+            else:
+                self._children.setdefault(parent, set()).add(shard.id)
+        # An old answer does not open a closed shard again.
+        first = known.first if shard.first is None else shard.first
+        last = known.last if shard.last is None else shard.last
+        node.shard = StreamShard(shard.id, parent, first, last)
+        return node
+
     def _left_out(self, named: AbstractSet[str]) -> None:
-        """Count what a whole answer lacks: parents of the shards that it names, and shards, which are forgotten in the end."""
-        for name in named:
-            node, parent = self._nodes[name], self._nodes[name].shard.parent
-            node.orphaned += parent is not None and parent not in self._nodes
+        """Count the whole answers that lack a shard. In the end a finished one is forgotten."""
         for name in self._nodes.keys() - named:
             node, parent = self._nodes[name], self._nodes[name].shard.parent
             node.absent += 1
             if not node.finished or node.absent < FORGOTTEN_AFTER:
                 continue
             del self._nodes[name]
+            for child in self.children(name):
+                self._nodes[child].top = True
             if parent is not None:
                 self._children[parent].discard(name)
                 if not self._children[parent]:
                     del self._children[parent]
+
+    def begin(self, shards: Iterable[StreamShard]) -> None:
+        """Note the shards in which reading began before: nothing above them is read. They need not be listed."""
+        for shard in shards:
+            self._note(shard).begun = True
+
+    def gone(self, shard_id: str) -> None:
+        """Note that an unresolved shard does not exist any more."""
+        node = self._note(StreamShard(shard_id))
+        node.top = True
+        node.finished = node.finished or not node.begun
+
+    def exists(self, shard_id: str) -> None:
+        """Note that an unresolved shard exists, though no answer names it: it is read as one without a parent."""
+        self._note(StreamShard(shard_id)).top = True
 
     def finished(self, shard_id: str) -> None:
         """Note that nothing of a shard is left to hand over (all of it was, or AWS says that it is gone): its children may start.
@@ -142,18 +169,52 @@ class ShardTree:
         node = self._nodes.get(shard_id)
         return node is None or node.finished
 
-    def doubtful(self) -> tuple[str, ...]:
-        """Return the shards whose parent is not known, as one whole answer alone has said: it may have been short."""
-        nodes = self._nodes.values()
-        return tuple(n.shard.id for n in nodes if n.orphaned == 1 and n.shard.parent not in self._nodes)
-
     def readable(self) -> tuple[str, ...]:
         """Return the shards to read now: those that are not finished, while their parents are. In the order of their ids."""
-        return tuple(
-            shard_id
-            for shard_id, node in sorted(self._nodes.items())
-            if not node.finished and all(map(self.is_finished, self.parents(shard_id)))
-        )
+        return self._survey()[0]
+
+    def unresolved(self) -> tuple[str, ...]:
+        """Return the ids for which shards wait and that no answer has named, until ``gone`` or ``exists`` is called."""
+        return self._survey()[1]
+
+    def _survey(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        nodes = self._nodes
+        before, ends = self._above()
+        readable: list[str] = []
+        unresolved: set[str] = set()
+        for shard_id, node in sorted(nodes.items()):
+            if node.finished or shard_id in before:
+                continue
+            parent = node.shard.parent
+            if not (node.begun or node.top or parent is None or parent in before):
+                if parent not in nodes:
+                    unresolved.add(parent)
+                    continue
+                if not nodes[parent].finished:
+                    continue
+            if ends and not (node.begun or self._descends(shard_id)):
+                unresolved |= ends
+                continue
+            readable.append(shard_id)
+        return tuple(readable), tuple(sorted(unresolved))
+
+    def _above(self) -> tuple[set[str], set[str]]:
+        """Return the ancestors of what was begun, and where its lineage is unresolved."""
+        before: set[str] = set()
+        ends: set[str] = set()
+        for shard_id in [name for name, node in self._nodes.items() if node.begun]:
+            name, node = shard_id, self._nodes.get(shard_id)
+            while node and not node.top and node.shard.parent and node.shard.parent not in before:
+                name = node.shard.parent
+                before.add(name)
+                node = self._nodes.get(name)
+            if node is None or not (node.named or node.top or node.shard.parent):
+                ends.add(name)
+        return before, ends
+
+    def _descends(self, shard_id: str) -> bool:
+        """Return whether reading began in an ancestor."""
+        return any(name in self._nodes and self._nodes[name].begun for name in self.ancestors(shard_id))
 
     def parents(self, shard_id: str) -> tuple[str, ...]:
         """Return the parent's id, whether or not that shard is known; nothing for a shard that has none."""
@@ -172,8 +233,9 @@ class ShardTree:
         return found
 
     def listing(self) -> dict[str, tuple[str, ...]]:
-        """Return the parents of every known shard, by its id."""
-        return {shard_id: self.parents(shard_id) for shard_id in sorted(self._nodes)}
+        """Return the parents of every shard that exists as far as is known, by its id."""
+        exist = (name for name, node in self._nodes.items() if node.named or not node.finished)
+        return {shard_id: self.parents(shard_id) for shard_id in sorted(exist)}
 
     def walk(self) -> Iterator[tuple[int, StreamShard]]:
         """Yield every known shard with its depth, parents before their children: the tree as it is shown.

@@ -23,6 +23,7 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
 from mldserver.dynamodb_streams.change import Change
+from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.merge import Merge
 from mldserver.dynamodb_streams.positions import ShardPosition, Token, parse_position
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
@@ -32,12 +33,11 @@ from mldserver.dynamodb_streams.shard_tree import (
     After,
     At,
     Sentinel,
-    ShardTree,
     Since,
     StreamShard,
 )
 from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client
-from mldserver.errors import MldserverError
+from mldserver.errors import MldserverError, NotThereYet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +64,6 @@ _TAKEN: Final = 4000
 """Records that are merged at a time; the loop gets a turn between."""
 _LISTED_SECONDS: Final = 30.0
 """Between two listings, which find shards that are new."""
-_ASKED: Final = 4
-"""How often a listing is asked for that lacks what should be there, before it is believed."""
 _CHILDREN_ASKED: Final = 10
 """How often the children of a closed shard are asked for before others go on; later listings find them still."""
 _FIRST_WAIT_SECONDS: Final = 0.05
@@ -200,20 +198,18 @@ class _Reading:
         self.gaps = 0
         self.over = False
         """A disabled stream was read to its end."""
-        self._api = api
         self._arn = arn
         self._clock = clock
         self._random = random
         self._new_reader = partial(
             ShardReader, api, arn, clock=clock, random=random, poll_seconds=poll_seconds
         )
-        self._tree = ShardTree()
+        self._listing = Listing(api, arn, clock=clock)
+        self._tree = self._listing.tree
         self._merge: Merge[Record] = Merge()
         self._positions: dict[str, ShardPosition] = {}
         """Of the shards that are read, and of those that were read to their end and whose children are not open yet."""
         self._since_ms: int | None = None
-        self._read_before: set[str] = set()
-        """Parents of shards that reading began with: they and their ancestors are not wanted."""
         self._latest: set[str] = set()
         """The shards whose newest records it began behind."""
         self._readers: dict[str, ShardReader] = {}
@@ -320,12 +316,19 @@ class _Reading:
 
     async def begin(self, position: Position) -> None:
         """List the stream's shards, and start to read them. Raises OperatorError."""
-        shards = position.shards if isinstance(position, Token) else ()
-        self._tree.learn([StreamShard(shard.id, shard.parent) for shard in shards], whole=False)
-        await self._list({shard.id for shard in shards}, self._api.within(_OPEN_SECONDS))
+        began_ms = self._clock.steady_ms()
+        while not (await self._listing.refresh(within=_OPEN_SECONDS) or self._tree.listing()):
+            if self._clock.steady_ms() - began_ms >= _OPEN_SECONDS * 1000:
+                raise NotThereYet(
+                    f"The stream {self._arn} ({self._listing.status}) lists no shard.",
+                    did=f"It was asked for {_OPEN_SECONDS:.0f} seconds.",
+                    advice="If it was disabled for a day, nothing is left of it. Else try again.",
+                )
+            await self._clock.sleep(AGAIN_SECONDS)
+        shards: tuple[ShardPosition, ...] = ()
         match position:
             case Token():
-                self._since_ms = position.since_ms
+                self._since_ms, shards = position.since_ms, position.shards
             case Since(ms):
                 self._since_ms = ms
             case Sentinel.LATEST:
@@ -335,7 +338,11 @@ class _Reading:
                 shards = tuple(map(self._first, self._latest))
             case Sentinel.TRIM_HORIZON:
                 pass
-        self._read_before = {shard.parent for shard in shards if shard.parent is not None}
+        self._tree.begin([StreamShard(shard.id, shard.parent) for shard in shards])
+        while not shards and self._tree.unresolved():
+            # A shard whose parent turns up later would be out of order.
+            await self._clock.sleep(AGAIN_SECONDS)
+            await self._listing.refresh(within=_OPEN_SECONDS)
         self._positions = {shard.id: shard for shard in shards}
         self._task = asyncio.create_task(self._run(self._open_readable()))
         self._task.add_done_callback(lambda _: self._news.set())
@@ -352,15 +359,16 @@ class _Reading:
             self._start(first, tasks)
             passing_over, quiet = tasks.create_task(self._pass_over_the_silent()), 0
             while not self.over:
-                await self._clock.sleep(_LONGEST_WAIT_SECONDS if quiet else _LISTED_SECONDS)
+                soon = quiet or self._tree.unresolved()
+                await self._clock.sleep(AGAIN_SECONDS if soon else _LISTED_SECONDS)
                 try:
-                    status = await self._list(set(), self._api)
+                    await self._listing.refresh()
                 except MldserverError as error:
                     self._fail(error)
                     continue
                 self._start(self._open_readable(), tasks)
-                read_out = all(map(self._tree.is_finished, self._positions))
-                quiet = quiet + 1 if read_out and status == "DISABLED" else 0
+                read_out = all(map(self._tree.is_finished, self._positions)) and not self._tree.unresolved()
+                quiet = quiet + 1 if read_out and self._listing.status == "DISABLED" else 0
                 self.over = quiet >= _SURE
             passing_over.cancel()
             self._news.set()
@@ -385,35 +393,12 @@ class _Reading:
                     )
                     self._news.set()
 
-    async def _list(self, wanted: set[str], api: StreamsApi) -> str:
-        """Learn which shards there are, and return the stream's status. Raises OperatorError.
-
-        An answer that is empty, or lacks a wanted shard or the parent of a new one, may be short for a moment only.
-        """
-        named: set[str] = set()
-        for attempt in range(_ASKED):
-            described = await api.describe(self._arn)
-            self._tree.learn(described.shards, whole=True)
-            named |= {shard.id for shard in described.shards}
-            new = [name for name in self._tree.readable() if name not in self._opened]
-            if (
-                named
-                and wanted <= named
-                and all(parent in self._tree for name in new for parent in self._tree.parents(name))
-            ):
-                break
-            await self._clock.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
-        return described.status
-
     def _start(self, readers: list[ShardReader], tasks: asyncio.TaskGroup) -> None:
         for reader in readers:
             tasks.create_task(self._read(reader, tasks))
 
     def _open_readable(self) -> list[ShardReader]:
         """Open every shard whose time has come; return their readers. Children take their parent's place in the positions."""
-        for parent in self._read_before:
-            for name in (parent, *self._tree.ancestors(parent)):
-                self._tree.finished(name)
         new = [name for name in self._tree.readable() if name not in self._opened]
         positions = [self._positions.get(name) or self._first(name) for name in new]
         for position in positions:
@@ -499,7 +484,7 @@ class _Reading:
             if self._tree.children(shard_id):
                 return
             try:
-                self._tree.learn(await self._api.children(self._arn, shard_id), whole=False)
+                await self._listing.children(shard_id)
             except MldserverError as error:
                 self._fail(error)
             if not self._tree.children(shard_id):

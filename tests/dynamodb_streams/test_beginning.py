@@ -43,28 +43,39 @@ def known(**positions: Sequence | None) -> dict[str, KnownShard]:
     return {name: KnownShard(position, ended=False, owner=None) for name, position in positions.items()}
 
 
+def readable(beginning: Beginning) -> tuple[str, ...]:
+    marked = tree()
+    beginning.mark(marked)
+    return marked.readable()
+
+
 def test_everything_lies_behind_the_oldest_record() -> None:
     beginning = Beginning()
-    assert beginning.before(LISTED, tree()) == set()
+    assert readable(beginning) == ("grandparent", "other")
     assert beginning.start("child", found_ms=7) is TRIM_HORIZON
 
 
 def test_latest_leaves_out_what_is_closed_and_of_later_shards_nothing() -> None:
     beginning = Beginning(LATEST)
-    assert beginning.before(LISTED, tree()) == {"grandparent", "parent", "other"}
+    assert readable(beginning) == ("child",)
     assert beginning.start("child", found_ms=None) is LATEST
     assert beginning.start("new", found_ms=7) == Since(7)
 
 
 def test_a_time_is_looked_for_in_closed_shards_too() -> None:
     beginning = Beginning(Since(5))
-    assert beginning.before(LISTED, tree()) == set()
+    assert readable(beginning) == ("grandparent", "other")
     assert beginning.start("other", found_ms=7) == Since(5)
 
 
 def test_a_token_leaves_out_the_ancestors_of_its_shards_and_nothing_else() -> None:
-    beginning = Beginning(TRIM_HORIZON, {"parent": After(12), "gone": At(3)})
-    assert beginning.before(LISTED, tree()) == {"grandparent"}
+    shards = (ShardPosition("parent", "grandparent", After(12)), ShardPosition("gone", None, At(3)))
+    beginning = Beginning.of(Token("arn", shards))
+    marked = tree()
+    beginning.mark(marked)
+    assert (marked.readable(), marked.unresolved()) == (("gone", "parent"), ("gone",))
+    marked.gone("gone")
+    assert marked.readable() == ("gone", "other", "parent")
     assert beginning.start("parent", found_ms=None) == After(12)
     assert beginning.start("other", found_ms=None) is TRIM_HORIZON
 

@@ -11,8 +11,8 @@ import pytest
 from coordinator.pipeline import Crash, Faults
 from dynamodb_streams.direct import Stream
 
-from mldserver.dynamodb_streams.positions import Beginning
-from mldserver.dynamodb_streams.shard_tree import LATEST
+from mldserver.dynamodb_streams.positions import Beginning, ShardPosition, Token
+from mldserver.dynamodb_streams.shard_tree import LATEST, After
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,3 +169,45 @@ async def test_no_page_is_handled_of_a_shard_that_was_lost_while_it_was_fetched(
         stream.end()
         await stream.until(lambda: len(stream.values()) == 3)
     stream.exactly_once()
+
+
+@pytest.mark.parametrize("hidden", [3, 40])
+async def test_a_parent_that_listings_leave_out_for_long_is_read_before_its_children(
+    tmp_path: Path, hidden: int
+) -> None:
+    stream = Stream(tmp_path, list_seconds=1)
+    (parent,) = stream.fake.open_shards
+    stream.put(10)
+    stream.fake.split(parent)
+    stream.put(10)
+    stream.fake.shards[parent].visible_ms = stream.clock.steady_ms() + hidden * 1000
+    stream.end()
+    async with stream.serving():
+        await stream.until(lambda: len(stream.values()) == 20, seconds=120)
+    stream.exactly_once()
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["at the first start", "after a restart without it"])
+async def test_a_token_does_not_bring_old_shards_again_while_a_listing_is_incomplete(
+    tmp_path: Path, restart: bool
+) -> None:
+    stream = Stream(tmp_path, list_seconds=1)
+    chain = [*stream.fake.open_shards]
+    for _ in range(3):
+        stream.put(10)
+        chain += stream.fake.split(chain[-1], children=1)
+    last = chain[-1]
+    begin = After(int(stream.fake.shards[last].first))
+    token = Token(stream.fake.arn, (ShardPosition(last, chain[-2], begin),))
+    for shard in chain[1:3]:
+        stream.fake.shards[shard].visible_ms = stream.clock.steady_ms() + 60_000
+    if restart:
+        async with stream.serving(beginning=Beginning.of(token)):
+            stream.put(5)
+            await stream.clock.advance(15)
+    async with stream.serving(beginning=Beginning() if restart else Beginning.of(token)):
+        stream.put(10 if not restart else 5)
+        await stream.clock.advance(90)
+        stream.end()
+        await stream.until(lambda: stream.pipeline.coordinator.is_over)
+    assert stream.values() == [*range(30, 40)]

@@ -1,0 +1,77 @@
+"""The shards of one stream, listed again and again into a tree; and what becomes of shards that no answer names.
+
+An answer of DescribeStream can be incomplete for a while, and a parent that it leaves out is either trimmed or only left
+out. AWS is asked for that parent by its name: only a shard that AWS neither lists nor knows counts as gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, ShardTree
+from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed
+from mldserver.errors import OperatorError
+
+if TYPE_CHECKING:
+    from mldserver.base.clock import Clock
+    from mldserver.dynamodb_streams.streams_api import StreamsApi
+
+_GONE_SECONDS: Final = 5.0
+"""For how long every answer must lack a shard before AWS is asked for it by its name."""
+_EXISTS_SECONDS: Final = 120.0
+"""For how long a shard that AWS knows by its name is expected in an answer, before it is read without a parent."""
+AGAIN_SECONDS: Final = 1.0
+"""Between two listings while a shard is unresolved."""
+
+
+class Listing:
+    """Keeps the tree of a stream's shards."""
+
+    def __init__(self, api: StreamsApi, arn: str, *, clock: Clock) -> None:
+        self.arn = arn
+        self.tree = ShardTree()
+        self.status = ""
+        """The stream's, as the latest answer has it."""
+        self._api = api
+        self._clock = clock
+        self._missing_ms: dict[str, int] = {}
+        """Since when each unresolved shard is known to be one (steady time)."""
+
+    async def refresh(self, *, within: float | None = None) -> tuple[str, ...]:
+        """Ask for all shards; return those that are new. Raises OperatorError, also when there is no such stream.
+
+        ``within``: see ``StreamsApi.within``; None: however long it takes.
+        """
+        api = self._api if within is None else self._api.within(within)
+        described = await api.describe(self.arn)
+        self.status = described.status
+        new = self.tree.learn(described.shards, whole=True)
+        if described.shards:
+            await self._resolve()
+        return new
+
+    async def children(self, shard_id: str) -> tuple[str, ...]:
+        """Ask for the children of a shard; return those that are new. Raises OperatorError."""
+        return self.tree.learn(await self._api.children(self.arn, shard_id), whole=False)
+
+    async def _resolve(self) -> None:
+        """Find out what became of shards that an answer has just left out again."""
+        now_ms = self._clock.steady_ms()
+        self._missing_ms = {name: self._missing_ms.get(name, now_ms) for name in self.tree.unresolved()}
+        waited = {name: (now_ms - since_ms) / 1000 for name, since_ms in self._missing_ms.items()}
+        due = [name for name, seconds in waited.items() if seconds >= _GONE_SECONDS]
+        async with asyncio.TaskGroup() as group:
+            asked = {name: group.create_task(self._is_known(name)) for name in due}
+        for name, known in asked.items():
+            if not known.result():
+                self.tree.gone(name)
+            elif waited[name] >= _EXISTS_SECONDS:
+                self.tree.exists(name)
+
+    async def _is_known(self, shard_id: str) -> bool:
+        try:
+            await self._api.iterator(self.arn, shard_id, TRIM_HORIZON)
+        except (ShardGone, Trimmed, OperatorError):  # emulators refuse such a request
+            return False
+        return True
