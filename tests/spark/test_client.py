@@ -406,7 +406,7 @@ async def test_what_a_sink_finds_at_the_start_ends_the_engine_with_its_words_and
         (SinkSpec("iceberg", "lake.db.events"), ["iceberg:lake.db.events"]),
         (
             SinkSpec("jdbc", "mysql://me:secret@here/db", "events"),
-            ["jdbc:mysql://me:…@here/db"],
+            ["jdbc:mysql://…@here/db"],
         ),
         (SinkSpec("jdbc", "postgresql://here/db", "events"), []),
         (SinkSpec("toy", "/toys"), []),
