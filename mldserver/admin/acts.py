@@ -82,7 +82,7 @@ class _Acts:
             f"shard {shard_id} waits for its next answer" if shard_id else "every shard waits for its answer"
         )
         again = f"`mldserver resume {shard_id}`".replace(" `", "`")
-        return f"From its next batch on {held}; {again} ends that. Leases stay; windows go on closing."
+        return f"From its next batch on {held}; {again} ends that. Leases stay, and no window closes past a shard that waits."
 
     async def resume(self, shard_id: str) -> str:
         held = self._backpressure

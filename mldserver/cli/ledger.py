@@ -45,12 +45,13 @@ from mldserver.ledger.sqlite_file import check_tables, copy_whole, pipeline_of
 from mldserver.output.layout import PRIVATE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from rich.console import RenderableType
 
     from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState, ShardState
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
 
 _LEDGER: Final = "ledger.sqlite"
@@ -59,13 +60,14 @@ _TRIES: Final = 20
 """How often the ledger is copied again because a server deleted files that the last copy names; each time fewer."""
 
 _HELP = """
-Show where shards and servers stand, reset shards, accept a gap, back up and restore. Servers that run are not disturbed.
+Show where shards and servers stand, reset or forget shards, accept a gap, back up and restore. Servers that run are not disturbed.
 
 ```
 mldserver ledger show --out out/departures
 mldserver ledger show --ledger 'dynamodb://mldserver?region=eu-central-1' --pipeline departures --json
 mldserver ledger accept-gap shardId-000000000003 --out out/departures
 mldserver ledger reset shardId-000000000003 --out out/departures
+mldserver ledger forget made-up-name --out out/departures
 mldserver ledger backup /backups/departures-monday --out out/departures
 mldserver ledger restore /backups/departures-monday --out out/departures
 mldserver ledger create --ledger 'dynamodb://mldserver?region=eu-central-1'
@@ -123,6 +125,33 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
     are reset. The daemon must start at the beginning (delete the shard's lease, or the application's lease table):
     one that goes on from its checkpoint is refused, unless the gap is accepted.
     """
+    with _free_shards(shards, where) as (ledger, _, runner):
+        done = runner.run(ledger.reset(frozenset(shards)))
+    text = "is reset: it has no position any more."
+    _changed("reset", shards, done, dict.fromkeys(done, text), as_json=as_json)
+
+
+@app.command(name="forget")
+def forget_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> None:
+    """Remove names that are no shards of the stream, such as one that a test or an unknown client has made up.
+
+    Windows wait for every shard that the ledger names until `missing_limit`, and readiness for one that is read. Rows that came
+    under the name stay. Only shards that no server holds are forgotten. If the name is a shard's after all, its daemon is
+    refused when it goes on from its checkpoint, as after `reset`; rows that are read again count twice.
+    """
+    with _free_shards(shards, where) as (ledger, held, runner):
+        done = runner.run(ledger.forget_shards(frozenset(shards)))
+    texts = {
+        shard: f"is forgotten (its position was {held.shards[shard].position or 'none'})." for shard in done
+    }
+    _changed("forgotten", shards, done, texts, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _free_shards(
+    shards: tuple[str, ...], where: Where
+) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
+    """Open the ledger to change these shards. Raises OperatorError when one is unknown, or a server holds it."""
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
     with at_ledger(settings_at(where)) as (ledger, held, runner):
@@ -133,12 +162,17 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
                     f"Shard {shard_id} is held by the server {owner}.",
                     advice="Stop that server first; a dead one's shards are free when another server has noticed.",
                 )
-        done = sorted(runner.run(ledger.reset(frozenset(shards))))
-    text = "is reset: it has no position any more."
-    answer(as_json, {"reset": done}, details((shard_id, text) for shard_id in done))
+        yield ledger, held, runner
+
+
+def _changed(
+    word: str, shards: tuple[str, ...], done: frozenset[str], texts: Mapping[str, str], *, as_json: bool
+) -> None:
+    """Show what was done. Raises OperatorError for shards that a server has opened meanwhile."""
+    answer(as_json, {word: sorted(done)}, details(sorted(texts.items())))
     if left := sorted(set(shards).difference(done)):
         raise OperatorError(
-            f"Not reset, because a server has opened them since: {', '.join(left)}.",
+            f"Not {word}, because a server has opened them since: {', '.join(left)}.",
             advice="Stop the server first.",
         )
 

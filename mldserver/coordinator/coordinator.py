@@ -75,13 +75,13 @@ class Coordinator:
         claim: FolderClaim,
         locks: ServerLocks | None = None,
         letters: Destination | None = None,
-        ask_stream: Callable[[], Awaitable[None]] | None = None,
+        ask_stream: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``shape`` is their rows'; ``unique`` names files apart.
 
         ``claim``: on the output folder. ``locks`` show which other servers are dead, where they can tell. ``letters``: see
-        ``Flusher``. ``ask_stream`` returns once ``know`` was told the stream's shards as they are now; None where no
-        stream is named.
+        ``Flusher``. ``ask_stream`` returns True once ``know`` was told the stream's shards as they are now, and False where AWS
+        does not say; None where no stream is named.
         """
         now_ms = clock.steady_ms()
         self.rules = rules
@@ -256,7 +256,7 @@ class Coordinator:
 
     def _learn(self, state: LedgerState) -> None:
         self._flusher.learn(state)
-        self.shards.state = state
+        self.shards.learn(state)
         self.redriving.learn(state)
         # Counted anew: other servers write and delete segments too.
         pressure = self._backpressure

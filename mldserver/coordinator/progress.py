@@ -165,7 +165,8 @@ class Reports:
                     shard=node.id,
                     seconds=missing_ms / 1000,
                     what=f"Shard {node.id} is known but has no connection; no window closes before it returns.",
-                    advice=f"Start the daemon that owns it. After {limit_ms // 1000} s it is left out.",
+                    advice="A daemon takes one to three minutes to start and to lease its shards. If none is starting, start the one"
+                    f" that owns the shard. After {limit_ms // 1000} s without a connection the shard is left out.",
                 )
         for shard_id in self._lineage.leave_out(now_ms, limit_ms):
             log.error(
@@ -174,5 +175,6 @@ class Reports:
                 seconds=limit_ms / 1000,
                 what=f"Shard {shard_id} has been missing for {limit_ms // 1000} s.",
                 did="It holds the windows no longer: rows it still delivers for closed windows will be late.",
-                advice="Start the daemon that owns the shard, or raise missing_limit.",
+                advice="Start the daemon that owns the shard, or raise missing_limit. `mldserver ledger forget` removes a name"
+                " that is no shard of the stream.",
             )

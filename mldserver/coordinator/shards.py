@@ -13,7 +13,7 @@ import structlog
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, flush_at, last_effective_ms
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.sessions import ShardPosition, skips_records
-from mldserver.errors import GapRefused
+from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import LedgerState
 from mldserver.sources.intake import KnownShard, Seen
 
@@ -60,10 +60,12 @@ class Shards:
     """Returns when a whole cycle that began after the call is done."""
     soon: Callable[[], None]
     """Lets a cycle follow at once."""
-    ask_stream: Callable[[], Awaitable[None]] | None
+    ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
     state: LedgerState = field(init=False, default_factory=LedgerState)
     """As the latest cycle found it."""
+    _unlisted: set[str] = field(init=False, default_factory=set)
+    """Shards whose names the stream is asked about before they are opened."""
     rows_accepted: int = field(init=False, default=0)
     flush_at: int = field(init=False)
     """Bytes of rows that no cycle has seen, from which on the next one follows at once."""
@@ -95,11 +97,51 @@ class Shards:
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
             now_ms = self.clock.steady_ms()
             new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
+            if (new or opening.shard_id in self._unlisted) and not opening.parents:
+                await self._ask_for(opening.shard_id)
+                now_ms = self.clock.steady_ms()
+                # Another connection that named the shard may have ended meanwhile.
+                self.lineage.know(opening.shard_id, now_ms)
             if new:
                 self.watermark.settle(now_ms)
-            if new and self.ask_stream is not None and not opening.parents:
-                await self.ask_stream()
             return await self._open(opening, new=new)
+
+    async def _ask_for(self, shard_id: str) -> None:
+        """Ask the stream whether it has a shard that is not known yet. Raises PeerError when it has not.
+
+        Then, and when the caller is cancelled, the shard is unknown again: a made-up name holds windows no longer than the
+        stream takes to answer.
+        """
+        if self.ask_stream is None:
+            return
+        self._unlisted.add(shard_id)
+        answered = listed = False
+        try:
+            answered = await self.ask_stream()
+            listed = self._is_listed(shard_id)
+            if answered and not listed and not self.rules.accept_gap:
+                raise PeerError(
+                    f"A daemon connected for shard {shard_id}, which the stream does not have.",
+                    did="The connection was closed, and nothing of the shard was taken.",
+                    advice="Find out who connects there. If the daemon reads another stream, name that one with --stream. If AWS "
+                    "lists the shard no more, delete its lease, or start once with --accept-gap.",
+                    shard=shard_id,
+                )
+            listed = True
+        finally:
+            self._unlisted.discard(shard_id)
+            if not listed:
+                self.lineage.forget(shard_id)
+
+    def _is_listed(self, shard_id: str) -> bool:
+        return self.retention.listed is not None and shard_id in self.retention.listed
+
+    def learn(self, state: LedgerState) -> None:
+        """Take over what the ledger holds now. A shard that an operator removed there is unknown here too."""
+        for shard_id in self.state.shards.keys() - state.shards.keys():
+            if not self._is_listed(shard_id):
+                self.lineage.forget(shard_id)
+        self.state = state
 
     async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
         shard_id = opening.shard_id

@@ -14,7 +14,7 @@ are adopted, and only then are its unregistered files deleted. A server that ope
 registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``drain``, ``close`` and those of dead letters
+``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``forget_shards``, ``drain``, ``close`` and those of dead letters
 may, else InternalError. Of a server that was buried, or has left, every call that writes raises ServerBuried, except
 ``leave`` and those.
 """
@@ -231,6 +231,10 @@ class Ledger(abc.ABC):
         Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
         """
         return await self._tool(rules.reset, sorted(shard_ids))
+
+    async def forget_shards(self, shard_ids: frozenset[str]) -> frozenset[str]:
+        """Forget shards without an owner: names that are no shards of the stream. Return which those were."""
+        return await self._tool(rules.forget_shards, sorted(shard_ids))
 
     # Rows.
 

@@ -169,6 +169,17 @@ def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
     return frozenset(forgotten)
 
 
+def forget_shards(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
+    """Forget shards without an owner; return those."""
+    forgotten = set()
+    for shard_id in shard_ids:
+        shard = draft.shards.get(shard_id)
+        if shard is not None and shard.owner is None:
+            draft.shards.drop(shard_id)
+            forgotten.add(shard_id)
+    return frozenset(forgotten)
+
+
 def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
     """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
     entries = []

@@ -8,6 +8,7 @@ daemon delivers it again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,8 @@ class Conductor:
         self.shard_id = ""
         """The shard that was asked for; empty before."""
         self._settled = False
+        self._ended = False
+        """Whether the shard was read to its end here."""
         self._told_taken_over = False
         self._batches = Batches(
             link,
@@ -197,6 +200,7 @@ class Conductor:
         opening = ShardOpening(shard_id, begins, tells_lag=v2, within_aggregates=v2)
         await self._intake.check(opening)
         claim = self._claim = self._owners.take(shard_id)
+        claim.abandoned = self._close_abandoned
         async with claim.work():
             kill_point("shard.opening")
             self._shard = shard = await self._intake.open_shard(opening)
@@ -207,6 +211,17 @@ class Conductor:
             claim.opened = True
         self._batches.open(OpenShard(shard_id, message.version, shard, claim))
         self._link.answer()
+
+    def _close_abandoned(self) -> None:
+        """Close: the connection that took the shard over has ended, and what was answered unread here was read nowhere."""
+        self._link.close(
+            PeerError(
+                f"Another connection took shard {self.shard_id} over and has ended before the shard did.",
+                did="This connection of the shard was closed, so that its daemon delivers again from the checkpoint.",
+                advice="The daemon's JVM exits now; its supervisor must restart it. "
+                "If no lease has moved, find out who connected: see shard.taken_over.",
+            )
+        )
 
     async def _drain(self) -> None:
         """``shutdownRequested``: one chance to checkpoint everything, since another worker goes on from there.
@@ -264,7 +279,7 @@ class Conductor:
                     advice="The daemon's JVM exits now; its supervisor must restart it.",
                 )
             await self._runtime.notify(self.shard_id, Hook.SHARD_ENDED)
-            self._settled = await shard.end()
+            self._settled = self._ended = await shard.end()
         if not self._settled:
             raise self._owned_elsewhere()
         kill_point("shard.end_durable")
@@ -295,9 +310,7 @@ class Conductor:
                 )
             self._shard.disconnected()
         self._claim.evict()
-        try:
+        with contextlib.suppress(Superseded):
             async with self._claim.work():
                 await self._runtime.forget(self.shard_id)
-        except Superseded:
-            return
-        self._owners.release(self.shard_id, self._claim)
+        self._owners.release(self.shard_id, self._claim, ended=self._ended)

@@ -52,7 +52,7 @@ class ShardPolling:
         self._clock = clock
         self._client: KinesisClient | None = None
         self._resources = contextlib.AsyncExitStack()
-        self._asked: list[asyncio.Future[None]] = []
+        self._asked: list[asyncio.Future[bool]] = []
         self._wake = asyncio.Event()
 
     async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
@@ -66,17 +66,19 @@ class ShardPolling:
                     tell(listing)
                 for waiting in asked:
                     if not waiting.done():
-                        waiting.set_result(None)
+                        waiting.set_result(listing is not None)
                 await first_of(self._wake.wait(), self._clock.sleep(self._interval_seconds))
 
-    async def ask(self) -> None:
-        """Return when a listing that began after this call was told, or has failed, or takes too long."""
-        listed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def ask(self) -> bool:
+        """Return whether a listing that began after this call was told; False: it has failed, or takes too long."""
+        listed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._asked.append(listed)
         self._wake.set()
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                await listed
+                return await listed
+        except TimeoutError:
+            return False
 
     async def _list(self) -> dict[str, tuple[str, ...]] | None:
         """Return the parents of every shard of the stream, by its id; None when AWS does not say.

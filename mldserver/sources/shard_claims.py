@@ -4,11 +4,16 @@ It happens: a lease moves to another host, whose daemon connects here too while 
 or a host died and its connection has not noticed. The latest claim owns the shard. The earlier one is not closed, as
 that would make its whole JVM exit; its work is cancelled, and what still comes is answered unread (its checkpoints
 do not move any more).
+
+If the latest connection ends before the shard does, no connection reads the shard. Then the earlier ones are closed: their
+daemons deliver again from the checkpoint. So a connection that names a shard of another daemon keeps it for as long as it lives,
+and no longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ class Claim:
         """Whether its next work has the lock already."""
         self.superseded: Callable[[], None] = lambda: None
         """Called when another claim has come while it ``holds`` the lock."""
+        self.abandoned: Callable[[], None] = lambda: None
+        """Called when it was superseded and the claim that took its place was released before the shard's end."""
 
     def work(self) -> AbstractAsyncContextManager[None]:
         """Do work that only the owner may do, never at the same time as another claim's.
@@ -148,17 +155,27 @@ class ShardOwners:
         """Begin without any."""
         self.claims: dict[str, Claim] = {}
         """Of shards that somebody has; read only."""
+        self._superseded: defaultdict[str, list[Claim]] = defaultdict(list)
+        """Earlier claims whose connections still live."""
 
     def take(self, shard_id: str) -> Claim:
         """Claim a shard; an earlier claim of it is superseded."""
         before = self.claims.get(shard_id)
         claim = self.claims[shard_id] = Claim(asyncio.Lock() if before is None else before.lock)
         if before is not None:
+            self._superseded[shard_id].append(before)
             before.supersede()
         return claim
 
-    def release(self, shard_id: str, claim: Claim) -> None:
-        """Let go of a claim; one that is not current changes nothing."""
+    def release(self, shard_id: str, claim: Claim, *, ended: bool = False) -> None:
+        """Let go of a claim. If it was current and the shard has not ``ended``, call ``abandoned`` of the earlier claims."""
         if claim.current:
             claim.current = False
             del self.claims[shard_id]
+            for earlier in self._superseded.pop(shard_id, ()):
+                if not ended:
+                    earlier.abandoned()
+        elif claim in self._superseded[shard_id]:
+            self._superseded[shard_id].remove(claim)
+        if not self._superseded[shard_id]:
+            del self._superseded[shard_id]

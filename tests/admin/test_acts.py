@@ -67,7 +67,11 @@ async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
         daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
         playing = asyncio.create_task(daemon.run())
         await until(lambda: daemon.records_sent > RECORDS / 4)
-        assert (await server.carry_out("pause", ""))[0]
+        paused, text = await server.carry_out("pause", "")
+        assert (paused, text.endswith("Leases stay, and no window closes past a shard that waits.")) == (
+            True,
+            True,
+        )
         assert (await server.carry_out("drain-shard", daemon.active_shards[0]))[0]
         first = server._parts.coordinator.shards.sessions.live(daemon.active_shards[0])  # type: ignore[union-attr]
         assert first is not None

@@ -137,6 +137,17 @@ def test_a_reset_forgets_a_position_of_a_shard_that_nobody_holds(
     assert (shard.position, shard.ended, shard.epoch) == (None, False, 2)
 
 
+def test_a_made_up_name_is_forgotten_unless_a_server_holds_it(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "Shard a is held by the server one" in told(capsys, "forget", "b", "a", code=2)
+    assert "No shard was named" in told(capsys, "forget", code=2)
+    assert told(capsys, "forget", "b") == "b  is forgotten (its position was 8).\n"
+    assert "b" not in server.peek().shards
+    assert documents(capsys, "forget", "c") == {"forgotten": ["c"]}
+    assert "no shard b" in told(capsys, "forget", "b", code=2)
+
+
 def test_a_shard_that_a_server_holds_is_not_reset_nor_are_those_named_with_it(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,7 +163,7 @@ class Pipeline:
         server_id: str = "one",
         clock: VirtualClock | None = None,
         locks: bool = False,
-        ask_stream: Callable[[], Awaitable[None]] | None = None,
+        ask_stream: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """Two with one ``out``, one ``clock`` and other ids are two servers on one ledger."""
         self.ask_stream = ask_stream

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.pipeline import RULES, Pipeline, fail, missing, named
 
-from mldserver.errors import GapRefused, LedgerError
+from mldserver.errors import GapRefused, LedgerError, PeerError
 from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
@@ -360,9 +360,10 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
 ) -> None:
     asked = []
 
-    async def ask() -> None:
+    async def ask() -> bool:
         asked.append(len(asked))
         pipeline.coordinator.shards.know({"parent": (), "child": ("parent",)})
+        return True
 
     pipeline = Pipeline(tmp_path, ask_stream=ask)
     async with pipeline.life() as coordinator:
@@ -379,11 +380,118 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
         assert asked == [0, 1]
 
 
+@dataclass
+class Stream:
+    """AWS, which answers after a while: with what it lists, or not at all."""
+
+    listing: dict[str, tuple[str, ...]]
+    seconds: float = 1
+    answers: bool = True
+    pipeline: Pipeline = field(init=False)
+
+    async def ask(self) -> bool:
+        await self.pipeline.clock.sleep(self.seconds)
+        if self.answers:
+            self.pipeline.coordinator.shards.know(self.listing)
+        return self.answers
+
+    def pipe(self, out: Path, **changes: Any) -> Pipeline:
+        self.pipeline = Pipeline(out, ask_stream=self.ask, rules=replace(RULES, **changes))
+        return self.pipeline
+
+
+async def test_a_name_that_the_stream_does_not_list_is_refused_and_holds_no_window(tmp_path: Path) -> None:
+    pipeline = Stream({"a": ()}).pipe(tmp_path)
+    async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
+        opening = group.create_task(pipeline.open("a"))
+        await pipeline.clock.advance(2)
+        session = await opening
+
+        async def refused() -> None:
+            with pytest.raises(PeerError, match="shard made-up, which the stream does not have") as found:
+                await pipeline.open("made-up")
+            assert found.value.where == {"shard": "made-up"}
+
+        both = [group.create_task(refused()) for _ in range(2)]
+        given_up = group.create_task(pipeline.open("other"))
+        await pipeline.clock.advance(0.5)
+        assert missing(coordinator) == ("made-up", "other"), (
+            "until the stream has answered they may be shards"
+        )
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert missing(coordinator) == ("made-up",)
+        await pipeline.clock.advance(1)
+        assert all(one.done() for one in both)
+        assert set(coordinator.lineage.nodes) == {"a"}
+        await pipeline.give(session, [(1, 1000), (2, 25_000)])
+        await pipeline.clock.advance(3)
+        assert W[0] in pipeline.published()
+    assert set(pipeline.state().shards) == {"a"}
+
+
+async def test_a_shard_that_a_reshard_has_just_made_is_found_by_asking_again(tmp_path: Path) -> None:
+    stream = Stream({"a": ()})
+    pipeline = stream.pipe(tmp_path)
+    async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
+        coordinator.shards.know(stream.listing)
+        stream.listing |= {"b": ("a",)}
+        opening = group.create_task(pipeline.open("b"))
+        await pipeline.clock.advance(2)
+        assert (await opening).alive
+
+
+@pytest.mark.parametrize(("answers", "accept_gap"), [(False, False), (True, True)])
+async def test_a_name_is_not_refused_where_aws_does_not_say_or_the_operator_accepts_another_stream(
+    tmp_path: Path, answers: bool, accept_gap: bool
+) -> None:
+    pipeline = Stream({"a": ()}, answers=answers).pipe(tmp_path, accept_gap=accept_gap)
+    async with pipeline.life(), asyncio.TaskGroup() as group:
+        opening = group.create_task(pipeline.open("unlisted"))
+        await pipeline.clock.advance(2)
+        assert (await opening).alive
+
+
+async def test_a_shard_that_the_ledger_knows_is_let_in_though_the_stream_lists_it_no_more(
+    tmp_path: Path,
+) -> None:
+    stream = Stream({}, answers=False)
+    pipeline = stream.pipe(tmp_path)
+    for stream.answers in (False, True):
+        async with pipeline.life(), asyncio.TaskGroup() as group:
+            opening = group.create_task(pipeline.open("trimmed"))
+            await pipeline.clock.advance(2)
+            assert (await opening).alive
+
+
+async def test_a_shard_that_is_removed_from_the_ledger_holds_nothing_in_a_server_that_runs(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream({"a": (), "listed": ()}, answers=False)
+    pipeline = stream.pipe(tmp_path)
+    async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
+        names = ("a", "made-up", "listed")
+        openings = [group.create_task(pipeline.open(name)) for name in names]
+        await pipeline.clock.advance(2)
+        sessions = [await opening for opening in openings]
+        for session in sessions[1:]:
+            session.disconnected()
+        await pipeline.give(sessions[0], [(1, 1000), (2, 25_000)])
+        await pipeline.cycle()
+        coordinator.shards.know(stream.listing)
+        assert missing(coordinator) == ("made-up", "listed")
+        assert await pipeline.ledger.forget_shards(frozenset(names)) == {"made-up", "listed"}
+        await pipeline.cycle()
+        assert missing(coordinator) == ("listed",)
+    assert named(logged, "flush.failed") == []
+
+
 async def test_no_window_closes_before_a_shard_that_is_being_opened_however_long_the_answers_take(
     tmp_path: Path,
 ) -> None:
-    async def ask() -> None:
+    async def ask() -> bool:
         await pipeline.clock.sleep(5)
+        return False
 
     pipeline = Pipeline(tmp_path, ask_stream=ask)
     async with pipeline.life(), asyncio.TaskGroup() as group:

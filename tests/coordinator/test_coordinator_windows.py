@@ -37,7 +37,9 @@ async def test_a_missing_shard_holds_the_windows_is_told_and_is_left_out_after_t
         assert pipeline.published() == {}
         status = coordinator.status()
         assert (status.held_by, status.reason, missing(coordinator)) == ("gone", "missing", ("gone",))
-        assert [event["shard"] for event in named(logged, "shard.missing")] == ["gone"]
+        (told,) = named(logged, "shard.missing")
+        assert told["shard"] == "gone"
+        assert "If none is starting, start the one that owns the shard." in told["advice"]
         assert named(logged, "watermark.held") == []
         await pipeline.clock.advance(35)
         assert [event["shard"] for event in named(logged, "shard.left_out")] == ["gone"]

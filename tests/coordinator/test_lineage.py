@@ -317,3 +317,17 @@ def test_shards_are_unread_where_no_server_reads_one_and_some_have_not_ended() -
     lineage.end("c", 500)
     lineage.end("d", 500)
     assert lineage.unread() == 0
+
+
+def test_a_name_that_is_no_shard_is_forgotten_unless_it_is_read() -> None:
+    lineage = family(p="", c="p", x="")
+    lineage.forget("unknown")
+    lineage.connect("p", 1)
+    lineage.forget("p")
+    lineage.forget("x")
+    lineage.forget("c")
+    assert set(lineage.nodes) == {"p"}
+    assert lineage.nodes["p"].children == set()
+    lineage.end("p", 2)
+    lineage.forget("p")
+    assert set(lineage.nodes) == {"p"}

@@ -93,8 +93,9 @@ async def test_a_shard_that_the_stream_does_not_list_any_more_is_forgotten(tmp_p
 
 
 async def test_no_shard_is_forgotten_before_the_stream_has_said_which_it_lists(tmp_path: Path) -> None:
-    async def ask() -> None:
+    async def ask() -> bool:
         """AWS does not answer."""
+        return False
 
     pipeline = Pipeline(tmp_path, rules=SHORT, ask_stream=ask)
     async with pipeline.life() as coordinator:

@@ -46,7 +46,10 @@ HELD_BY = {
         "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
         "test_server_tls.py::test_a_server_takes_the_shards_and_the_names_that_its_settings_allow",
     ],
-    "A daemon that names a shard": ["sources/test_tls.py::test_only_shards_that_are_allowed_are_taken"],
+    "A daemon that names a shard": [
+        "sources/test_tls.py::test_only_shards_that_are_allowed_are_taken",
+        "coordinator/test_coordinator_shards.py::test_a_name_that_the_stream_does_not_list_is_refused_and_holds_no_window",
+    ],
     "Bridges, `mldserver kcl` and terminal commands": [
         "base/test_tls.py::test_a_client_refuses_a_server_of_another_authority_or_another_name",
         "kcl/test_bridge.py::test_a_bridge_says_nothing_to_a_server_that_is_not_the_right_one",

@@ -373,6 +373,20 @@ async def test_an_accepted_gap_is_told_to_the_next_opening_only(ledger_factory: 
         assert not (await one.open_shard("a")).gap_accepted
 
 
+async def test_names_that_nobody_holds_are_forgotten(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, _), peeked(ledger_factory) as (tool, _):
+        for shard in ("a", "b"):
+            await one.open_shard(shard)
+        await one.register(Flush((move("a", effective_ms=5), move("b", effective_ms=5))))
+        assert await tool.forget_shards(frozenset("ab")) == frozenset()
+        await one.release_shard("a", 1)
+        assert await tool.forget_shards(frozenset({"a", "b", "unknown"})) == {"a"}
+        assert set((await held(ledger_factory)).shards) == {"b"}
+        # What was under way from before does not bring it back.
+        assert (await one.register(Flush((move("a"),)))).lost_shards == {"a"}
+        assert await one.open_shard("a") == ShardState("a", 1, owner="one")
+
+
 async def test_shards_that_nobody_holds_are_reset_to_be_read_again(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, _), peeked(ledger_factory) as (tool, _):
         for shard in ("a", "b"):

@@ -120,6 +120,8 @@ def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
     steps(rules.leave, "one", steps.life)
     assert {name: shard.owner for name, shard in steps.book.shards.items()} == {"a": None, "b": "two"}
     assert steps(rules.reset, {"a"}) == {"a"}
+    assert steps(rules.forget_shards, {"a", "b", "z"}) == {"a"}
+    assert set(steps.book.shards) == {"b"}
     assert [entry.owner for entry in steps(rules.adopt, "two")] == ["two"]
     assert steps(rules.adopt, "three") == ()
     steps(rules.leave, "four", steps(rules.enter, "four", 1))

@@ -152,7 +152,7 @@ async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None
         await clock.advance(0)
         assert len(listings.requests) == 1
         listings.gate.set()
-        await asyncio.gather(*asking)
+        assert await asyncio.gather(*asking) == [True] * 3
         assert told == ["shardId-1", "shardId-2"]
 
 
@@ -174,7 +174,7 @@ async def test_whoever_asks_goes_on_when_the_listing_fails() -> None:
     listings.failures = 2
     listings.gate.set()
     async with polling(listings.make, told.extend) as (polls, _):
-        await polls.ask()
+        assert not await polls.ask()
         assert told == []
 
 
@@ -182,7 +182,7 @@ async def test_whoever_asks_does_not_wait_for_long(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(listing, "_PATIENCE_SECONDS", 0)
     told: list[str] = []
     async with polling(Listings().make, told.extend) as (polls, _):
-        await polls.ask()
+        assert not await polls.ask()
         assert told == []
 
 

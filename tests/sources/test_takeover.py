@@ -92,8 +92,7 @@ async def test_a_shard_that_was_taken_and_cannot_be_opened_is_nobodys(house: Hou
         {"action": "initialize", "shardId": SHARD, "sequenceNumber": "9", "subSequenceNumber": 0}
     )
     await second.sees_the_end()
-    await first.process(1)
-    await first.answered("processRecords")
+    await first.sees_the_end()
     assert house.intake.abandoned == [SHARD]
     assert ("process", SHARD) not in house.runtime.calls
 
@@ -108,3 +107,76 @@ async def test_an_end_on_a_connection_that_lost_its_shard_is_not_checkpointed(
     await first.sees_the_end()
     assert named(logged, "connection.failed")[0]["error"] == "PeerError"
     assert house.intake.shards[1].calls == []
+
+
+async def test_when_the_newer_connection_ends_the_earlier_is_closed_so_that_its_daemon_delivers_again(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
+    daemon, other, latest = [await house.connect() for _ in range(3)]
+    await daemon.initialize()
+    await other.initialize()
+    await daemon.process(1)
+    await daemon.answered("processRecords")
+    await latest.initialize()
+    await other.close()
+    async with asyncio.timeout(800):
+        await house.holds_connections(2)
+    await daemon.process(2)
+    await daemon.answered("processRecords")
+    await latest.close()
+    await daemon.sees_the_end()
+    (failed,) = named(logged, "connection.failed")
+    assert (failed["error"], failed["shard"]) == ("PeerError", SHARD)
+    assert "has ended before the shard did" in failed["what"]
+    assert not house.listener.owners.claims
+    assert not house.listener.owners._superseded
+    again = await house.connect()
+    await again.initialize()
+    await again.process(1)
+    await again.checkpointed()
+    await again.answered("processRecords")
+
+
+async def test_a_lost_lease_on_the_newer_connection_closes_the_earlier_too(house: House) -> None:
+    daemon, other = await house.connect(), await house.connect()
+    await daemon.initialize()
+    await other.initialize()
+    await other.ask({"action": "leaseLost"})
+    await other.close()
+    await daemon.sees_the_end()
+
+
+async def test_a_connection_that_waits_to_open_a_shard_is_closed_when_those_that_took_it_over_have_ended(
+    house: House,
+) -> None:
+    house.runtime.doors.clear()
+    daemon, other = await house.connect(), await house.connect()
+    opening = {"action": "initialize", "shardId": SHARD, "sequenceNumber": None, "subSequenceNumber": None}
+    await daemon.send(opening)
+    await house.opens(1)
+    await other.send(opening)
+    await daemon.answered("initialize")
+    await other.close()
+    await daemon.sees_the_end()
+
+
+async def test_a_shard_that_ended_on_the_newer_connection_leaves_the_earlier_to_its_daemon(
+    house: House,
+) -> None:
+    daemon, other = await house.connect(), await house.connect()
+    await daemon.initialize()
+    await other.initialize()
+    await other.send({"action": "shardEnded"})
+    await other.checkpointed()
+    await other.answered("shardEnded")
+    await other.sees_the_end()
+    await other.close()
+    async with asyncio.timeout(800):
+        await house.holds_connections(1)
+    await daemon.process(1)
+    await daemon.answered("processRecords")
+    assert await daemon.ask({"action": "leaseLost"}) == {"action": "status", "responseFor": "leaseLost"}
+    await daemon.close()
+    async with asyncio.timeout(800):
+        await house.holds_connections(0)
+    assert not house.listener.owners._superseded

@@ -203,12 +203,21 @@ class Lineage:
         Their children keep them as unknown parents.
         """
         ended = (node for node in self.nodes.values() if node.presence is Presence.ENDED)
-        old = [node for node in ended if node.since_ms < before_ms and node.id not in keep]
-        for node in old:
-            del self.nodes[node.id]
+        old = tuple(node.id for node in ended if node.since_ms < before_ms and node.id not in keep)
+        self._drop(old)
+        return old
+
+    def forget(self, shard_id: str) -> None:
+        """Drop a shard that is no shard of the stream, unless it is read, or has ended. It need not be known."""
+        node = self.nodes.get(shard_id)
+        if node is not None and node.presence not in _READ:
+            self._drop((shard_id,))
+
+    def _drop(self, shard_ids: tuple[str, ...]) -> None:
+        for shard_id in shard_ids:
+            del self.nodes[shard_id]
         for node in self.nodes.values():
-            node.children.difference_update(gone.id for gone in old)
-        return tuple(node.id for node in old)
+            node.children.difference_update(shard_ids)
 
     def _move(self, shard_id: str, presence: Presence, now_ms: int) -> None:
         node = self.nodes[shard_id]
