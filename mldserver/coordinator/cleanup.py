@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows
+    from mldserver.coordinator.core.watermark import Watermark
     from mldserver.jobs.runner import WindowRunner
     from mldserver.ledger.contract import LedgerState, Segment, WindowEntry
     from mldserver.ledger.operations import Ledger
@@ -208,6 +209,7 @@ class Retention:
     cut_windows: CutWindows
     garbage: Garbage
     lineage: Lineage
+    watermark: Watermark
     clock: Clock
     listed: frozenset[str] | None
     """The shards that the stream still lists; None before it has, and empty where it is not named."""
@@ -227,17 +229,19 @@ class Retention:
         Returns the bytes of files deleted, the ended shards that were forgotten, and whether the next step should follow
         at once. Raises LedgerError and OSError; repeatable.
         """
-        # The ledger keeps times of day; what only this server remembers goes by its steady time.
-        wall_ms, now_ms = self.clock.now_ms(), self.clock.steady_ms()
-        deleted = await self.expire(wall_ms - self.rules.retention_ms, held_bytes)
+        # All servers agree on the ledger's time; what only this server remembers goes by its steady time.
+        time_ms, now_ms = self.ledger.time_ms(), self.clock.steady_ms()
+        deleted = await self.expire(time_ms - self.rules.retention_ms, held_bytes)
         shards: tuple[str, ...] = ()
         if self._pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
             keep, ended_ms = self.listed or frozenset(), self.rules.shard_retention_ms
             pruned = await self.ledger.prune(
-                windows_before_ms=wall_ms - self.rules.retention_ms - _HEARD_MS,
-                shards_before_ms=0 if self.listed is None else wall_ms - ended_ms,
+                windows_before_ms=time_ms - self.rules.retention_ms - _HEARD_MS,
+                shards_before_ms=0 if self.listed is None else time_ms - ended_ms,
                 keep_shards=keep,
                 limit=_PRUNED,
+                # Windows that the stream has not come to yet are kept, whatever the ledger's time is.
+                ends_before_ms=self.watermark.aws_ms(now_ms),
             )
             self._pruning, self._pruned_ms = pruned >= _PRUNED, now_ms
             if self.listed is not None:

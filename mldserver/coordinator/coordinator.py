@@ -113,6 +113,7 @@ class Coordinator:
             cut_windows=self._flusher.cut_windows,
             garbage=self._flusher.garbage,
             lineage=self.lineage,
+            watermark=self.watermark,
             clock=clock,
             listed=frozenset() if ask_stream is None else None,
         )

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import pyarrow as pa
 import structlog
 
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
-from mldserver.coordinator.core.open_windows import CutWindows, OpenWindows, WindowKey
+from mldserver.coordinator.core.open_windows import CutWindows, OpenWindows
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -34,10 +35,10 @@ from mldserver.output.store import Garbage
 from mldserver.windows import Batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.open_windows import CoordinatorRules
+    from mldserver.coordinator.core.open_windows import CoordinatorRules, WindowKey
     from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
@@ -51,6 +52,12 @@ _CROWDED = 2
 windows of its own: where every flush fills some, servers would else write what they must throw away, the more the more
 there are."""
 _LATE_WINDOWS = 1000
+_LETTERS = 1000
+"""Dead letters that are read at a time."""
+_PAST_ALL = 10**9
+"""A place behind every dead letter of a transaction."""
+_AHEAD_SHARE = 10
+"""Rows of windows that are too far ahead of the stream may take one part in so many of the disk's bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,11 @@ class Flusher:
     _merge_clock: int = field(init=False, default=0)
     _late: tuple[Segment, ...] = field(init=False, default=())
     _doubtful: tuple[Segment, ...] = field(init=False, default=())
+    _version: int = field(init=False, default=0)
+    """Of the ledger, as it was read last."""
+    _unanswered: int | None = field(init=False, default=None)
+    """The ledger's version before a flush with dead letters of which it is not known whether it was registered; None: of
+    each it is."""
     _small: dict[str, list[str]] = field(init=False, default_factory=dict)
     """Small segments of open windows that are not joined yet."""
 
@@ -136,22 +148,31 @@ class Flusher:
         """
         self._tag = writer_tag(state.ledger_id, self.ledger.server_id)
         self._merge_clock = max(self._merge_clock, state.clock)
+        self._version = state.version
         # Also those of a registration whose answer was lost.
         self._late = tuple(
             segment for segment in state.late_segments if written(segment.path).tag == self._tag
         )
         if self.open_windows is None:
             return
+        self._arrived(shard.effective_ms for shard in state.shards.values())
         if state.batch_progress.number >= self.open_windows.progress.number:
             self.open_windows.progress = state.batch_progress
         for entry in state.windows.values():
             if entry.state is WindowState.OPEN:
-                self.open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
+                self.open_windows.learn(entry)
             else:
                 if entry.window_id in self.open_windows:
                     self.uncut_bytes = 0  # another server has cut it
                 self.open_windows.cut([entry.window_id])
         self.cut_windows.learn(state, self.clock.steady_ms())
+
+    def _arrived(self, times_ms: Iterable[int | None]) -> None:
+        """Note arrival times: windows that begin further ahead of the latest than ``max_ahead`` are too far ahead."""
+        windows, most_ms = self.open_windows, self.rules.max_ahead_ms
+        latest_ms = max((ms for ms in times_ms if ms is not None), default=None)
+        if windows is not None and most_ms is not None and latest_ms is not None:
+            windows.ahead_from_ms = max(windows.ahead_from_ms or 0, latest_ms + most_ms)
 
     def _kind(self, key: WindowKey) -> SegmentKind:
         is_open = self.open_windows is not None and key.id in self.open_windows
@@ -171,6 +192,8 @@ class Flusher:
         crowded = 0
         own: BatchProgress | None = None
         await self._clear_up()
+        batches = await self._without_stored(batches)
+        self._arrived(batch.effective_ms for batch in batches)
         while True:
             # Of redriven letters all or none are registered.
             live = [
@@ -193,6 +216,7 @@ class Flusher:
             if crowded == _CROWDED and own is None:
                 own = await self._take_windows(planned.rows)
         kill_point("flush.registered")
+        self._unanswered = None
         late_rows = self.rows_late
         self._registered(planned, segments, own)
         self.uncut_bytes += sum(batch.bytes for batch in live)
@@ -222,6 +246,31 @@ class Flusher:
             self._doubtful = ()
         await self.garbage.delete()
 
+    async def _without_stored(self, batches: list[BufferedBatch]) -> list[BufferedBatch]:
+        """Return the batches without the dead letters that a flush has stored whose answer was lost.
+
+        Where a flush moves a shard's position, that shows whether it was registered. A handler that keeps its position may
+        have dead letters before that moves: these are looked for themselves.
+        """
+        if self._unanswered is None:
+            return batches
+        stored: Counter[tuple[str, int]] = Counter()
+        after: str | None = f"{self._unanswered}.{_PAST_ALL}"
+        while page := await self.ledger.letters(after=after, limit=_LETTERS):
+            stored.update((each.letter.record, each.letter.at_ms) for each in page)
+            after = page[-1].id
+        left: list[BufferedBatch] = []
+        for batch in batches:
+            letters = []
+            for letter in () if batch.redriven else batch.dead_letters:
+                known = (letter.record, letter.at_ms)
+                stored[known] -= 1
+                if stored[known] < 0:
+                    letters.append(letter)
+            is_whole = batch.redriven or len(letters) == len(batch.dead_letters)
+            left.append(batch if is_whole else msgspec.structs.replace(batch, dead_letters=tuple(letters)))
+        return left
+
     async def _register(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
     ) -> FlushResult:
@@ -244,6 +293,8 @@ class Flusher:
             )
         except LedgerError:
             self._doubtful = segments
+            if letters and self._unanswered is None:
+                self._unanswered = self._version
             raise
 
     async def _take_windows(self, rows: int) -> BatchProgress:
@@ -281,16 +332,26 @@ class Flusher:
         durable: Mapping[str, Sequence | None],
         own: BatchProgress | None = None,
     ) -> FlushPlan:
-        stands = self.open_windows.progress if self.open_windows is not None else BatchProgress()
-        return plan(
+        windows = self.open_windows
+        planned = plan(
             batches,
             spec=self.spec,
             clock=self._merge_clock,
-            progress=own or stands,
+            progress=own or (BatchProgress() if windows is None else windows.progress),
             now_ms=self.clock.now_ms(),
             durable=durable,
             kind=self._kind,
         )
+        keys = [file.key for file in planned.files if file.kind is SegmentKind.WINDOW]
+        most_bytes = self.rules.segment_disk_bytes // _AHEAD_SHARE
+        too_many = frozenset() if windows is None else windows.leave_out_ahead(keys, most_bytes)
+        if not too_many:
+            return planned
+        files = (
+            replace(file, kind=SegmentKind.LATE) if file.key.id in too_many else file
+            for file in planned.files
+        )
+        return replace(planned, files=tuple(files))
 
     async def _write(self, planned: FlushPlan) -> tuple[Segment, ...]:
         """Write each file. Raises OSError, and then deletes what was written."""

@@ -97,8 +97,8 @@ class Membership:
         self._statement = view if self._counted else None
 
     def _state(self) -> ServerState:
-        # Two beats are never the same, whatever the clock does: by that others see that this server lives.
-        self._beat_ms = max(self.clock.now_ms(), self._beat_ms + 1)
+        # Two beats are never the same: by that others see that this server lives.
+        self._beat_ms = max(self.ledger.time_ms(), self._beat_ms + 1)
         self.beat_at_ms = self.clock.steady_ms()
         server_id = self.peers.server_id
         view = self._statement

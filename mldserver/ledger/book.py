@@ -163,6 +163,14 @@ class Book:
                 else:
                     del published[bisect.bisect_left(published, at)]
 
+    @property
+    def time_ms(self) -> int | None:
+        """The ledger's time, as far as it was written down: of the latest heartbeat or publication; None: of neither."""
+        beats = [server.beat_ms for server in self.servers.values()]
+        published = [times[-1][0] for times in (self.retained, self.over) if times]
+        again = [self.windows[window_id].published_ms for window_id in self.unfinished]
+        return max((*beats, *published, *(ms for ms in again if ms is not None)), default=None)
+
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""
         return Changes(self.totals, **{kind: getattr(self, kind).copy() for kind in KINDS})
@@ -203,6 +211,7 @@ class Book:
             segment_bytes=self.segment_bytes,
             open_bytes=self.open_bytes,
             under_way={window_id: self.windows[window_id] for window_id in self.unfinished},
+            time_ms=self.time_ms,
         )
 
 

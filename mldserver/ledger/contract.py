@@ -72,7 +72,7 @@ class ServerState:
 
     server_id: str
     beat_ms: int
-    """When it last beat, by its own time of day; two beats of a server are never the same."""
+    """When it last beat, by the ledger's time; two beats of a server are never the same."""
     watermark_ms: int | None = None
     """Its own shards' watermark, told only after everything that the watermark counted on was registered; None:
     it has seen nothing yet, and holds the pipeline's."""
@@ -340,6 +340,8 @@ class LedgerState:
     """What those take whose windows are open."""
     under_way: dict[str, WindowEntry] = field(default_factory=dict, compare=False)
     """All windows that are cut or committed, whatever ``since`` is."""
+    time_ms: int | None = field(default=None, compare=False)
+    """The ledger's time when it was last written down; None: in a ledger without servers that has published nothing."""
 
     def paths(self) -> set[str]:
         """Return the paths of the segments that are told of."""

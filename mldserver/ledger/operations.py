@@ -88,6 +88,8 @@ class Ledger(abc.ABC):
         """``server_id``: the id under which this server is, or will be, registered."""
         self.server_id = server_id
         self._clock = clock
+        self._time: tuple[int, int] | None = None
+        """The ledger's time as it was seen last, and the steady time of that."""
         self._life: int | None = None
         """Which registration of its id this server is; None for a tool."""
         self.calls = self.faults = self.spent_ms = 0
@@ -123,6 +125,26 @@ class Ledger(abc.ABC):
         finally:
             self.spent_ms += self._clock.steady_ms() - began_ms
 
+    # Time.
+
+    def time_ms(self) -> int:
+        """Return the ledger's time, by which windows are retained; this host's time of day before the ledger was read.
+
+        Heartbeats carry it on by the servers' steady time, never by a time of day: a host whose clock is wrong, or is set,
+        expires nothing too early. It stands still while no server runs.
+        """
+        if self._time is None:
+            return self._clock.now_ms()
+        time_ms, steady_ms = self._time
+        return time_ms + self._clock.steady_ms() - steady_ms
+
+    def _seen(self, state: LedgerState) -> LedgerState:
+        """Go on from the time of a state, if it is later; return the state."""
+        if state.time_ms is not None:
+            time_ms = state.time_ms if self._time is None else max(state.time_ms, self.time_ms())
+            self._time = time_ms, self._clock.steady_ms()
+        return state
+
     # Servers.
 
     async def open(self) -> LedgerState:
@@ -140,7 +162,7 @@ class Ledger(abc.ABC):
             life, state = await self._timed(self._transact(enter, Book.state))
             self._life = life
             undo.pop_all()
-        return state
+        return self._seen(state)
 
     async def peek(self) -> LedgerState:
         """Return what the ledger holds, opening it when it is not open, without registering: for tools.
@@ -148,7 +170,7 @@ class Ledger(abc.ABC):
         Creates nothing: raises LedgerError when there is no ledger, and else as ``open``. Close it also after an error.
         """
         await self._connect(create=False)
-        return await self._timed(self._look(Book.state))
+        return self._seen(await self._timed(self._look(Book.state)))
 
     async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
         """Beat: keep this server's ``own`` state (``beat_ms`` too), and return what the ledger holds now.
@@ -158,7 +180,7 @@ class Ledger(abc.ABC):
         windows are retained. Raises InternalError when ``own`` is of another server.
         """
         beat = Transaction(rules.beat, (own, self.server_id), member=self._registered())
-        return (await self._timed(self._transact(beat, lambda book: book.state(since))))[1]
+        return self._seen((await self._timed(self._transact(beat, lambda book: book.state(since))))[1])
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
@@ -206,12 +228,17 @@ class Ledger(abc.ABC):
 
     # Shards.
 
-    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
+    async def open_shard(
+        self, shard_id: str, parents: tuple[str, ...] = (), *, max_ahead_ms: int | None = None
+    ) -> ShardState:
         """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
 
-        ``gap_accepted`` is returned once and cleared.
+        ``gap_accepted`` is returned once and cleared. An event time that runs more than ``max_ahead_ms`` (None: any) ahead
+        of the latest arrival is forgotten.
         """
-        return await self._member(rules.open_shard, shard_id, parents, self.server_id)
+        return await self._member(
+            rules.open_shard, shard_id, parents, self.server_id, max_ahead_ms=max_ahead_ms
+        )
 
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
@@ -219,7 +246,7 @@ class Ledger(abc.ABC):
 
     async def end_shards(self, shard_ids: frozenset[str]) -> None:
         """Mark shards as ended that the operator or the stream says will never come back."""
-        await self._tool(rules.end_shards, sorted(shard_ids), self._clock.now_ms())
+        await self._tool(rules.end_shards, sorted(shard_ids), self.time_ms())
 
     async def accept_gap(self, shard_id: str) -> bool:
         """Let the next opening of a shard start beyond its position. False: no such shard."""
@@ -248,7 +275,7 @@ class Ledger(abc.ABC):
         position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
         RECOMPUTE segment's window is OPEN.
         """
-        return await self._member(row_rules.register, flush, self._clock.now_ms())
+        return await self._member(row_rules.register, flush, self.time_ms())
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""
@@ -290,7 +317,7 @@ class Ledger(abc.ABC):
         revision, so that the windows are not retained, but for those with pending segments. Entries stay until they
         are pruned.
         """
-        now_ms = self._clock.now_ms()
+        now_ms = self.time_ms()
         return await self._member(
             rules.published, dict(attempts), self.server_id, retain=retain, now_ms=now_ms
         )
@@ -316,7 +343,7 @@ class Ledger(abc.ABC):
         ``recompute`` makes a PUBLISHED window whose segments are retained CUT again, at its next revision, with its pending
         segments; any server may adopt it. False for one that is not retained, or was skipped.
         """
-        return await self._tool(rules.decide, window_id, decision, self._clock.now_ms())
+        return await self._tool(rules.decide, window_id, decision, self.time_ms())
 
     async def expire(
         self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
@@ -338,10 +365,11 @@ class Ledger(abc.ABC):
         shards_before_ms: int,
         keep_shards: frozenset[str] = frozenset(),
         limit: int = 10_000,
+        ends_before_ms: int | None = None,
     ) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
 
-        A window that ends after ``windows_before_ms`` stays, whenever it was published (a row from the future, and a
+        A window that ends after ``ends_before_ms`` (event time; None: ``windows_before_ms``) stays, whenever it was published (a row from the future, and a
         quiet stream): ``cut_below_ms`` would close every window up to its end for good.
         Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
         went, more may follow. Windows that are retained stay (``expire`` them first).
@@ -354,6 +382,7 @@ class Ledger(abc.ABC):
             shards_before_ms=shards_before_ms,
             keep_shards=keep_shards,
             limit=limit,
+            ends_before_ms=ends_before_ms,
         )
 
     # Dead letters. Tools may call all of it.

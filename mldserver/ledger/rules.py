@@ -23,7 +23,15 @@ _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 
 def enter(draft: Draft, server_id: str, now_ms: int) -> int:
-    """Register a server, burying who had its id before; return the life that it begins."""
+    """Register a server, burying who had its id before; return the life that it begins.
+
+    It goes on with the ledger's time. ``now_ms``, of this host's clock, begins it, and counts again only where it can let no
+    window expire too early.
+    """
+    before, time_ms = draft.servers.get(server_id), draft.book.time_ms
+    if time_ms is not None:
+        alone = not draft.book.servers and not draft.book.retained
+        now_ms = max(time_ms, now_ms if alone else 0, 0 if before is None else before.beat_ms + 1)
     _remove(draft, server_id)
     # Eight hexadecimal digits that no other ledger has: they stand in the names of the files that it registers.
     life, ledger_id = draft.totals.lives + 1, draft.totals.ledger_id or uuid.uuid4().hex[:8]
@@ -126,9 +134,16 @@ def _remove(draft: Draft, server_id: str) -> None:
             draft.windows.put(window_id, replace(entry, owner=None))
 
 
-def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
+def open_shard(
+    draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str, *, max_ahead_ms: int | None = None
+) -> ShardState:
     """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
     shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
+    event_ms, arrival_ms = shard.event_ms, shard.effective_ms
+    if event_ms is not None and arrival_ms is not None and max_ahead_ms is not None:
+        # A row from the future was counted before there was a bound, or while it was wider. The shard's next row says how
+        # far it is. The new epoch keeps older sessions from writing the wrong time again.
+        shard = replace(shard, event_ms=event_ms if event_ms - arrival_ms <= max_ahead_ms else None)
     opened = replace(shard, epoch=shard.epoch + 1, owner=server_id, parents=parents or shard.parents)
     draft.shards.put(shard_id, replace(opened, gap_accepted=False))
     return opened
@@ -344,13 +359,20 @@ def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> boo
 
 
 def prune(
-    draft: Draft, *, windows_before_ms: int, shards_before_ms: int, keep_shards: frozenset[str], limit: int
+    draft: Draft,
+    *,
+    windows_before_ms: int,
+    shards_before_ms: int,
+    keep_shards: frozenset[str],
+    limit: int,
+    ends_before_ms: int | None = None,
 ) -> int:
     """Forget windows that are over, and shards that ended before a time, but for those to keep; return how many."""
     book = draft.book
     old = takewhile(lambda published: published[0] < windows_before_ms, book.over)
     entries = (book.windows[window_id] for _, window_id in old)
-    past = (entry for entry in entries if entry.end_ms is None or entry.end_ms <= windows_before_ms)
+    end_ms = windows_before_ms if ends_before_ms is None else ends_before_ms
+    past = (entry for entry in entries if entry.end_ms is None or entry.end_ms <= end_ms)
     over = tuple(islice(past, limit))
     ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
     below = max((end for end in ends if end is not None), default=None)

@@ -84,19 +84,20 @@ class InlineLedger:
     """The SQLite ledger without its thread, and with faults."""
 
     def __init__(self, path: Path, clock: VirtualClock, faults: Faults, server_id: str = "one") -> None:
-        self.store = SqliteStore(path, pipeline="test", server_id=server_id)
+        self.store = SqliteStore(path, pipeline="test", server_id=server_id, clock=clock)
         self.server_id = server_id
-        self._clock = clock
         self._faults = faults
+
+    def time_ms(self) -> int:
+        return self.store.ledger.time_ms()
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
         method = getattr(self.store, name)
-        timed = name in {"open", "end_shards", "register", "published", "declare", "decide"}
 
         async def call(*args: Any, **named: Any) -> Any:
             await self._faults.pause()
             self._faults.before(name)
-            result = method(*args, **named, **({"now_ms": self._clock.now_ms()} if timed else {}))
+            result = method(*args, **named)
             if name == "open":
                 self.store._db.execute("PRAGMA synchronous = OFF")
             self._faults.done(name)

@@ -11,7 +11,7 @@ import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
 from mldserver.errors import LedgerError
-from mldserver.ledger.contract import ServerState
+from mldserver.ledger.contract import ServerState, WindowEntry, WindowState
 from mldserver.testing import VirtualClock
 from mldserver.windows import Batches, Tumbling, tumbling_id
 
@@ -158,6 +158,71 @@ async def test_a_server_whose_clock_is_set_back_beats_on_and_is_not_buried(
         await other.clock.advance(60)
         assert set(other.state().servers) == {"one", "two"}
     assert named(logged, "server.buried") == []
+
+
+def retained(pipeline: Pipeline) -> bool:
+    return pipeline.state().windows.get(W[0], GONE).retained
+
+
+GONE = WindowEntry(W[0], WindowState.PUBLISHED, retained=False)
+RETAINS = replace(QUICK, retention_ms=600_000)
+DAYS = [48 * HOUR, -48 * HOUR]
+
+
+@pytest.mark.parametrize("publisher", [0, 1])
+@pytest.mark.parametrize("seconds", DAYS)
+async def test_a_host_whose_clock_is_days_off_lets_no_window_expire_too_early_or_too_late(
+    tmp_path: Path, seconds: int, publisher: int
+) -> None:
+    servers = hosts(tmp_path, rules=RETAINS, recompute=True)
+    right, wrong = servers
+    wrong.clock.step(seconds)
+    async with right.life():
+        async with wrong.life():
+            session = await servers[publisher].open("a")
+            await servers[publisher].give(session, [(1, 1000), (2, 21_000)])
+            await right.clock.advance(300)
+            assert retained(right)
+            await right.clock.drive(session.lost())
+        await right.clock.advance(240)
+        assert retained(right), "nor once the one whose clock was wrong has left"
+        await right.clock.advance(180)
+        assert not retained(right)
+
+
+@pytest.mark.parametrize("seconds", DAYS)
+async def test_a_host_whose_clock_is_days_off_and_that_starts_after_the_others_have_left_expires_nothing(
+    tmp_path: Path, seconds: int
+) -> None:
+    right, wrong = hosts(tmp_path, rules=RETAINS, recompute=True)
+    wrong.clock.step(seconds)
+    async with right.life():
+        session = await right.open("a")
+        await right.give(session, [(1, 1000), (2, 21_000)])
+        await right.clock.advance(60)
+        await right.clock.drive(session.lost())
+    async with wrong.life():
+        await wrong.clock.advance(300)
+        assert retained(wrong)
+    async with right.life():
+        await right.clock.advance(120)
+        assert retained(right)
+        await right.clock.advance(240)
+        assert not retained(right)
+
+
+@pytest.mark.parametrize("seconds", DAYS)
+async def test_a_clock_that_is_set_neither_stops_retention_nor_ends_it(tmp_path: Path, seconds: int) -> None:
+    pipeline = Pipeline(tmp_path, rules=RETAINS, recompute=True)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 21_000)])
+        await pipeline.clock.advance(60)
+        pipeline.clock.step(seconds)
+        await pipeline.clock.advance(400)
+        assert retained(pipeline)
+        await pipeline.clock.advance(240)
+        assert not retained(pipeline)
 
 
 async def test_a_server_that_beats_again_while_it_is_being_buried_lives(

@@ -10,6 +10,7 @@ from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline, named
 from support.shards import accept
 
+from mldserver.coordinator.core.open_windows import MOST_AHEAD
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, tumbling_id
@@ -105,6 +106,74 @@ async def test_a_ledger_that_is_poisoned_heals_by_itself(tmp_path: Path) -> None
             list(range(3, 13)),
             list(range(13, 23)),
         ]
+
+
+async def test_a_time_that_was_not_believed_is_not_believed_by_a_later_start_either(tmp_path: Path) -> None:
+    """By then the stream has nearly come to it: it would close windows whose rows are on their way."""
+    poisoned = a_pipeline(tmp_path, max_ahead_ms=None)
+    async with poisoned.life():
+        a = await poisoned.open("a")
+        await give(poisoned, a, 1, 1_000_000)
+        await give(poisoned, a, 2, 1_000_000 + 15 * 60_000)
+        await poisoned.cycle()
+    last_ms = None
+    for life in range(2):
+        healed = a_pipeline(tmp_path)
+        await healed.clock.advance(60 + life * 400)
+        async with healed.life() as coordinator:
+            a = await healed.open("a", Sequence(2 + 30 * life))
+            assert healed.state().shards["a"].event_ms == last_ms
+            for number in range(3 + 30 * life, 33 + 30 * life):
+                last_ms = healed.clock.now_ms()
+                await give(healed, a, number, last_ms)
+                await healed.cycle()
+            assert coordinator.status().rows_late == 0
+            assert healed.state().shards["a"].event_ms == last_ms
+
+
+async def test_windows_that_are_ahead_are_no_more_than_a_bound_and_what_is_beyond_goes_to_the_late_dataset(
+    tmp_path: Path,
+) -> None:
+    pipeline = a_pipeline(tmp_path, max_ahead_ms=600_000)
+    async with pipeline.life() as coordinator:
+        a = await pipeline.open("a")
+        now_ms = pipeline.clock.now_ms()
+        near = tumbling_id(now_ms + 400_000)
+        await give(pipeline, a, 1, now_ms + 400_000)
+        for number in range(2, 252):
+            await give(pipeline, a, number, YEAR_2096 + number * 10_000)
+            if number % 50 == 0:
+                await pipeline.cycle()
+        await pipeline.cycle()
+        assert coordinator.status().windows_open == 1 + MOST_AHEAD
+        assert near in pipeline.state().windows
+        await give(pipeline, a, 252, YEAR_2096 + 2 * 10_000)
+        for _ in range(5):  # late files become visible one by one
+            await pipeline.cycle()
+        assert pipeline.state().windows[tumbling_id(YEAR_2096 + 20_000)].rows_in == 2, "it was there before"
+        assert sorted(pipeline.late()) == list(range(2 + MOST_AHEAD, 252))
+
+
+async def test_rows_from_the_future_never_fill_the_disk(tmp_path: Path) -> None:
+    bound = 200_000
+    pipeline = a_pipeline(tmp_path, segment_disk_bytes=bound, retention_bytes=0)
+    async with pipeline.life() as coordinator:
+        a, b = await pipeline.open("a"), await pipeline.open("b")
+        for number in range(1, 241):
+            await give(pipeline, a, number, YEAR_2096 + number % 3 * 10_000)
+            await give(pipeline, b, number, pipeline.clock.now_ms())
+            await pipeline.cycle()
+            assert coordinator.status().segment_bytes <= bound / 3
+        status = coordinator.status()
+        assert status.windows_published >= 20, "the others go on"
+        kept = sum(entry.rows_in for entry in pipeline.state().windows.values() if entry.window_id > "2090")
+        assert kept + len(pipeline.late()) == 240
+        assert 0 < kept < 100
+    async with pipeline.life():
+        a = await pipeline.open("a", Sequence(240))
+        await give(pipeline, a, 241, YEAR_2096)
+        await pipeline.cycle()
+        assert 241 in pipeline.late(), "a new server knows what is there"
 
 
 async def test_while_others_only_say_what_is_ahead_normal_windows_close_when_the_stream_is_quiet(

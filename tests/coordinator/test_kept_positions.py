@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from support.shards import accept
 
 from mldserver.coordinator.core.flush import BufferedBatch, plan
+from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
 
@@ -152,6 +153,51 @@ async def test_a_dead_letter_is_not_lost_when_the_answer_to_a_flush_was(pipeline
         await pipeline.clock.advance(5)
     assert pipeline.stored_dead_letters() == [("a", S(3))]
     assert pipeline.state().shards["a"].position == S(1)
+
+
+async def test_a_dead_letter_is_stored_once_though_the_answer_to_its_flush_was_lost(
+    pipeline: Pipeline,
+) -> None:
+    lost = 0
+
+    def hook(called: str, after: bool) -> None:
+        nonlocal lost
+        if called == "register" and after and lost < 3:
+            lost += 1
+            raise LedgerError("the answer is lost")
+
+    letters = [dead_letter("a", 3), dead_letter("a", 3), dead_letter("a", 4)]
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(session, [1, 2], 1)
+        await pipeline.cycle()
+        pipeline.faults.hook = hook
+        await give(session, [3], 1, letters[:2])
+        await pipeline.cycle()
+        await give(session, [4], 1, letters[2:])
+        await pipeline.clock.advance(20)
+        assert lost == 3
+        await give(session, [5], 1, [dead_letter("a", 5)])
+        await pipeline.cycle()
+    assert pipeline.stored_dead_letters() == [("a", S(3)), ("a", S(3)), ("a", S(4)), ("a", S(5))]
+
+
+async def test_a_dead_letter_is_stored_though_its_first_flush_failed_before_it_took_effect(
+    pipeline: Pipeline,
+) -> None:
+    lost = [True]
+
+    def hook(called: str, after: bool) -> None:
+        if called == "register" and not after and lost and lost.pop():
+            raise LedgerError("the ledger is out of reach")
+
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        pipeline.faults.hook = hook
+        await give(session, [3], 1, [dead_letter("a", 3)])
+        await pipeline.clock.advance(20)
+    assert not lost
+    assert pipeline.stored_dead_letters() == [("a", S(3))]
 
 
 def test_a_flush_without_a_checkpoint_leaves_the_position_where_it_is() -> None:

@@ -175,18 +175,6 @@ def test_sessions_whose_rows_a_flush_left_out_let_go(around: Around) -> None:
     assert (lost.alive, kept.alive, newer.alive) == (False, True, True)
 
 
-@pytest.mark.parametrize(
-    ("max_ahead_ms", "event_ms", "first"),
-    [(100, 600, 600), (100, 601, None), (None, 10**12, 10**12), (100, None, None)],
-)
-def test_an_event_time_that_no_clock_can_have_shown_is_not_gone_on_from(
-    max_ahead_ms: int | None, event_ms: int | None, first: int | None
-) -> None:
-    around = Around(on_arrival=False, max_ahead_ms=max_ahead_ms)
-    around.open(ShardState("a", 1, S(2), effective_ms=500, event_ms=event_ms))
-    assert around.watermark.reached_ms()["a"] == first
-
-
 S = Sequence
 
 

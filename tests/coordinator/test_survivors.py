@@ -173,6 +173,9 @@ class Beats:
     def __init__(self) -> None:
         self.heard: list[ServerState] = []
 
+    def time_ms(self) -> int:
+        return 1000
+
     async def sync(self, own: ServerState, _since: int) -> LedgerState:
         self.heard.append(own)
         return LedgerState()

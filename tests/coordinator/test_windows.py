@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.open_windows import (
     _REMEMBERED,
+    MOST_AHEAD,
     CoordinatorRules,
     CutWindows,
     OpenWindows,
@@ -267,6 +268,31 @@ def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -
     old = OpenWindows(batches(max_rows=5, max_age=1))
     old.opened([WindowKey(batch_id(0))])
     assert not old.overdue(10**15), "its age closes it"
+
+
+def test_windows_far_ahead_of_the_stream_are_bounded_in_number_and_in_bytes() -> None:
+    windows = OpenWindows(Tumbling(1000))
+    near, far = key(0, 1000), [key(10**9 + 1000 * n, 1000) for n in range(MOST_AHEAD + 5)]
+    assert not windows.is_ahead(far[0]), "it is not known where the stream is"
+    windows.ahead_from_ms = 5000
+    assert [windows.is_ahead(each) for each in (near, far[0], key(5000, 1000), key(6000, 1000))] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not windows.is_ahead(WindowKey(batch_id(7)))
+    assert windows.leave_out_ahead([near], 0) == frozenset()
+    assert windows.leave_out_ahead([near, *far], 1) == {each.id for each in far[MOST_AHEAD:]}
+    windows.opened([near, *far[:MOST_AHEAD]])
+    assert windows.leave_out_ahead([near, *far], 1) == {each.id for each in far[MOST_AHEAD:]}
+    for each, size in ((near, 10**9), (far[0], 60), (far[1], 40)):
+        segment = Segment("path", each.id, 1, size, each.start_ms, each.end_ms)
+        windows.learn(WindowEntry(each.id, WindowState.OPEN, each.start_ms, each.end_ms, segments=(segment,)))
+    assert windows.leave_out_ahead([near, far[0]], 101) == frozenset()
+    assert windows.leave_out_ahead([near, far[0]], 100) == {far[0].id}
+    windows.cut([far[1].id])
+    assert windows.leave_out_ahead([near, far[0], far[1]], 100) == frozenset()
 
 
 def test_windows_close_oldest_first_also_where_names_do_not_sort() -> None:

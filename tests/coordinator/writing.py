@@ -14,6 +14,7 @@ from support.store import SqliteStore
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
 from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.flusher import Flushed, Flusher
 from mldserver.ledger.contract import (
@@ -61,12 +62,14 @@ class Writing:
             unique=lambda: f"u{next(names)}",
             rules=rules,
         )
+        lineage = Lineage()
         retention = Retention(
             rules=rules,
             ledger=ledger,
             cut_windows=flusher.cut_windows,
             garbage=flusher.garbage,
-            lineage=Lineage(),
+            lineage=lineage,
+            watermark=Watermark(rules, lineage, clock.steady_ms()),
             clock=clock,
             listed=frozenset(),
         )

@@ -125,6 +125,15 @@ class ModelServer:
 
     def open(self, *, now_ms: int) -> LedgerState:
         content = self.content
+        times = [each.beat_ms for each in content.servers.values()]
+        shown = [each for each in content.windows.values() if each.state in {PUBLISHED, CUT, COMMITTED}]
+        times += [each.published_ms for each in shown if each.published_ms is not None]
+        if times:
+            alone = not content.servers and not any(
+                each.retained for each in shown if each.state is PUBLISHED
+            )
+            before = content.servers.get(self.server_id)
+            now_ms = max(*times, now_ms if alone else 0, before.beat_ms + 1 if before else 0)
         content.release(self.server_id)
         self.life += 1
         content.lives[self.server_id] = self.life

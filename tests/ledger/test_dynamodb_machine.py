@@ -39,7 +39,7 @@ class Blocking:
         self._ledger = self._make()
 
     def _make(self) -> DynamoLedger:
-        return DynamoLedger(
+        ledger = DynamoLedger(
             "table",
             pipeline="p",
             server_id=self._server_id,
@@ -47,6 +47,8 @@ class Blocking:
             session=self._dynamo,
             compact_bytes=2_000,
         )
+        ledger.time_ms = self._clock.now_ms  # type: ignore[method-assign]  # the ledger's time is what calls say
+        return ledger
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, now_ms: int = 0, **fields: Any) -> Any:

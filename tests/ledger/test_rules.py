@@ -229,3 +229,50 @@ def test_a_batch_that_an_older_program_cut_without_raising_the_number_raises_it_
     assert steps.book.totals.batch_progress == BatchProgress()
     assert steps(rules.prune, windows_before_ms=9, shards_before_ms=0, keep_shards=frozenset(), limit=9) == 1
     assert steps.book.totals.batch_progress == BatchProgress(2)
+
+
+@pytest.mark.parametrize(
+    ("max_ahead_ms", "event_ms", "effective_ms", "kept"),
+    [
+        (100, 600, 500, True),
+        (100, 601, 500, False),
+        (None, 10**12, 500, True),
+        (100, None, 500, True),
+        (100, 10**12, None, True),
+    ],
+)
+def test_an_opening_forgets_an_event_time_that_no_clock_can_have_shown(
+    steps: Steps, max_ahead_ms: int | None, event_ms: int | None, effective_ms: int | None, kept: bool
+) -> None:
+    steps(rules.open_shard, "a", (), "one")
+    steps(register, Flush((move(effective_ms=effective_ms, event_ms=event_ms),)), 1)
+    opened = steps(rules.open_shard, "a", (), "one", max_ahead_ms=max_ahead_ms)
+    assert opened.event_ms == steps.book.shards["a"].event_ms == (event_ms if kept else None)
+
+
+def test_a_server_that_enters_goes_on_with_the_ledgers_time_and_its_host_only_begins_it(steps: Steps) -> None:
+    def beat_of(server_id: str, now_ms: int) -> int:
+        steps(rules.enter, server_id, now_ms)
+        return steps.book.servers[server_id].beat_ms
+
+    assert steps.book.servers["one"].beat_ms == 0
+    assert beat_of("two", 10**9) == 0
+    assert beat_of("one", 10**9) == 1, "another beat than that of its life before"
+    steps.to(WindowState.PUBLISHED)
+    assert beat_of("two", 10**9) == 5
+    for server_id in ("one", "two"):
+        steps(rules.leave, server_id, steps.book.servers[server_id].life)
+    assert beat_of("one", 10**9) == 5, "a window is retained"
+    steps(register, Flush((), (more("r1"),)), 6)
+    steps(rules.cut, (W1,), "one")
+    assert steps.book.time_ms == 5
+    steps(rules.leave, "one", steps.book.servers["one"].life)
+    assert beat_of("one", 7) == 7, "none is retained: nothing can expire too early"
+
+
+def test_a_window_that_the_stream_has_not_come_to_is_not_forgotten(steps: Steps) -> None:
+    steps.to(WindowState.PUBLISHED)
+    steps(rules.expire, published_before_ms=9, keep_bytes=0, limit=9)
+    before = {"windows_before_ms": 10**9, "shards_before_ms": 0, "keep_shards": frozenset[str](), "limit": 9}
+    assert steps(rules.prune, **before, ends_before_ms=9_999) == 0
+    assert steps(rules.prune, **before, ends_before_ms=10_000) == 1

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
+    from mldserver.base.clock import Clock
+
 
 @dataclass
 class _Clock:
@@ -40,13 +42,21 @@ class InlineLedger(SqliteLedger):
 class SqliteStore:
     """One server's ledger, or a tool's. It may be opened again after it was closed."""
 
-    def __init__(self, path: Path, *, pipeline: str, server_id: str, **more: Any) -> None:
+    def __init__(
+        self, path: Path, *, pipeline: str, server_id: str, clock: Clock | None = None, **more: Any
+    ) -> None:
+        """``clock``: None where calls say what time it is."""
         self._clock = _Clock()
         self.server_id = server_id
-        self._make = lambda: InlineLedger(
-            path, pipeline=pipeline, server_id=server_id, clock=self._clock, **more
-        )
+        self._more = {"pipeline": pipeline, "server_id": server_id, "clock": clock or self._clock, **more}
+        self._path, self._told = path, clock is None
         self.ledger = self._make()
+
+    def _make(self) -> InlineLedger:
+        ledger = InlineLedger(self._path, **self._more)
+        if self._told:
+            ledger.time_ms = self._clock.now_ms  # type: ignore[method-assign]  # the ledger's time is what calls say
+        return ledger
 
     @property
     def _db(self) -> sqlite3.Connection | None:

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from mldserver.config.settings import FlowSettings
-from mldserver.ledger.contract import BatchProgress, SegmentKind, WindowState, batch_id, batch_number
+from mldserver.ledger.contract import (
+    BatchProgress,
+    SegmentKind,
+    WindowState,
+    batch_id,
+    batch_number,
+)
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
 
 if TYPE_CHECKING:
@@ -22,7 +28,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from mldserver.ledger.contract import FlushResult, LedgerState
+    from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
+
+MOST_AHEAD: Final = 100
+"""How many windows may be open that are too far ahead of the stream."""
 
 _REMEMBERED = 10_000
 """How many windows that the ledger does not tell of any more are known to be cut, from one look at it to the next. For one
@@ -98,7 +107,11 @@ class OpenWindows:
     spec: WindowSpec
     progress: BatchProgress = field(default_factory=BatchProgress)
     """What the ledger knows of ``batches``."""
+    ahead_from_ms: int | None = field(default=None)
+    """Windows that begin after this time run too far ahead of the stream (``max_ahead``); None: none does."""
     _open: dict[str, WindowKey] = field(init=False, default_factory=dict)
+    _bytes: dict[str, int] = field(init=False, default_factory=dict)
+    """What the segments of each open window took when the ledger was read last."""
     _aging: tuple[int, int] | None = field(init=False, default=None)
     """The ``batches`` window in progress, and since when it is open by this server's steady time."""
 
@@ -113,10 +126,35 @@ class OpenWindows:
         for key in keys:
             self._open.setdefault(key.id, key)
 
+    def learn(self, entry: WindowEntry) -> None:
+        """Note a window that is open in the ledger."""
+        self._open.setdefault(entry.window_id, WindowKey(entry.window_id, entry.start_ms, entry.end_ms))
+        self._bytes[entry.window_id] = sum(segment.bytes for segment in entry.segments)
+
+    def is_ahead(self, key: WindowKey) -> bool:
+        """Whether a window begins so far ahead of the stream that its rows must have a wrong time."""
+        after_ms = self.ahead_from_ms
+        return after_ms is not None and key.start_ms is not None and key.start_ms > after_ms
+
+    def leave_out_ahead(self, keys: Iterable[WindowKey], most_bytes: int) -> frozenset[str]:
+        """Return which windows may get no rows: they are ahead, and those that are open already fill their share.
+
+        Nothing closes windows that are ahead before their time has come: without a bound on them there is none on the disk.
+        """
+        ahead = [key for key in keys if self.is_ahead(key)]
+        if not ahead:
+            return frozenset()
+        held = [key.id for key in self._open.values() if self.is_ahead(key)]
+        if sum(self._bytes.get(window_id, 0) for window_id in held) >= most_bytes:
+            return frozenset(key.id for key in ahead)
+        new = [key.id for key in ahead if key.id not in self._open]
+        return frozenset(new[max(0, MOST_AHEAD - len(held)) :])
+
     def cut(self, window_ids: Iterable[str]) -> None:
         """Note windows that were cut. Cutting the ``batches`` window in progress starts the next one."""
         for window_id in window_ids:
             self._open.pop(window_id, None)
+            self._bytes.pop(window_id, None)
             if isinstance(self.spec, Batches):
                 self.progress = self.progress.behind([window_id])
 

@@ -172,18 +172,9 @@ class Sessions:
         self._sessions[shard_id] = session
         arrival_ms = self.lineage.nodes[shard_id].effective_ms = state.effective_ms
         self.lineage.connect(shard_id, now_ms)
-        event_ms, rules = state.event_ms, self.watermark.rules
-        if event_ms is None and rules.on_arrival:
+        event_ms = state.event_ms
+        if event_ms is None and self.watermark.rules.on_arrival:
             event_ms = self.lineage.floor_ms(shard_id)
-        elif (
-            event_ms is not None
-            and arrival_ms is not None
-            and rules.max_ahead_ms is not None
-            and event_ms - arrival_ms > rules.max_ahead_ms
-        ):
-            # A row from the future was counted before there was a bound, or while it was wider. Where the shard really
-            # is, its next row tells.
-            event_ms = None
         self.watermark.connect(
             shard_id,
             now_ms,

@@ -189,11 +189,11 @@ class Watermark:
         """A record is known, at a steady time, that had arrived at ``arrival_ms``; None: none is."""
         if arrival_ms is None:
             return
-        shown_ms = self._aws_ms(now_ms)
+        shown_ms = self.aws_ms(now_ms)
         if shown_ms is None or arrival_ms > shown_ms:
             self._arrival = (arrival_ms, now_ms)
 
-    def _aws_ms(self, at_ms: int) -> int | None:
+    def aws_ms(self, at_ms: int) -> int | None:
         """Return what AWS's clock showed at least at a steady time; None while no arrival time is known."""
         if self._arrival is None:
             return None
@@ -253,9 +253,9 @@ class Watermark:
             clock.event_ms = event_ms if clock.event_ms is None else max(event_ms, clock.event_ms)
         if records == 0 and lag_ms == 0:
             if len(clock.received) > PREFETCH:
-                clock.advance(self._aws_ms(clock.received[0]))
+                clock.advance(self.aws_ms(clock.received[0]))
             if clock.polled:
-                clock.advance(self._aws_ms(clock.received[-1] - _VISIBLE_MS))
+                clock.advance(self.aws_ms(clock.received[-1] - _VISIBLE_MS))
 
     def answered(self, shard_id: str, now_ms: int) -> None:
         """A batch was answered: from now on the shard's silence counts."""
@@ -299,7 +299,7 @@ class Watermark:
         for shard_id, clock in self._shards.items():
             if not (clock.empty and clock.lag_ms == 0) and self._caught_up(clock, now_ms):
                 # Without empty batches it is carried with time, an idle time behind it.
-                clock.advance(self._aws_ms(now_ms - self.rules.idle_time_ms))
+                clock.advance(self.aws_ms(now_ms - self.rules.idle_time_ms))
             if not self.rules.on_arrival and self._idle(clock, now_ms, delay_ms):
                 idle += 1
                 continue
