@@ -14,8 +14,8 @@ from support.store import SqliteStore
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.core.open_windows import CoordinatorRules
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flushed, Flusher
 from mldserver.ledger.contract import (
     Commit,
