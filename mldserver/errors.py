@@ -14,7 +14,7 @@ Every error carries, beside its sentence, what the server did about it (``did``)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -167,6 +167,11 @@ class WindowFailed(SparkError):
 
 class DriverLost(SparkError):
     """The Spark driver's process, or its JVM, is gone."""
+
+    blame: Literal["window", "others", "outside", "server"] = "window"
+    """Whose doing the death may be: that of the ``window``, which was alone there; of one of several windows (``others``); of
+    what sent a signal (``outside``), while one window was there; or of the ``server``, which ended the driver for a reason of
+    its own, or of the cluster."""
 
 
 class OperatorError(MldserverError):

@@ -26,6 +26,7 @@ class World:
     unread_shards: int = 0
     trouble: str | None = None
     listening: bool = True
+    overdue: tuple[str, float] | None = None
     readiness: Readiness = field(default_factory=Readiness)
 
     def look(self) -> str | None:
@@ -43,6 +44,7 @@ class World:
             source=SimpleNamespace(waits_for=None if self.listening else "no address is listened on"),
             runtime=SimpleNamespace(trouble=self.trouble),
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
+            runner=SimpleNamespace(overdue=lambda: self.overdue),
         )
         return self.readiness.look(cast("Parts", parts))
 
@@ -132,4 +134,16 @@ def test_a_server_whose_daemon_is_dead_is_not_ready() -> None:
     )
     assert not world.readiness.green.is_set()
     world.unread_shards = 0
+    assert told(world.look()) == "ready"
+
+
+def test_a_window_that_is_worked_on_for_too_long_is_named() -> None:
+    world = World()
+    world.look()
+    world.overdue = ("w-1", 960.0)
+    assert told(world.look()) == (
+        "window w-1 has been worked on for 16 minutes: see its latest window.slow or window.failed"
+    )
+    assert not world.readiness.green.is_set()
+    world.overdue = None
     assert told(world.look()) == "ready"

@@ -69,21 +69,16 @@ class Engine(SparkEngine):
             self.job_deadline = None
 
 
-class Patient(SystemClock):
-    """The time in which a driver may listen is over when the next job would be lost with it."""
-
-    engine: SparkEngine
+class Impatient(SystemClock):
+    """The time in which a driver may listen is over at once."""
 
     async def sleep(self, seconds: float) -> None:
         if seconds != GRACE:
             await super().sleep(seconds)
-        elif (life := self.engine._life) is not None:
-            await until(lambda: bool(life.waiting))
 
 
 def engine(folder: Path, plan: str) -> SparkEngine:
-    clock = Patient()
-    clock.engine = Engine(
+    return Engine(
         "seconds_by_spark",
         "id BIGINT NOT NULL, at TIMESTAMP",
         master="sc://nowhere",
@@ -92,9 +87,8 @@ def engine(folder: Path, plan: str) -> SparkEngine:
         command=[sys.executable, str(DRIVER), plan, str(folder / "plan")],
         job_deadline=0.1 if plan in {"hang", "deaf"} else None,
         cancel_grace=GRACE if plan == "deaf" else 600.0,
-        clock=clock,
+        clock=Impatient(),
     )
-    return clock.engine
 
 
 def filled() -> FakeStream:
@@ -132,7 +126,7 @@ def told(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
         ("fail", 1, []),
         ("full", 1, []),
         ("hang", 1, []),
-        ("deaf", 2, ["driver"]),  # the next window's job goes down with it
+        ("deaf", 1, ["driver"]),  # the next window's job waits for the next driver
         ("die", 1, ["driver"]),
         ("jvm", 1, ["jvm"]),
         ("fail,die,full", 3, ["driver"]),

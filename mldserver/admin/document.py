@@ -165,6 +165,8 @@ class Windows(_Part, frozen=True, kw_only=True):
     rows_out: int = 0
     seconds: Histogram = Histogram()
     """From cut to visible output."""
+    oldest_age_seconds: float | None = None
+    """For how long the oldest window that is cut has waited to be published; None: none waits."""
     latest: tuple[Window, ...] = ()
     """The latest hundred that this server has cut, the oldest first."""
 

@@ -101,6 +101,11 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
     if status.windows_halted:
         window = status.windows_halted[0]
         found.append((f"window {window} keeps failing and every other waits for it", True))
+    overdue = None if parts.runner is None or status.windows_halted else parts.runner.overdue()
+    if overdue is not None:
+        window, seconds = overdue
+        hint = "see its latest window.slow or window.failed"
+        found.append((f"window {window} has been worked on for {seconds / 60:.0f} minutes: {hint}", True))
     if status.flush_failing:
         found.append(("rows cannot be made durable: see the latest flush.failed", True))
     if status.stuck:
@@ -392,6 +397,7 @@ def _windows(parts: Parts, told: CoordinatorStatus) -> document.Windows:
         halted=told.windows_halted,
         rows_out=runner.rows_out,
         seconds=_histogram(runner.took),
+        oldest_age_seconds=runner.oldest_seconds(),
         latest=tuple(
             document.Window(
                 id=life.entry.window_id,

@@ -137,6 +137,8 @@ window_rows_total  windows.rows_out
     Rows of published windows.
 window_seconds  windows.seconds
     From a window's cut to its visible output.
+window_oldest_age_seconds  OLDEST_WINDOW
+    How long the oldest window that is cut and not published has waited; 0 while none waits.
 flushes_total  totals.flushes
     Flushes that made rows or positions durable.
 flush_failures_total  totals.flushes_failed
@@ -232,6 +234,8 @@ def _alone(field: str, status: Status) -> Any:
     if field == "INFO":
         names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
         return {name: getattr(status, name) for name in names}
+    if field == "OLDEST_WINDOW":
+        return status.windows.oldest_age_seconds or 0.0
     if field == "SERVERS":
         return len(status.servers)
     if field == "WATERMARK_LAG":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from mldserver.windows import Window  # noqa: TC001  # a job that crosses is read by its annotations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 Deadline = float | Literal["by_size"] | None
 """Seconds of one job, or by what it has to do, or None, for ever: the setting ``window_deadline``."""
@@ -75,16 +75,22 @@ class PublishJob:
 
 
 def deadline_seconds(deadline: Deadline, jobs: Iterable[WindowJob | PublishJob]) -> float | None:
-    """Return what ``jobs`` together may take, as the setting ``window_deadline`` says for each; None: for ever."""
-    if deadline is None:
-        return None
-    if deadline == "by_size":
-        sizes = (
-            job.bytes * _SECONDS_PER_BYTE if isinstance(job, WindowJob) else job.rows * _SECONDS_PER_ROW
-            for job in jobs
-        )
-        return sum(_AT_LEAST_SECONDS + size for size in sizes)
-    return sum(deadline for _ in jobs)
+    """Return what ``jobs`` together may take: what the setting ``window_deadline`` allows the largest; None: for ever.
+
+    Only small windows share a job. If that takes longer, each of them runs alone.
+    """
+    if deadline != "by_size":
+        return deadline
+    return max(
+        _AT_LEAST_SECONDS
+        + (job.bytes * _SECONDS_PER_BYTE if isinstance(job, WindowJob) else job.rows * _SECONDS_PER_ROW)
+        for job in jobs
+    )
+
+
+def allowed_seconds(deadline: Deadline, size: int) -> float:
+    """Return how long a window of ``size`` bytes may be worked on until a person should look: its deadline, else by size."""
+    return _AT_LEAST_SECONDS + size * _SECONDS_PER_BYTE if deadline in {None, "by_size"} else float(deadline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,14 @@ class Engine(Protocol):
         """Run attempts at several windows as one job; results in the order of ``jobs``.
 
         Each window's output is in its own ``staging``, as after ``compute``. Raises as ``compute`` does, for all of
-        them together: the caller then runs each alone, so that one bad window cannot hold others.
+        them together, and WindowFailed when ``on_window`` of one takes longer than a minute. The caller then runs each alone,
+        so that one bad window cannot hold others.
+        """
+
+    def when_slow(self, call: Callable[[str], None]) -> None:
+        """Call ``call`` with a window's id when its ``on_window`` takes longer than a minute and it runs alone.
+
+        It may hang: one job more may run beside it.
         """
 
     async def publish(self, job: PublishJob) -> None:

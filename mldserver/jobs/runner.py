@@ -10,6 +10,7 @@ server left is submitted like any other window, and goes on where it stood.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -20,10 +21,11 @@ import structlog
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import Durations, in_time
 from mldserver.errors import DriverLost, LedgerError, MldserverError, OperatorError, SparkError, WindowFailed
+from mldserver.jobs.engine import allowed_seconds
 from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from mldserver.config.settings import WindowSettings
     from mldserver.jobs.steps import Committed, WindowSteps
@@ -37,6 +39,9 @@ _FAULTS = (SparkError, LedgerError, OperatorError, OSError)
 """What a window is tried again after; all else is a bug."""
 
 _NUMBERS = re.compile(r"\d+")
+
+_MOST_SIGNALS = 5
+"""Deaths of a driver by a signal, in a row and with one window alone there, from which on they count against the window."""
 
 _LATEST = 100
 """Windows that are remembered for whoever looks at the server."""
@@ -62,16 +67,51 @@ class WindowLife:
     spark_seconds: float | None = None
     rows_out: int | None = None
     error: str | None = None
+    begun_ms: int | None = None
+    """When it was taken from the queue, by the steady clock."""
     failed_runs: int = 0
     """Of its job."""
     failed_steps: int = 0
     """All else: what the ledger or the disk refused, and writing an output that counts into its table."""
+    lost_runs: int = 0
+    """Runs that ended with a driver's death that does not count against it."""
+    signals: int = 0
+    """Such deaths in a row by a signal while it was alone."""
+    suspect: bool = False
+    """Whether a driver died while it and others were there: it runs alone until it succeeds."""
     traceback: str = ""
     """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an operator has decided about it, while it is halted."""
     kept: bool = False
     """Whether the ledger holds why it is halted, as far as this server knows."""
+
+
+class _Company:
+    """Lets attempts run beside each other, or one alone. Those that must be alone go first."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._running = 0
+        self._alone = 0
+        """Those that are, or wait to be, alone."""
+
+    @contextlib.asynccontextmanager
+    async def enter(self, *, alone: bool) -> AsyncIterator[None]:
+        """Wait for a place, and have it until the block ends."""
+        self._alone += alone
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._running if alone else not self._alone)
+                self._running += 1
+            try:
+                yield
+            finally:
+                self._running -= 1
+        finally:
+            self._alone -= alone
+            async with self._changed:
+                self._changed.notify_all()
 
 
 class WindowRunner:
@@ -81,6 +121,12 @@ class WindowRunner:
     ledger or the disk, is tried again however often; as many failures of those in their turn halt the others. ``halt``:
     the window is tried again for ever, at the longest wait, and all others wait for it, unless an operator decides
     otherwise (``Ledger.decide``); ``dead_letter``: it is set aside with its segments and the others go on.
+
+    A driver's death counts against a window that was alone there. Where several were, each runs alone from then on until it
+    has succeeded, and the death counts for none. So do deaths from outside: a signal, or a cluster that is gone. A window that
+    meets signals whenever it is alone is the cause after all (``_MOST_SIGNALS``).
+
+    While a hook of ``on_window`` is slow, it may hang, and one more worker goes on with the other windows.
     """
 
     def __init__(self, steps: WindowSteps, policy: WindowSettings, *, random: Callable[[], float]) -> None:
@@ -102,6 +148,13 @@ class WindowRunner:
         self.idle = self._idle.wait
         """Returns when no window is waiting or running."""
         self.published = self.set_aside = self.rows_out = 0
+        self._alone: deque[tuple[WindowEntry, Committed | None]] = deque()
+        """Windows that come next, each alone, with their output where it counts already."""
+        self._company = _Company()
+        self._slow: set[str] = set()
+        """Windows whose workers have been replaced, and end with them."""
+        self._workers: asyncio.TaskGroup | None = None
+        self._engine.when_slow(self.relieve)
         self.took = Durations()
         """Windows from being taken up until their output was visible."""
 
@@ -130,30 +183,81 @@ class WindowRunner:
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
+            self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
             for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work(), name="windows")
 
+    def relieve(self, window_id: str) -> None:
+        """Let others go on beside a window whose hook is slow, and maybe hangs: as many more as run anyway, at most."""
+        if self._workers is not None and len(self._slow | {window_id}) <= self._policy.window_concurrency:
+            if window_id not in self._slow:
+                self._workers.create_task(self._work(), name="windows")
+            self._slow.add(window_id)
+
+    def oldest_seconds(self) -> float | None:
+        """Return for how long the oldest window that is cut has waited to be published; None: none waits."""
+        waiting = [life.submitted_ms for life in self.unfinished.values()]
+        return (self._clock.steady_ms() - min(waiting)) / 1000 if waiting else None
+
+    def overdue(self) -> tuple[str, float] | None:
+        """Return the window that has been worked on for longer than one run may take, and for how many seconds; None: none.
+
+        What waits in the queue does not count: after an outage, many windows wait for each other.
+        """
+        begun = [life for life in self.unfinished.values() if life.begun_ms is not None]
+        for life in begun:
+            assert life.begun_ms is not None
+            seconds = (self._clock.steady_ms() - life.begun_ms) / 1000
+            size = sum(segment.bytes for segment in life.entry.segments)
+            if seconds > allowed_seconds(self._policy.window_deadline_seconds, size):
+                return life.entry.window_id, seconds
+        return None
+
     async def _work(self) -> None:
         while True:
-            first = await self._queue.get()
-            await self._go.wait()
-            group = [first]
-            size = sum(segment.bytes for segment in first.segments)
-            # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
-            while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
-                group.append(self._queue.get_nowait())
-                size += sum(segment.bytes for segment in group[-1].segments)
-            left = await self._together(group) if len(group) > 1 else {first.window_id: None}
-            # What is done already comes first.
-            for entry in sorted(group, key=lambda entry: entry.window_id in left):
-                if entry.window_id in left:
-                    await self._go.wait()
-                    with structlog.contextvars.bound_contextvars(window=entry.window_id):
-                        await self._see_through(entry, left[entry.window_id])
-                self.unfinished.pop(_key(entry), None)
-                if not self.unfinished:
-                    self._idle.set()
+            if not self._alone:
+                await self._take_group()
+            # Another worker may take what this one has left.
+            while self._alone:
+                entry, committed = self._alone.popleft()
+                await self._go.wait()
+                self.unfinished[_key(entry)].begun_ms = self._clock.steady_ms()
+                with structlog.contextvars.bound_contextvars(window=entry.window_id):
+                    await self._see_through(entry, committed)
+                self._end(entry)
+                if entry.window_id in self._slow:
+                    self._slow.remove(entry.window_id)
+                    return
+
+    async def _take_group(self) -> None:
+        """Take what is ready together from the queue, and leave in ``_alone`` what must run, or go on, alone."""
+        first = await self._queue.get()
+        await self._go.wait()
+        group = [first]
+        size = sum(segment.bytes for segment in first.segments)
+        # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
+        while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
+            group.append(self._queue.get_nowait())
+            size += sum(segment.bytes for segment in group[-1].segments)
+        left: dict[str, Committed | None] = {first.window_id: None}
+        if len(group) > 1:
+            lives = [self.unfinished[_key(entry)] for entry in group]
+            for life in lives:
+                life.begun_ms = self._clock.steady_ms()
+            left = await self._together(group)
+            for life in lives:
+                life.begun_ms = None
+        for entry in group:
+            if entry.window_id in left:
+                self._alone.append((entry, left[entry.window_id]))
+            else:
+                self._end(entry)
+
+    def _end(self, entry: WindowEntry) -> None:
+        self.unfinished.pop(_key(entry), None)
+        if not self.unfinished:
+            self._idle.set()
 
     async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
         """See windows through as one; return those that must go on alone, with their output where it counts."""
@@ -162,9 +266,13 @@ class WindowRunner:
         }
         entries = [entry for entry in group if entry.window_id not in alone]
         try:
-            done = await self.steps.compute(entries)
+            async with self._company.enter(alone=False):
+                done = await self.steps.compute(entries)
         except _FAULTS as error:
             log.warning("window.group_failed", windows=len(entries), **_fields(error))
+            for entry in entries:
+                life = self.unfinished[_key(entry)]
+                life.suspect = isinstance(error, DriverLost) and error.blame == "others"
             return dict.fromkeys((entry.window_id for entry in group), None)
         # Whoever began an attempt and is not among them finds out alone what has become of the window.
         alone |= {entry.window_id: None for entry in entries}
@@ -211,11 +319,12 @@ class WindowRunner:
         life = self.unfinished[_key(entry)]
         while True:
             try:
-                # Once committed only publishing is tried again: the output counts, computing it anew would not.
-                committed = committed or await self._commit(entry)
-                life.kept = False  # by the commit
-                if committed is not None:
-                    await self._publish([committed])
+                async with self._company.enter(alone=life.suspect):
+                    # Once committed only publishing is tried again: the output counts, computing it anew would not.
+                    committed = committed or await self._commit(entry)
+                    life.kept = False  # by the commit
+                    if committed is not None:
+                        await self._publish([committed])
             except _FAULTS as error:
                 # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
                 of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
@@ -253,8 +362,10 @@ class WindowRunner:
         if life.traceback and life.traceback == before:
             del fields["traceback"]  # it was logged the time before
         life.state, life.error = "failed", str(error)
-        life.failed_runs += of_run
-        life.failed_steps += not of_run
+        counts = _counts(life, error)
+        life.lost_runs += not counts
+        life.failed_runs += counts and of_run
+        life.failed_steps += counts and not of_run
         most = max(life.failed_runs, life.failed_steps)
         last = most >= self._policy.window_attempts
         worn_out = of_run and life.failed_runs >= self._policy.window_attempts
@@ -269,7 +380,7 @@ class WindowRunner:
                 life.state = "set_aside"
                 log.error("window.set_aside", attempts=life.failed_runs, **fields)
                 return True
-        tries = life.failed_runs + life.failed_steps
+        tries = life.failed_runs + life.failed_steps + life.lost_runs
         life.state = "halted" if last else life.state
         base, cap = self._policy.window_retry_base_seconds, self._policy.window_retry_cap_seconds
         delay = cap if last else backoff(tries, base, cap, self._random())
@@ -297,6 +408,14 @@ class WindowRunner:
             return True  # the log has said why; the next failure tells the ledger
         decided, life.kept = life.kept and not kept, kept
         return not decided
+
+
+def _counts(life: WindowLife, error: Exception) -> bool:
+    """Tell whether a failure counts against the window, and note what follows from a driver's death."""
+    blame = error.blame if isinstance(error, DriverLost) else None
+    life.signals = life.signals + 1 if blame == "outside" else 0
+    life.suspect = life.suspect or blame == "others"
+    return blame in {None, "window"} or life.signals >= _MOST_SIGNALS
 
 
 def _key(entry: WindowEntry) -> tuple[str, int]:

@@ -199,6 +199,9 @@ window.failed  warning  attempt delay_seconds traceback
     A window's job failed and is tried again.
 window.group_failed  warning  windows traceback
     A job over several windows failed; each of them runs alone.
+window.slow  warning  seconds line
+    ``on_window`` of the window runs for a minute or more; ``line`` is the line of your code that runs. One window beside it
+    may be computed meanwhile. At ``window_deadline`` the run is cancelled and counts as failed.
 window.dropped  debug  revision
     Another server has taken the window, or it is done: nothing is left to do here.
 window.halted  error  attempts traceback

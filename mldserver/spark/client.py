@@ -36,7 +36,7 @@ from mldserver.spark.sinks import is_tested
 from mldserver.spark.sinks.sink import Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from mldserver.jobs.engine import Deadline
     from mldserver.spark.sinks.sink import SinkSpec
@@ -154,6 +154,7 @@ class SparkEngine:
         """Set when the present driver is to be followed by one that imports the handler as it is then."""
         self._retired: Life | None = None
         """The driver that was stopped for that."""
+        self._on_slow: Callable[[str], None] = lambda _: None
 
     @property
     def is_ready(self) -> bool:
@@ -212,14 +213,19 @@ class SparkEngine:
         return (await self.compute_group((job,)))[0]
 
     async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
-        """Run attempts as one Spark job, which may take as long as all of them; wait for a driver and a free slot first.
+        """Run attempts as one Spark job; wait for a driver and a free slot first.
 
         See ``Engine.compute_group``.
         """
         began = time.monotonic()
-        async with self._slots:
+        async with self._slot() as let_go:
             life = await self._ready()
-            outputs = await life.ask(jobs, deadline_seconds(self.job_deadline, jobs))
+
+            def slow(window_id: str) -> None:
+                let_go()
+                self._on_slow(window_id)
+
+            outputs = await life.ask(jobs, deadline_seconds(self.job_deadline, jobs), slow)
         seconds = time.monotonic() - began
         return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
 
@@ -228,6 +234,10 @@ class SparkEngine:
         async with self._slots:
             life = await self._ready()
             await life.ask(job, deadline_seconds(self.job_deadline, (job,)))
+
+    def when_slow(self, call: Callable[[str], None]) -> None:
+        """Call it when a hook is slow. See ``Engine.when_slow``."""
+        self._on_slow = call
 
     def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Start the driver afresh between two jobs. See ``Engine.renew``."""
@@ -249,13 +259,28 @@ class SparkEngine:
                 self._life.kill("Spark did not stop in time.")
             await self._ended.wait()
 
+    @contextlib.asynccontextmanager
+    async def _slot(self) -> AsyncIterator[Callable[[], None]]:
+        """Take part in what runs at the same time until the block ends, or until what it is given is called."""
+        await self._slots.acquire()
+        undo = contextlib.ExitStack()
+        undo.callback(self._slots.release)
+        with undo:
+            yield undo.close
+
     async def _ready(self) -> Life:
-        # A driver that is dead stays here for as long as it takes to clean up after it.
-        while (life := self._ready_life) is None or life.over.is_set():
-            if self._over is not None:
-                raise DriverLost("No Spark driver will come any more.", did=self._over)
-            await self._changed.wait()
-        return life
+        """Return a driver that a job can be given to. Raises DriverLost when none will come any more."""
+        while True:
+            # A driver that is dead stays here for as long as it takes to clean up after it.
+            while (life := self._ready_life) is None or life.over.is_set():
+                if self._over is not None:
+                    error = DriverLost("No Spark driver will come any more.", did=self._over)
+                    error.blame = "server"
+                    raise error
+                await self._changed.wait()
+            if not life.is_doubtful:
+                return life
+            await life.settled()
 
     def _announce(self, life: Life | None) -> None:
         self._ready_life = life

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,16 +42,31 @@ from mldserver.spark.sinks import find
 from mldserver.spark.sinks.sink import check_result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mldserver.jobs.engine import WindowJob
     from mldserver.spark.sinks.sink import SinkSpec
     from mldserver.spark.window_job import Pipeline
+    from mldserver.windows import Window
 
 _CANCEL_AGAIN_SECONDS = 0.5
 
+_SLOW_SECONDS = 60.0
+"""``on_window`` mostly says what is to be computed, which takes milliseconds: one that runs for a minute may hang."""
+
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of ``on_window`` that runs."""
+
+    window: str
+    thread: int
+    began: float
+    due_seconds: float = _SLOW_SECONDS
+    """How long it may run until that is said."""
 
 
 @dataclass(slots=True)
@@ -63,6 +79,7 @@ class _Job:
     ended: threading.Event = field(default_factory=threading.Event)
     progress: tuple[int, int, int] | None = None
     """As it was sent last."""
+    call: _Call | None = None
 
 
 @dataclass(kw_only=True)
@@ -163,8 +180,10 @@ class Jobs:
             if isinstance(job.run, wire.Run):
                 cores = self.session.slots()
 
+                pipeline = replace(self.pipeline, around=partial(self._calling, job))
+
                 def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
-                    return run_windows(spark, self.schema, self.pipeline, jobs, cores)
+                    return run_windows(spark, self.schema, pipeline, jobs, cores)
 
                 # A local master's tasks are on this machine, and can take what this process fetches for them.
                 jobs = job.run.jobs
@@ -177,6 +196,26 @@ class Jobs:
         finally:
             if self.session.connect:
                 spark.removeTag(job.group)
+
+    @contextlib.contextmanager
+    def _calling(self, job: _Job, window: Window) -> Iterator[None]:
+        job.call = _Call(window.id, threading.get_ident(), time.monotonic())
+        try:
+            yield
+        finally:
+            job.call = None
+
+    def report_slow(self) -> None:
+        """Send which calls of ``on_window`` run for long, and where they are. Asks Spark nothing."""
+        with self._lock:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            call = job.call
+            if call is None or (seconds := time.monotonic() - call.began) < call.due_seconds:
+                continue
+            call.due_seconds *= 2
+            line = wire.line_of(sys._current_frames().get(call.thread), self.pipeline.on_window)  # noqa: SLF001  # the only way
+            self.send(wire.Slow(job.run.id, call.window, round(seconds, 1), line))
 
     def report(self) -> None:
         """Send the progress of running jobs, where it has changed. On Spark Connect nothing tells it."""
@@ -298,11 +337,11 @@ class Driver:
             schema=start.schema,
             pipeline=pipeline,
             send=self.send,
-            concurrency=start.concurrency,
+            concurrency=2 * start.concurrency,  # beside each hook that is slow the server sends one job more
             stopped=partial(self._fall, wire.Health(STOPPED, over=True)),
             sink=start.sink,
         )
-        watch.report = jobs.report
+        watch.report, watch.report_slow = jobs.report, jobs.report_slow
         return jobs
 
     def _fall(self, last_words: wire.JvmGone | wire.Health) -> None:

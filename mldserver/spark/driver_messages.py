@@ -2,7 +2,7 @@
 
 server → driver    Start, then any number of Run, Publish and Cancel, then Stop (or just the end of the socket)
 driver → server    Started, Warm (or StartFailed), then Progress, and for each Run and Publish once Done or FailedJob;
-                   Health and Log at any time, JvmGone at the end
+                   Slow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
 
 An error is put into a message for the person who wrote ``on_window``. A failed call into Spark brings fifty lines of py4j
 and Java with it. What helps is the sentence of the innermost error and the user's own frames; that is what is kept.
@@ -11,17 +11,22 @@ and Java with it. What helps is the sentence of the innermost error and the user
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from mldserver.children import channel
+from mldserver.handler.loader import is_library, relative
 from mldserver.jobs.engine import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
 from mldserver.spark.sinks.sink import Owner, SinkSpec  # noqa: TC001  # msgspec reads them
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 WARM_UP: Final = "-warm-up"
 """What the folder of the warm-up's window has behind the scratch folder's name, where it has no ``place``."""
@@ -130,6 +135,16 @@ class Progress(channel.Message, frozen=True):
     tasks_done: int
 
 
+class Slow(channel.Message, frozen=True):
+    """A window's ``on_window`` runs for a minute; said again each time that has doubled."""
+
+    id: int
+    window: str
+    seconds: float
+    line: str
+    """The line of the user's code that runs: its file, number, function and text."""
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """What an attempt wrote."""
 
@@ -183,7 +198,7 @@ class Log(channel.Message, frozen=True):
 
 
 FromServer = Start | Run | Publish | Cancel | Stop
-FromDriver = Started | Warm | StartFailed | Progress | Done | FailedJob | Health | JvmGone | Log
+FromDriver = Started | Warm | StartFailed | Progress | Slow | Done | FailedJob | Health | JvmGone | Log
 Message = FromServer | FromDriver
 
 
@@ -222,6 +237,17 @@ def message(error: BaseException) -> str:
     for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
         text = text.partition(marker)[0]
     return _clip(text.strip() or type(error).__name__)
+
+
+def line_of(frame: FrameType | None, function: object) -> str:
+    """Return which line of the user's code a thread is at, for people; without one, where ``function`` is defined."""
+    stack = [] if frame is None else traceback.extract_stack(frame)
+    users = [one for one in stack if not is_library(one.filename)]
+    if users:
+        at = users[-1]
+        return f"{relative(at.filename)}:{at.lineno}, in {at.name}: {at.line}"
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return "" if code is None else f"{relative(code.co_filename)}:{code.co_firstlineno}, in {code.co_name}"
 
 
 def lost_connection(error: BaseException) -> bool:

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import itertools
 import re
+import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 import structlog
@@ -29,7 +30,7 @@ from mldserver.observe.logging import Printed
 from mldserver.spark import driver_messages as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
@@ -37,10 +38,23 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("mldserver")
 
+Blame = Literal["window", "others", "outside", "server"]
+"""As in ``DriverLost``."""
+
 _LAST_LINES = 20
 """Lines of a driver's standard error that tell why it died."""
 
 _LINE_CHARACTERS = 300
+
+_FROM_OUTSIDE = frozenset(
+    code
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+    for code in (-number, 128 + number)
+)
+"""Exit codes of a process that was sent a signal; Java's own handlers make 128 and the number of it."""
+
+_OUT_OF_MEMORY = 3
+"""A JVM's exit code by ``-XX:+ExitOnOutOfMemoryError``."""
 
 _DRAIN_SECONDS = 2
 """How long output may still come once the driver is dead: a worker in another group may hold the pipe a little."""
@@ -68,6 +82,10 @@ class Life:
             int, tuple[wire.Run | wire.Publish, asyncio.Future[wire.Done | wire.FailedJob]]
         ] = {}
         """The jobs that it works on, by their ids, and what waits for their answers."""
+        self._on_slow: dict[int, Callable[[str], None]] = {}
+        """What is called when a hook of one of them is slow."""
+        self._blame: Blame | None = None
+        """Whose doing the end is, if that is known before the driver is dead."""
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -115,6 +133,12 @@ class Life:
         if self._reason:
             return self._reason
         said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines and not briefly else ""
+        if self.jvm_exit_code == _OUT_OF_MEMORY:
+            memory = self._start.conf.get("spark.driver.memory", "Spark's default of 1g")
+            return (
+                f"The JVM ran out of memory (exit code {_OUT_OF_MEMORY}), and its driver ended with it. Raise "
+                f"spark.driver.memory in spark_conf (now {memory}).{said}"
+            )
         if self.jvm_exit_code is not None:
             return f"The JVM died ({ending(self.jvm_exit_code)}), and its driver with it.{said}"
         if self.failed is not None:
@@ -148,24 +172,29 @@ class Life:
             self.over.set()
             await self.child.close()
             self._channel.close()
+            blame = self._whose()
             for _, answer in self.waiting.values():
                 if not answer.done():
-                    answer.set_exception(self._lost())
+                    answer.set_exception(self._lost(blame))
             self._stdout.tell()
             self._stderr.tell()
 
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:
             self._reason = f"The driver's messages cannot be read: {garbled}"
+            self._blame = self._blame or self._whose()
         self._hung_up.set()
 
     def kill(self, reason: str) -> None:
         """End the life at once; ``live`` returns soon after."""
         self._reason = self._reason or reason
+        self._blame = self._blame or "server"
+        self.over.set()
         self.child.kill()
 
     def stop(self) -> None:
         """Ask the driver to stop in good order."""
+        self._blame = "server"
         self._channel.send(wire.Stop())
 
     async def stop_when_warm(self) -> None:
@@ -173,22 +202,37 @@ class Life:
         await self.warm.wait()
         self.stop()
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a job is being cancelled, and may yet cost the driver its life."""
+        return bool(self._cancelling)
+
+    async def settled(self) -> None:
+        """Return when that is decided."""
+        for ended in tuple(self._cancelling.values()):
+            await ended.wait()
+
     async def ask(
-        self, work: tuple[WindowJob, ...] | PublishJob, deadline: float | None
+        self,
+        work: tuple[WindowJob, ...] | PublishJob,
+        deadline: float | None,
+        on_slow: Callable[[str], None] = lambda _: None,
     ) -> tuple[wire.Output, ...]:
         """Run windows as one job and return their outputs; or write an output into the table.
 
-        Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
-        Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
+        Raises WindowFailed when it fails, takes longer than ``deadline`` seconds, or is of several windows one of whose hooks is
+        slow; DriverLost when the driver dies. ``on_slow`` is called when the hook of a single window is slow. Cancelling this
+        call cancels the job; a job that goes on all the same costs the driver its life.
         """
         if self.over.is_set():
-            raise self._lost()
+            raise self._lost("server")  # it has not begun
         number = next(self._ids)
         run = wire.Run(number, work) if isinstance(work, tuple) else wire.Publish(number, work)
         # Which window of a group it was nobody knows.
         about = {} if isinstance(work, tuple) and work[1:] else {"window": run.job.window.id}
         answer: asyncio.Future[wire.Done | wire.FailedJob] = asyncio.get_running_loop().create_future()
         self.waiting[number] = (run, answer)
+        self._on_slow[number] = on_slow
         try:
             self._channel.send(run)
             kill_point("job.running" if isinstance(run, wire.Run) else "sink.writing")
@@ -204,6 +248,7 @@ class Life:
             said = self._redacted(f"{done.error}: {done.message}")
             raise WindowFailed(said, traceback=self._redacted(done.traceback), **about)
         finally:
+            del self._on_slow[number]
             no_answer = self.waiting.pop(number, None) is not None
             if no_answer and not self.over.is_set() and self._tasks is not None:
                 ended = self._cancelling[number] = asyncio.Event()
@@ -248,20 +293,16 @@ class Life:
                 )
             case wire.Done() | wire.FailedJob():
                 self._answer(message)
-            case wire.Progress() if message.id in self.waiting:  # or it is of a job that nobody waits for
-                log.debug(
-                    "spark.progress",
-                    window=self.waiting[message.id][0].job.window.id,
-                    job=message.id,
-                    stages=message.stages,
-                    tasks=message.tasks,
-                    tasks_done=message.tasks_done,
-                )
+            case wire.Progress() | wire.Slow() if (
+                message.id in self.waiting
+            ):  # or it is of a job that was cancelled
+                self._take_progress(message)
             case wire.Health():
                 self.trouble = self._redacted(message.trouble) or None
                 self._troubles += self.trouble is not None
                 if message.over:
                     self._reason = self._reason or self.trouble or ""
+                    self._blame = self._blame or "server"
                     self.over.set()
             case wire.JvmGone():
                 self.jvm_exit_code = message.exit_code
@@ -278,8 +319,42 @@ class Life:
             self.jobs_done += isinstance(message, wire.Done)
             answer.set_result(message)
 
-    def _lost(self) -> DriverLost:
-        return DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
+    def _take_progress(self, message: wire.Progress | wire.Slow) -> None:
+        run, answer = self.waiting[message.id]
+        if isinstance(message, wire.Progress):
+            log.debug(
+                "spark.progress",
+                window=run.job.window.id,
+                job=message.id,
+                stages=message.stages,
+                tasks=message.tasks,
+                tasks_done=message.tasks_done,
+            )
+            return
+        if self.trouble is not None:
+            return  # the hook may wait for the cluster
+        line = self._redacted(message.line)
+        log.warning("window.slow", window=message.window, seconds=message.seconds, line=line)
+        if not (isinstance(run, wire.Run) and run.jobs[1:]):
+            self._on_slow[message.id](message.window)
+        elif not answer.done():
+            said = f"on_window of window {message.window} runs for {message.seconds:g} s, at {line}."
+            answer.set_exception(WindowFailed(said, did="The job of several windows was cancelled."))
+
+    def _whose(self) -> Blame:
+        """Return whose doing the driver's death may be, by what ran and how it ended."""
+        if self._blame is not None:
+            return self._blame
+        runs = [run.jobs if isinstance(run, wire.Run) else (run.job,) for run, _ in self.waiting.values()]
+        if sum(map(len, runs)) + len(self._cancelling) > 1:
+            return "others"
+        code = self.child.exit_code if self.jvm_exit_code is None else self.jvm_exit_code
+        return "outside" if code in _FROM_OUTSIDE else "window"
+
+    def _lost(self, blame: Blame) -> DriverLost:
+        error = DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
+        error.blame = blame
+        return error
 
     def _take_stdout(self, lines: list[str]) -> bool:
         """Log lines, or count them; return whether all were logged."""

@@ -202,6 +202,8 @@ class Watch:
     now: Callable[[], float] = time.monotonic
     pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="ask"))
     """Where Spark is asked."""
+    report_slow: Callable[[], None] = lambda: None
+    """Says which hooks are slow; set with ``report``. It never waits."""
     _asked: int = 0
     _seen: Mapping[str, str] = field(default_factory=dict)
 
@@ -212,6 +214,7 @@ class Watch:
             asking: Future[None] = self.pool.submit(self._ask)
             while not (self.pause() or told.over):
                 silent = not asking.done()
+                self.report_slow()
                 health = judge.verdict(self.now(), {**self._seen, "silent": ""} if silent else self._seen)
                 if not silent:
                     asking = self.pool.submit(self._ask)

@@ -44,6 +44,7 @@ from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from pyspark.sql import SparkSession
 
@@ -105,6 +106,8 @@ class Pipeline:
     """The columns of the output that hold its window's start and end; None: it gets none."""
     writes_for_itself: bool = False
     """Whether ``on_window`` may return None, having written the window somewhere itself."""
+    around: Callable[[Window], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    """Returns what each call of ``on_window`` runs in."""
 
     def apply(self, rows: DataFrame, window: Window) -> DataFrame | None:
         """Return the window's result; None when the pipeline wrote for itself.
@@ -113,13 +116,16 @@ class Pipeline:
         the hook raises, and HandlerInvalid when it returns anything else than a DataFrame: None too, unless the
         handler says that it writes for itself.
         """
-        result: object = rows if self.on_window is None else self.on_window(rows, window)
-        if inspect.isawaitable(result):
+        result: object = rows
+        with self.around(window):
+            if self.on_window is not None:
+                result = self.on_window(rows, window)
+            if inspect.isawaitable(result):
 
-            async def finish(awaitable: Awaitable[object]) -> object:
-                return await awaitable
+                async def finish(awaitable: Awaitable[object]) -> object:
+                    return await awaitable
 
-            result = asyncio.run(finish(result))
+                result = asyncio.run(finish(result))
         if result is None and self.writes_for_itself:
             return None
         if isinstance(result, DataFrame):

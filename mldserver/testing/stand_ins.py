@@ -57,6 +57,8 @@ class LocalEngine:
     """As in a handler."""
     ledger_id: str = ""
     """Of the ledger that windows come from."""
+    slow: Callable[[str], None] | None = field(default=None, init=False)
+    """What ``when_slow`` was given."""
     trouble: None = field(default=None, init=False)
     """It never is in any."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,6 +112,10 @@ class LocalEngine:
     async def publish(self, job: PublishJob) -> None:
         """Raise WindowFailed: it has no tables."""
         raise WindowFailed(f"This engine has no table to publish window {job.window.id} into")
+
+    def when_slow(self, call: Callable[[str], None]) -> None:
+        """Keep what a test may call."""
+        self.slow = call
 
     def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Do nothing: it has no handler."""

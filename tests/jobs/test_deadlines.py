@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.jobs.engine import PublishJob, WindowJob, deadline_seconds
+from mldserver.jobs.engine import PublishJob, WindowJob, allowed_seconds, deadline_seconds
 from mldserver.windows import Window
 
 WINDOW = Window("w", None, None)
@@ -31,10 +31,18 @@ def of_rows(rows: int) -> PublishJob:
 )
 def test_by_size_a_job_has_a_floor_of_minutes_and_grows(job: WindowJob | PublishJob, seconds: float) -> None:
     assert deadline_seconds("by_size", (job,)) == seconds
-    assert deadline_seconds("by_size", (job, job)) == 2 * seconds
+    assert deadline_seconds("by_size", (job, of_bytes(0), job)) == seconds
 
 
-def test_what_is_given_is_given_to_each_job_and_none_is_for_ever() -> None:
+def test_several_windows_have_the_time_of_the_largest_and_none_is_for_ever() -> None:
     assert deadline_seconds(5.0, (of_bytes(2**30),)) == 5.0
-    assert deadline_seconds(5.0, (of_bytes(1), of_rows(9))) == 10.0
+    assert deadline_seconds(5.0, (of_bytes(1), of_rows(9))) == 5.0
     assert deadline_seconds(None, (of_bytes(1),)) is None
+
+
+def test_a_person_should_look_after_the_deadline_or_after_the_one_by_size() -> None:
+    assert (allowed_seconds(5.0, 2**30), allowed_seconds(None, 0), allowed_seconds("by_size", 6 * 2**20)) == (
+        5.0,
+        15 * MINUTES,
+        16 * MINUTES,
+    )

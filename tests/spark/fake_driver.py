@@ -100,6 +100,10 @@ class FakeDriver:
             self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
         elif name == "dies":
             os._exit(9)
+        elif name == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif name.startswith("slow"):
+            self.say_slow(run, name)
         elif name == "floods":
             for stream in (sys.stdout, sys.stderr):
                 print(*range(5000), sep="\n", file=stream, flush=True)
@@ -164,12 +168,22 @@ class FakeDriver:
             print(f"away {child}", flush=True)
         os._exit(9)
 
+    def say_slow(self, run: driver_messages.Run, name: str) -> None:
+        line = "my.py:7, in on_window: wait()"
+        if name == "slow for want of executors":
+            self.send(driver_messages.Health("No executors."))
+        self.send(driver_messages.Slow(run.id, name, 60.0, line))
+        if name == "slow for want of executors":
+            self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
+
     def run_group(self, run: driver_messages.Run) -> None:
         names = {job.window.id for job in run.jobs}
         if "fails" in names:
             self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
         elif "dies" in names:
             os._exit(9)
+        elif "slow" in names:
+            self.say_slow(run, "slow")
         elif "hangs" not in names:
             outputs = tuple(
                 driver_messages.Output((f"{job.window.id}.parquet",), job.rows) for job in run.jobs

@@ -70,7 +70,7 @@ async def test_a_group_fails_dies_and_ends_at_its_deadline_as_a_whole(bench: Cal
             await it.engine.compute_group((job("a"), job("fails")))
         assert caught.value.where == {"traceback": "File my.py"}
         it.engine.job_deadline = 0.05
-        with pytest.raises(WindowFailed, match=r"deadline of 0\.1 seconds"):
+        with pytest.raises(WindowFailed, match=r"deadline of 0\.05 seconds"):
             await it.engine.compute_group((job("a"), job("hangs")))
         it.engine.job_deadline = None
         assert len(await it.engine.compute_group((job("a"), job("b")))) == 2
@@ -256,6 +256,110 @@ async def test_a_cancelled_job_that_goes_on_costs_the_driver_its_life(
         assert await it.clock.end_sleep() == 1
         assert (await it.engine.compute(job("w"))).rows == 5
     assert events(logged, "spark.lost")[0]["reason"] == "A cancelled job did not end within 7 seconds."
+
+
+async def test_no_job_goes_to_a_driver_that_is_about_to_be_killed(bench: Callable[..., Bench]) -> None:
+    it = bench("deaf", concurrency=2, cancel_grace=7)
+    async with it.running():
+        beside = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        call = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        await it.engine.ready()
+        life = it.engine._life
+        assert life is not None
+        await until(lambda: len(life.waiting) == 2)
+        call.cancel()
+        await asyncio.wait({call})
+        later = asyncio.ensure_future(it.engine.compute(job("w")))
+        assert await it.clock.end_sleep() == 7
+        with pytest.raises(DriverLost) as caught:
+            await beside
+        assert caught.value.blame == "server", "it was killed for the other one"
+        assert await it.clock.end_sleep() == 1
+        assert (await later).rows == 5
+
+
+@pytest.mark.parametrize(
+    ("names", "blame"),
+    [
+        (["dies"], "window"),
+        (["garbage"], "window"),
+        (["is killed"], "outside"),
+        (["jvm dies"], "outside"),
+        (["is forgotten"], "server"),
+        (["hangs", "dies"], "others"),
+        (["hangs", "is killed"], "others"),
+    ],
+)
+async def test_whose_doing_a_drivers_death_may_be_is_told_to_each_of_its_jobs(
+    bench: Callable[..., Bench], names: list[str], blame: str
+) -> None:
+    it = bench(concurrency=2)
+    async with it.running():
+        calls = []
+        await it.engine.ready()
+        life = it.engine._life
+        assert life is not None
+        for number, name in enumerate(names):
+            calls.append(asyncio.ensure_future(it.engine.compute(job(name))))
+            await until(lambda most=number: len(life.waiting) > most or calls[-1].done())  # type: ignore[misc]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert [error.blame for error in errors if isinstance(error, DriverLost)] == [blame] * len(names)
+
+
+async def test_in_a_group_several_windows_were_there(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    async with it.running():
+        with pytest.raises(DriverLost) as caught:
+            await it.engine.compute_group((job("dies"), job("b")))
+        assert caught.value.blame == "others"
+
+
+async def test_a_slow_hook_is_named_and_another_window_is_computed_beside_it(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    slow: list[str] = []
+    it.engine.when_slow(slow.append)
+    async with it.running():
+        call = asyncio.ensure_future(it.engine.compute(job("slow")))
+        await until(lambda: bool(slow))
+        assert (await it.engine.compute(job("w"))).rows == 5
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait({call})
+        # Its place is given back once.
+        hangs = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        waits = asyncio.ensure_future(it.engine.compute(job("w")))
+        await asyncio.wait({waits}, timeout=0.05)
+        assert not waits.done()
+        hangs.cancel()
+        assert (await waits).rows == 5
+    assert slow == ["slow"]
+    (event,) = events(logged, "window.slow")
+    assert (event["window"], event["seconds"]) == ("slow", 60.0)
+    assert event["line"] == "my.py:7, in on_window: wait()"
+
+
+async def test_a_slow_hook_ends_the_job_of_several_windows(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    slow: list[str] = []
+    it.engine.when_slow(slow.append)
+    async with it.running():
+        with pytest.raises(WindowFailed, match=r"of window slow runs for 60 s, at my.py:7, in on_window"):
+            await it.engine.compute_group((job("a"), job("slow")))
+        assert (await it.engine.compute(job("w"))).rows == 5
+    assert (slow, len(events(logged, "window.slow"))) == ([], 1)
+
+
+async def test_a_hook_that_waits_for_executors_is_not_slow(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    async with it.running():
+        await it.engine.compute(job("slow for want of executors"))
+    assert not events(logged, "window.slow")
 
 
 async def test_a_job_beyond_its_deadline_fails_and_is_cancelled(bench: Callable[..., Bench]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -146,3 +147,52 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     assert told.get().cancelled
     assert len(cancels) > 1, "Spark has forgotten the first"
     jobs.cancel(1)
+
+
+def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def on_window(_rows: object, _window: object) -> Any:
+        begun.set()
+        go.wait()  # the line
+        raise ValueError("no more")
+
+    def run(*given: Any) -> None:
+        pipeline, (first, _) = given[2], given[3]
+        pipeline.apply(None, first.window)
+
+    monkeypatch.setattr("mldserver.spark.window_job.run_windows", run)
+    monkeypatch.setattr("mldserver.spark.driver._SLOW_SECONDS", 0.0)
+    told: queue.Queue[Any] = queue.Queue()
+    spark: Any = SimpleNamespace(is_stopped=False, addTag=str, removeTag=str)
+    session = Session(spark, connect=True, cores=None, jvm=None)
+    monkeypatch.setattr(Session, "slots", lambda _: 1)
+    pipeline = Pipeline(on_window)
+    jobs = Jobs(session=session, schema="", pipeline=pipeline, send=told.put, concurrency=1, stopped=list)
+    jobs.report_slow()
+    jobs.start(driver_messages.Run(1, (job("slow"), job("other"))))
+    begun.wait()
+    while "go.wait()  # the line" not in driver_messages.line_of(
+        sys._current_frames().get(next(iter(jobs._jobs.values())).call.thread),
+        None,  # type: ignore[union-attr]
+    ):
+        pass
+    jobs._jobs[1].call.due_seconds = 0.0  # type: ignore[union-attr]
+    jobs.report_slow()
+    slow = told.get()
+    assert (slow.id, slow.window) == (1, "slow")
+    assert slow.line.startswith(("tests/spark/test_jobs.py:", __file__))
+    assert slow.line.endswith(", in on_window: go.wait()  # the line")
+    jobs._jobs[1].call.due_seconds = 1000.0  # type: ignore[union-attr]
+    jobs.report_slow()
+    go.set()
+    assert told.get().error == "ValueError", "nothing more was said of the hook"
+
+
+def test_where_no_line_of_the_users_is_seen_the_hook_itself_is_named() -> None:
+    async def on_window() -> None: ...
+
+    assert driver_messages.line_of(None, on_window).endswith(", in on_window")
+    assert driver_messages.line_of(None, None) == ""

@@ -1,0 +1,214 @@
+"""What a driver's death counts for, and what goes on beside a window whose hook hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.pipeline import named
+from jobs.test_runner import W, make, three_windows
+
+from mldserver.errors import DriverLost, WindowFailed
+from mldserver.ledger.contract import WindowState
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver.jobs.engine import WindowJob, WindowResult
+
+
+def lost(blame: Any) -> DriverLost:
+    error = DriverLost("The Spark driver is gone.")
+    error.blame = blame
+    return error
+
+
+class Mortal(LocalEngine):
+    """An engine whose driver dies of windows, and takes along what runs beside them."""
+
+    def __init__(self, deadly: set[str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.deadly = deadly
+        self.by_signal = False
+        self.running: list[tuple[WindowJob, asyncio.Future[None]]] = []
+        self.deaths: Counter[str] = Counter()
+        self.company: list[set[str]] = []
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        mine = [(job, died) for job in jobs]
+        self.running += mine
+        self.company.append({job.window.id for job, _ in self.running})
+        try:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if not died.done() and self.deadly & {job.window.id for job in jobs}:
+                many = len(self.running) > 1
+                blame = "others" if many else "outside" if self.by_signal else "window"
+                self.deaths[blame] += 1
+                for _, each in self.running:
+                    if not each.done():
+                        each.set_exception(lost(blame))
+            if died.done():
+                died.result()
+            return await super().compute_group(jobs)
+        finally:
+            died.cancel()
+            self.running = [one for one in self.running if one not in mine]
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        return (await self.compute_group((job,)))[0]
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+async def test_a_death_counts_against_the_window_that_was_alone_and_never_against_its_neighbours(
+    tmp_path: Path, limit: int
+) -> None:
+    pipeline = make(
+        tmp_path,
+        engine=lambda: Mortal({W[1]}, group_limit=limit),
+        concurrency=3,
+        on_failure="dead_letter",
+        attempts=2,
+    )
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(60)
+        assert list(pipeline.published())[:2] == [W[0], W[2]]
+        assert pipeline.state().windows[W[1]].state is WindowState.SET_ASIDE
+        assert pipeline.runner.set_aside == 1
+        engine = pipeline.engine
+        assert isinstance(engine, Mortal)
+        assert engine.deaths == {"others": 1, "window": 2}
+        assert [there for there in engine.company if W[1] in there][-2:] == [{W[1]}, {W[1]}]
+
+
+async def test_a_signal_from_outside_counts_for_none_unless_a_window_meets_one_whenever_it_runs(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    deaths = [4, 1000]
+
+    def fail(job: WindowJob) -> Exception | None:
+        if job.window.id != W[0] or not deaths[0]:
+            return None
+        deaths[0] -= 1
+        return lost("outside")
+
+    pipeline = make(tmp_path, fail=fail, on_failure="dead_letter", attempts=2)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(120)
+        assert (list(pipeline.published())[:3], pipeline.runner.set_aside) == (W[:3], 0)
+    assert [event["attempt"] for event in named(logged, "window.failed")] == [1, 2, 3, 4]
+    deaths[0] = 1000
+    pipeline = make(tmp_path / "again", fail=fail, on_failure="dead_letter", attempts=2)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(600)
+        assert (list(pipeline.published())[:2], pipeline.runner.set_aside) == (W[1:3], 1)
+    assert deaths[0] == 1000 - 6
+
+
+async def test_deaths_by_the_servers_own_doing_count_for_none(tmp_path: Path) -> None:
+    deaths = [20]
+
+    def fail(_: WindowJob) -> Exception | None:
+        deaths[0] -= 1
+        return lost("server") if deaths[0] > 0 else None
+
+    pipeline = make(tmp_path, fail=fail, on_failure="dead_letter", attempts=1, retry_cap_seconds=1.0)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(60)
+        assert (list(pipeline.published())[:3], pipeline.runner.set_aside) == (W[:3], 0)
+
+
+class Hanging(LocalEngine):
+    """An engine in which a window hangs until it is let go."""
+
+    def __init__(self, hangs: set[str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.hangs = hangs
+        self.go = asyncio.Event()
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        if len(jobs) > 1 and self.hangs & {job.window.id for job in jobs}:
+            raise WindowFailed("on_window of one runs for 60 s")
+        return await super().compute_group(jobs)
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        if job.window.id in self.hangs:
+            assert self.slow is not None
+            self.slow(job.window.id)
+            self.slow(job.window.id)
+            await self.go.wait()
+        return await super().compute(job)
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+async def test_others_go_on_beside_a_window_whose_hook_is_slow(tmp_path: Path, limit: int) -> None:
+    pipeline = make(tmp_path, engine=lambda: Hanging({W[0]}, group_limit=limit))
+    async with pipeline.life():
+        engine = pipeline.engine
+        assert isinstance(engine, Hanging)
+        await three_windows(pipeline)
+        assert list(pipeline.published()) == W[1:3]
+        assert set(pipeline.runner.unfinished) == {(W[0], 1)}
+        engine.hangs.clear()
+        engine.go.set()
+        await pipeline.clock.advance(1)
+        assert list(pipeline.published()) == W[:3]
+        session = await pipeline.open("b")
+        await pipeline.give(session, [(1, 40_000), (2, 50_000)])
+        await pipeline.clock.advance(1)
+    assert not pipeline.runner._slow
+
+
+async def test_no_more_than_one_is_computed_beside_each_that_may_hang(tmp_path: Path) -> None:
+    pipeline = make(tmp_path, engine=lambda: Hanging(set(W)))
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(5)
+        assert pipeline.published() == {}
+        assert pipeline.runner._slow == {W[0]}
+
+
+async def test_the_oldest_window_is_told_and_one_that_is_worked_on_for_too_long_is_overdue(
+    tmp_path: Path,
+) -> None:
+    pipeline = make(tmp_path, engine=lambda: Hanging({W[0], W[1]}), deadline_seconds=100.0)
+    async with pipeline.life():
+        runner = pipeline.runner
+        assert (runner.oldest_seconds(), runner.overdue()) == (None, None)
+        await three_windows(pipeline)
+        await pipeline.clock.advance(98)
+        assert (runner.oldest_seconds(), runner.overdue()) == (99, None)
+        await pipeline.clock.advance(2)
+        assert (runner.oldest_seconds(), runner.overdue()) == (101, (W[0], 101))
+        engine = pipeline.engine
+        assert isinstance(engine, Hanging)
+        engine.go.set()
+        await pipeline.clock.advance(1)
+        assert (runner.oldest_seconds(), runner.overdue()) == (None, None)
+
+
+async def test_what_waits_in_the_queue_is_not_overdue(tmp_path: Path) -> None:
+    failing = {W[0]}
+    pipeline = make(
+        tmp_path,
+        fail=lambda job: WindowFailed("no") if job.window.id in failing else None,
+        deadline_seconds=100.0,
+        attempts=1,
+        retry_cap_seconds=500.0,
+    )
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(199)
+        assert pipeline.runner.overdue() == (W[0], 200)
+        failing.clear()
+        pipeline.runner.halted[W[0]].decided.set()
+        await pipeline.clock.advance(1)
+        assert (pipeline.runner.overdue(), list(pipeline.published())[:3]) == (None, W[:3])
