@@ -130,9 +130,7 @@ async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Descripti
         rows += [_Row(StreamShard(shard_id), held=state, note=note) for shard_id, state in gone]
         if held is not None:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(_measured(api, described.arn, row, clock.now_ms())) for row in rows
-                ]
+                tasks = [group.create_task(_measured(api, described.arn, row, api.now_ms())) for row in rows]
             rows = [task.result() for task in tasks]
     return described, newest, rows
 

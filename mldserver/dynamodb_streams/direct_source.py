@@ -182,8 +182,8 @@ class DirectSource:
     async def _find(self) -> None:
         """Find the stream and its shards, and see whether they are those that the ledger knows."""
         self._arn = await self._api.resolve(self._stream)
-        # By the clock of AWS, which the one of this host may be ahead of: what comes from now on is no earlier.
-        self._first_ms = self._clock.now_ms() - CLOCKS_APART_MS
+        # By AWS's clock, which stamps the records: what comes from now on is no earlier.
+        self._first_ms = self._api.now_ms() - CLOCKS_APART_MS
         self._listing = listing = Listing(self._api, self._arn, clock=self._clock)
         while not (await listing.refresh() or listing.tree.listing()):
             await self._clock.sleep(self._poll_seconds)
@@ -423,11 +423,11 @@ class DirectSource:
                 await shard.admitted()
             return
         kill_point("batch.received")
-        received_ms, now_ms = self._clock.steady_ms(), self._clock.now_ms()
+        received_ms, now_ms, aws_ms = self._clock.steady_ms(), self._clock.now_ms(), self._api.now_ms()
         reading.since_ms = received_ms
         shard.began()
-        # AWS does not say: only that something was there. By this host's clock that is the lag, if it is right.
-        lag_ms = max(1, now_ms - (page.records[-1].arrival_ms or now_ms))
+        # AWS does not say how far behind this is: its clock does.
+        lag_ms = max(1, aws_ms - (page.records[-1].arrival_ms or aws_ms))
         payload = Records(page.records, lag_ms)
         async with reading.claim.work():
             outcome = await self._runtime.process(Delivery(reading.shard_id, payload, now_ms, shard.after))

@@ -49,7 +49,7 @@ _QUIET_PART: Final = 10
 _LONGEST_WAIT_SECONDS: Final = 12 * 60.0
 """Between two calls, so that the iterator does not expire."""
 CLOCKS_APART_MS: Final = 5000
-"""By how much this host's clock may be ahead of AWS's."""
+"""By how much the time of AWS's answers may be ahead of the time with which it stamps records."""
 _GONE_SECONDS: Final = 15.0
 """A shard has ended once AWS has for this long neither listed it nor known it by its name."""
 _UNKNOWN_LOGGED_MS: Final = 60_000
@@ -117,7 +117,7 @@ class ShardReader:
         """Steady time of the latest request that found nothing while the reader was caught up; None: it never was."""
         self._record_ms = clock.steady_ms()
         """Steady time of the latest page with records."""
-        self._looked_ms = clock.now_ms()
+        self._looked_ms = api.now_ms()
         """Time of day of the last look: all that was there then was read, or is not wanted."""
         self._since_ms = start.ms if isinstance(start, Since) else None
         """Until the first record that was created then or later."""
@@ -196,11 +196,11 @@ class ShardReader:
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 
     def _begin(self) -> tuple[int, int]:
-        """Note that a request begins; return the steady time and the time of day."""
+        """Note that a request begins; return the steady time and AWS's time of day."""
         began_ms = self._clock.steady_ms()
         if self.asked_ms is None:
             self.asked_ms = began_ms
-        return began_ms, self._clock.now_ms()
+        return began_ms, self._api.now_ms()
 
     def _is_tip(self, raw: list[dict[str, Any]], began_ms: int) -> bool:
         """Count a page, and return whether it proves the tip."""

@@ -198,6 +198,7 @@ class _Reading:
         self.gaps = 0
         self.over = False
         """A disabled stream was read to its end."""
+        self._api = api
         self._arn = arn
         self._clock = clock
         self._random = random
@@ -332,8 +333,8 @@ class _Reading:
             case Since(ms):
                 self._since_ms = ms
             case Sentinel.LATEST:
-                # Later than no record that is wanted, by AWS's clock.
-                self._since_ms = self._clock.now_ms() - CLOCKS_APART_MS
+                # Later than no record that is wanted, by the clock that stamps them.
+                self._since_ms = self._api.now_ms() - CLOCKS_APART_MS
                 self._latest = {name for name in self._tree.listing() if not self._tree.children(name)}
                 shards = tuple(map(self._first, self._latest))
             case Sentinel.TRIM_HORIZON:

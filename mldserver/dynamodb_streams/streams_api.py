@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import orjson
@@ -135,6 +137,15 @@ def _parse_records(
             customized_response_dict.update(orjson.loads(body))
 
 
+@dataclass(slots=True)
+class _AwsTime:
+    """AWS's time of day, as the ``Date`` of its latest answer has it."""
+
+    date: str | None = None
+    heard_ms: int = 0
+    """When that answer was here (steady time)."""
+
+
 class StreamsApi:
     """DynamoDB Streams through one client, which is made when the context is entered."""
 
@@ -152,6 +163,7 @@ class StreamsApi:
         self._random = random
         self.patience_seconds = patience_seconds
         self._describes = TokenBucket(_DESCRIBES_PER_SECOND)
+        self._aws_time = _AwsTime()
         self._listing = asyncio.Lock()
         self._listed: tuple[str, int, frozenset[str]] = ("", 0, frozenset())
         """The latest whole listing for ``lists``: the stream, when it was asked for (steady time), and its shards."""
@@ -180,6 +192,16 @@ class StreamsApi:
         api = copy.copy(self)
         api.patience_seconds = seconds
         return api
+
+    def now_ms(self) -> int:
+        """Return a time of day that AWS's clock, which stamps the records, has reached: at most about a second behind it.
+
+        This host's clock decides only until AWS has answered, or if an emulator sends no date.
+        """
+        with contextlib.suppress(TypeError, ValueError):
+            date = parsedate_to_datetime(self._aws_time.date)  # type: ignore[arg-type]  # None raises TypeError
+            return round(date.timestamp() * 1000) + self._clock.steady_ms() - self._aws_time.heard_ms
+        return self._clock.now_ms()
 
     async def resolve(self, name: str) -> str:
         """Return the ARN of a table's stream; of a stream's ARN, the same when it can be read.
@@ -326,6 +348,8 @@ class StreamsApi:
                 await self._clock.sleep(self._describes.take(self._clock.steady_ms()))
             try:
                 answer: dict[str, Any] = await getattr(self._client, action)(**request)
+                self._aws_time.date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+                self._aws_time.heard_ms = self._clock.steady_ms()
                 if _ANSWERS[action] in answer:
                     return answer
                 # Half an answer is not the end of a shard.

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 from dataclasses import dataclass
+from email.utils import formatdate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -265,6 +266,9 @@ class FakeStreams(FakeTable):
             )
         return shard
 
+    def _headers(self) -> dict[str, str]:
+        return {"date": formatdate(self.now_ms() // 1000, usegmt=True)}
+
     # How it is reached.
 
     def client(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -284,7 +288,7 @@ class FakeStreams(FakeTable):
             if not answer.status:
                 raise ConnectionClosedError(endpoint_url="memory")
             body = orjson.dumps(answer.body, default=as_json)
-            response = {"body": body, "headers": {}, "status_code": answer.status}
+            response = {"body": body, "headers": self._headers(), "status_code": answer.status}
             parsed: dict[str, Any] = parser.parse(response, model.operation_model(action).output_shape)
             if answer.status >= 300:  # noqa: PLR2004  # as in HTTP
                 raise ClientError(parsed, action)
@@ -308,6 +312,7 @@ class FakeStreams(FakeTable):
                 status=answer.status or 500,
                 body=orjson.dumps(answer.body, default=as_json),
                 content_type="application/x-amz-json-1.0",
+                headers=self._headers(),
             )
 
         application = web.Application()

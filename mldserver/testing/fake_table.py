@@ -80,6 +80,8 @@ class FakeTable:
         self.clock: Clock = clock or SystemClock()
         self.whole_seconds = True
         """Whether creation times are cut to seconds, as AWS does."""
+        self.ahead_ms = 0
+        """By how much AWS's clock is ahead of ``clock``, which is this host's."""
         self.items: dict[bytes, dict[str, Any]] = {}
         """The table's items on the wire, by their keys."""
         self.random = random.Random(seed)  # noqa: S311  # a script that repeats, not secrets
@@ -102,9 +104,13 @@ class FakeTable:
         """Those of them that take records, oldest first."""
         return tuple(shard.id for shard in self.shards.values() if not shard.closed)
 
+    def now_ms(self) -> int:
+        """Return the time of day by AWS's clock."""
+        return self.clock.now_ms() + self.ahead_ms
+
     def enable(self, *, shards: int = 1) -> str:
         """Enable a stream, which is a new one with an ARN of its own; return that."""
-        now_ms = self.clock.now_ms() + len(self.streams)
+        now_ms = self.now_ms() + len(self.streams)
         label = f"stream-{now_ms}"
         arn = f"arn:aws:dynamodb:{self.region}:123456789012:table/{self.table}/stream/{label}"
         if self.streams:
@@ -212,7 +218,7 @@ class FakeTable:
         else:
             shard = self._open(shard_id)
         shard.number += self.random.randint(1, _STEP)
-        milliseconds = self.clock.now_ms() if at_ms is None else at_ms
+        milliseconds = self.now_ms() if at_ms is None else at_ms
         seen = {name: image for name, image in images.items() if _SEES[name] in self.view}
         content = {
             "ApproximateCreationDateTime": milliseconds // 1000

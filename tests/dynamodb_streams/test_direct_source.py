@@ -13,7 +13,7 @@ from dynamodb_streams.direct import START_MS, Stream
 from support.lanes import seeds
 
 from mldserver.dynamodb_streams.positions import Beginning
-from mldserver.dynamodb_streams.shard_tree import LATEST, Since
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, Since
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -369,6 +369,11 @@ async def test_two_servers_share_and_hand_over_when_a_third_comes_and_when_one_d
 async def test_servers_that_come_and_die_at_random_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
     stream = Stream(tmp_path, shards=3, servers=3, seed=seed)
     stream.fake.trouble, chance = 0.05, stream.random
+    stream.fake.ahead_ms = chance.choice((-3_600_000, 0, 3_600_000))
+    begins = Beginning(chance.choice((TRIM_HORIZON, LATEST)))
+    if begins.everywhere is LATEST:
+        async with stream.serving("one", beginning=begins) as source:
+            await stream.until(lambda: len(stream.handler.opened) == 3 and not source._placing)
     lives: dict[str, contextlib.AsyncExitStack] = {}
     for _ in range(25):
         stream.put(chance.randrange(20))
@@ -383,7 +388,7 @@ async def test_servers_that_come_and_die_at_random_lose_and_double_nothing(tmp_p
             await lives.pop(name).aclose()
         else:
             lives[name] = contextlib.AsyncExitStack()
-            await lives[name].enter_async_context(stream.serving(name))
+            await lives[name].enter_async_context(stream.serving(name, beginning=begins))
         await stream.clock.advance(chance.choice((0.1, 1, 3, 8)))
     for life in lives.values():
         await life.aclose()

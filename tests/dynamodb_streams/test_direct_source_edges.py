@@ -153,6 +153,32 @@ async def test_latest_loses_nothing_by_a_crash_where_this_hosts_clock_is_ahead_o
     assert stream.values() == [2]
 
 
+@pytest.mark.parametrize("ahead_hours", [-1, 1], ids=["ahead of AWS", "behind AWS"])
+async def test_latest_counts_by_aws_time_wherever_this_hosts_clock_is(
+    tmp_path: Path, ahead_hours: int
+) -> None:
+    stream = Stream(tmp_path, shards=2, beginning=Beginning(LATEST), list_seconds=1)
+    stream.fake.ahead_ms = ahead_hours * 3_600_000
+    first, second = stream.fake.open_shards
+    stream.put(10)
+    await stream.clock.advance(20)
+    async with stream.serving() as source:
+        await stream.until(lambda: len(stream.handler.opened) == 2)
+        assert not source._placing
+    stream.put(10)  # after a crash
+    for shard in (first, second):
+        stream.fake.split(shard, children=1)
+    stream.put(10)  # for children of shards that have brought nothing yet
+    async with stream.serving():
+        await stream.clock.advance(20)
+        stream.put(10, shard_id=stream.fake.add_root())  # for a shard that turns up later
+        await stream.clock.advance(20)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) >= 30)
+        await stream.clock.advance(20)
+    assert sorted(stream.values()) == [*range(10, 40)]
+
+
 async def test_no_page_is_handled_of_a_shard_that_was_lost_while_it_was_fetched(tmp_path: Path) -> None:
     stream = Stream(tmp_path)
     (shard,) = stream.fake.open_shards

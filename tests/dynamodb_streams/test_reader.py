@@ -62,6 +62,9 @@ class Script:
         """When records were asked for."""
         self.is_listed: Callable[[], bool] = lambda: False
 
+    def now_ms(self) -> int:
+        return self.clock.now_ms()
+
     async def lists(self, arn: str, shard_id: str) -> bool:
         assert (arn, shard_id) == (ARN, SHARD)
         return self.is_listed()

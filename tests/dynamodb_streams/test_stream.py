@@ -673,6 +673,37 @@ async def test_a_shard_that_is_behind_latest_and_ends_is_followed_by_its_childre
         assert await scene.within(stream, 20) == ["2"]
 
 
+@virtual
+async def test_latest_counts_by_aws_time_where_this_hosts_clock_is_ahead(scene: Scene) -> None:
+    await latest_by_aws_time(scene, -1)
+
+
+@virtual
+async def test_latest_counts_by_aws_time_where_this_hosts_clock_is_behind(scene: Scene) -> None:
+    await latest_by_aws_time(scene, 1)
+
+
+async def latest_by_aws_time(scene: Scene, ahead_hours: int) -> None:
+    scene.fake.ahead_ms = ahead_hours * HOUR_MS
+    idle = scene.fake.add_root()
+    scene.put("old")
+    scene.put("old too", shard=idle)
+    await scene.clock.sleep(10)
+    async with scene.stream("latest") as stream:
+        await scene.clock.sleep(1)
+        token = stream.token
+        child, _ = scene.fake.split(scene.root)
+        scene.put("1", shard=child)
+        assert await scene.within(stream, 20) == ["1"]
+        scene.fake.fail("GetRecords", "ExpiredIteratorException", shard_id=idle)
+        await scene.clock.sleep(20)
+        scene.put("2", shard=idle)
+        scene.put("3", shard=scene.fake.add_root())
+        assert await scene.within(stream, 60) == ["2", "3"]
+    async with scene.stream(token) as stream:
+        assert await scene.within(stream, 60) == ["1", "2", "3"]
+
+
 # The life of a stream.
 
 

@@ -26,6 +26,7 @@ class World:
         self.fake.page_records = self.random.choice([1, 2, 5, 1000])
         self.fake.page_shards = self.random.choice([1, 2, 100])
         self.fake.trouble = self.random.choice([0.0, 0.05, 0.15])
+        self.fake.ahead_ms = self.random.choice([-3_600_000, 0, 3_600_000])
         for quirk in ("shuffled", "child_filter", "null_iterator", "empty_last_page"):
             setattr(self.fake, quirk, self.random.random() < 0.5)
         self.new_roots = 0.3

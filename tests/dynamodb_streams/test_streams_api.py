@@ -85,6 +85,25 @@ def made(client: Client, *, patience_seconds: float | None = None) -> StreamsApi
     return StreamsApi(make, clock=client.clock, random=lambda: 1.0, patience_seconds=patience_seconds)
 
 
+async def test_the_time_is_that_of_aws_as_soon_as_it_has_answered(
+    api: StreamsApi, client: Client, clock: VirtualClock
+) -> None:
+    assert api.now_ms() == clock.now_ms()
+    for date, ms in (
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 784_111_777_000),
+        (None, None),
+        ("soon", None),
+        ("Sun, 06 Nov 1994 08:49:39 GMT", 784_111_779_000),
+    ):
+        headers = {} if date is None else {"date": date}
+        client.script(
+            "get_shard_iterator", {"ShardIterator": "x", "ResponseMetadata": {"HTTPHeaders": headers}}
+        )
+        await api.within(1).iterator(NEW, "a", LATEST)
+        await clock.advance(1.5)
+        assert api.now_ms() == (clock.now_ms() if ms is None else ms + 1500)
+
+
 def stream(
     arn: str = NEW, status: str = "ENABLED", *shards: dict[str, Any], last: str = ""
 ) -> dict[str, Any]:
