@@ -145,7 +145,10 @@ class Server:
             out=str(self.settings.out),
             settings=self.settings.given(),
         )
-        signals: dict[signal.Signals, Callable[[], None]] = {signal.SIGHUP: self._hang_up}
+        signals: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGHUP: self._hang_up,
+            signal.SIGUSR1: reopen,
+        }
         signals |= {number: partial(self.stop, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
         with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), handling(signals):
             code = await self._live()

@@ -164,6 +164,29 @@ async def test_ps_names_each_process_and_systemd_is_told_of_start_reload_and_sto
             assert await server.wait() == EXIT_CLEAN
 
 
+async def test_sigusr1_opens_the_log_file_again_and_ends_no_process(tmp_path: Path) -> None:
+    handler = "def process_record(record): ..."
+    async with serving(tmp_path, handler, "--workers", "1", "--admin", "127.0.0.1:0") as (server, log_file):
+        await until(lambda: "server.starting" in told(log_file))
+        server.send_signal(signal.SIGUSR1)
+        await until(lambda: "log.reopened" in told(log_file))
+        await until(lambda: "server.ready" in told(log_file))
+        await until(lambda: len(titles(server.pid)) == 4)
+        before = children(server.pid)
+        for pid in before:
+            os.kill(pid, signal.SIGUSR1)
+        log_file.rename(tmp_path / "log.1")
+        server.send_signal(signal.SIGUSR1)
+        await until(log_file.exists)
+        await until(lambda: "log.reopened" in told(log_file))
+        assert children(server.pid) == before
+        server.send_signal(signal.SIGTERM)
+        assert await server.wait() == EXIT_CLEAN
+    assert [
+        each for each in entries(tmp_path / "log.1") + entries(log_file) if each["level"] == "warning"
+    ] == []
+
+
 async def test_what_the_watchdog_ends_says_where_it_stood(tmp_path: Path) -> None:
     async with serving(tmp_path, HANGS_AT_IMPORT, "--workers", "inline") as (server, _):
         await until((tmp_path / "pids").exists)
@@ -173,11 +196,14 @@ async def test_what_the_watchdog_ends_says_where_it_stood(tmp_path: Path) -> Non
     os.kill(int((tmp_path / "pids").read_text().split()[1]), signal.SIGKILL)
 
 
+def children(server: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+
+
 def titles(server: int) -> list[str]:
     """Return what ``ps`` calls a server and its children, once none is called as it was started."""
-    children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
     found = []
-    for pid in (server, *children):
+    for pid in (server, *children(server)):
         with contextlib.suppress(OSError):
             found.append(Path(f"/proc/{pid}/cmdline").read_text().strip("\0"))
     return sorted(title for title in found if title.startswith("mldserver: "))

@@ -126,6 +126,7 @@ def main(arguments: list[str]) -> None:
     """Serve through the descriptor that ``arguments`` name. Never returns."""
     # Ctrl-C on a terminal is for the server, which ends this process with itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server opens its log file again
     with contextlib.suppress(OSError, AttributeError):  # Linux
         die_with_parent()
         Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")

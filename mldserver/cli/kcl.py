@@ -164,6 +164,8 @@ def kcl(
     )
     entitle(app, "kcl")
     faulthandler.enable(file=2)  # as for a server: the watchdog's SIGABRT
+    # Until the event loop takes it. The daemon and its bridges ignore it too.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     tls = _tls(settings)
     daemon_properties(wanted)  # what is wrong is told before anything is compiled
     with private_files() as files, logging_to(settings):
@@ -236,6 +238,7 @@ async def _run(
             reopen()
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
+    loop.add_signal_handler(signal.SIGUSR1, reopen)
     async with asyncio.TaskGroup() as group:
         telling = group.create_task(service.run(supervisor.report), name="systemd")
         code = await supervisor.run()

@@ -45,7 +45,7 @@ Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 Mi
 
 SIGTERM and SIGINT stop the server: shards finish their request, closed windows are committed, positions
 checkpointed; one that comes while the server still starts gives the start up. A second signal forces, whatever is
-waited for. SIGHUP opens the log file again, and reads certificates again.
+waited for. SIGHUP opens the log file again, and reads certificates again; SIGUSR1 only opens the log file again.
 
 Exit codes: 0 clean; 1 a fault, or something that is not there yet (a folder, a port, the ledger's network): start it again;
 2 what only a person can mend (settings, handler, Java, a damaged ledger, no region or credentials for `stream`); 3 forced
@@ -146,6 +146,8 @@ def live(settings: Settings, *, drain: bool = False) -> int:
     entitle(settings.pipeline, "drain" if drain else "server")
     # systemd's watchdog ends a loop that stands still by SIGABRT: this says where it stood.
     faulthandler.enable(file=2)
+    # Until the event loop takes it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.ExitStack() as logs:
         shown, tally = not drain and settings.admin is not None, EventTally()
         logs.enter_context(logging_to(settings, observers=[tally] if shown else []))
@@ -187,7 +189,7 @@ async def _life(server: Server, service: Service, leave: Callable[[], None]) -> 
         watching = group.create_task(last_resort(), name="last resort")
         telling = group.create_task(service.run(server.report), name="systemd")
         code = await server.run()
-        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # what has ended in order would die of one that comes now
         watching.cancel()
         telling.cancel()

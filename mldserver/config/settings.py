@@ -163,7 +163,7 @@ class LogSettings:
     """Log: where it goes."""
 
     log_file: Path | None = setting(kinds.optional(kinds.folder), None)
-    """Log to this file, opened again on SIGHUP; none: stdout."""
+    """Log to this file, opened again on SIGHUP or SIGUSR1; none: stdout."""
     log_level: Level = setting(kinds.choice(Level), "info")
     """The lowest level logged."""
     log_format: LogFormat = setting(kinds.choice(LogFormat), "auto")

@@ -143,9 +143,9 @@ handler.slow  warning  handler hook seconds
 library.log  debug|info|warning|error|critical  logger text
     What a library logged, from warnings on.
 log.reopened  info  path
-    SIGHUP: the log file was opened again.
+    SIGHUP or SIGUSR1: the log file was opened again.
 log.reopen_failed  error
-    SIGHUP: the log file could not be opened again; the old one stays in use.
+    SIGHUP or SIGUSR1: the log file could not be opened again; the old one stays in use.
 log.lost  warning  lines since
     So many lines are missing here, the first from `since`: the disk was full, the reader stalled or gone, or
     a flood was cut.

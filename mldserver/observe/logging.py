@@ -382,7 +382,7 @@ def lines_lost() -> int:
 
 
 def reopen() -> None:
-    """Open the log file again (SIGHUP, after logrotate moved it). Without a log file it does nothing.
+    """Open the log file again (SIGHUP or SIGUSR1, after logrotate moved it). Without a log file it does nothing.
 
     When it cannot be opened the log goes on in the old file, and says so.
     """

@@ -399,6 +399,7 @@ def main() -> None:
     os.set_inheritable(sock.fileno(), False)
     # Ctrl-C on a terminal is for the server; it stops this process in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server opens its log file again
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whatever replaced it is left alone

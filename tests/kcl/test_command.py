@@ -262,8 +262,10 @@ def test_a_server_that_is_not_there_is_waited_for_without_java(
             assert process.stdout is not None
             waiting = json.loads(process.stdout.readline())
             assert (waiting["event"], waiting["address"]) == ("kcl.waiting", address)
+            process.send_signal(signal.SIGUSR1)  # opens the log file again, where there is one
             server.listen()
             (seen / "pid").read_text()
+            process.send_signal(signal.SIGUSR1)
             process.send_signal(signal.SIGTERM)
             assert process.wait(LIMIT) == 0
             assert next(event["event"] for event in logged(process)) == "kcl.starting"

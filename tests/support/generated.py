@@ -59,7 +59,7 @@ _EVENTS: Final = """\
 
 The log: how to read it, what its levels mean, and every event.
 
-Log lines are JSON on standard output (pretty on a terminal), or in `log_file`, which is opened again on SIGHUP. Names and
+Log lines are JSON on standard output (pretty on a terminal), or in `log_file`, which is opened again on SIGHUP or SIGUSR1. Names and
 fields of events are stable. `mldserver logs` renders a log and follows it, across rotation:
 
 ```sh
