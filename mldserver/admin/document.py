@@ -197,6 +197,8 @@ class Spark(_Part, frozen=True, kw_only=True):
     start_seconds: float | None = None
     jobs: int = 0
     """Jobs that run."""
+    jvm_resident_bytes: int | None = None
+    """Memory of the driver's JVM; None on Spark Connect, and while there is none."""
 
 
 class DeadLetter(_Part, frozen=True, kw_only=True):

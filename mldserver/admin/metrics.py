@@ -175,6 +175,8 @@ spark_ready  spark.ready
     1 while a window's job would start at once.
 spark_jobs  spark.jobs
     Jobs that Spark runs.
+spark_jvm_resident_memory_bytes  spark.jvm_resident_bytes
+    Memory of the driver's JVM: its heap (spark.driver.memory), and what it needs beside.
 spark_start_seconds  spark.start_seconds
     How long Spark's latest start took.
 spark_starts_total  totals.spark_starts

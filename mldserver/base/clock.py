@@ -46,7 +46,11 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-BOUNDS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000)
+BOUNDS_MS: Final = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000),
+    *(minutes * 60_000 for minutes in (1, 2, 5, 10, 30, 60)),
+)
+"""From a quick batch to a large window."""
 
 
 class Durations:

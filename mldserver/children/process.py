@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mldserver.children.channel import pair
@@ -214,6 +215,14 @@ class ChildProcess:
         finally:
             for output in self.outputs:
                 output.close()
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Return the memory of a process; None when it is gone, or on a system that does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def ending(exit_code: int) -> str:

@@ -106,6 +106,8 @@ class EngineFacts:
     """How long the latest start took."""
     jobs: int = 0
     """How many run."""
+    jvm_resident_bytes: int | None = None
+    """Memory of the JVM's process, heap and all else; None where there is none."""
 
 
 class Engine(Protocol):

@@ -248,11 +248,10 @@ class WindowRunner:
             left = await self._together(group)
             for life in lives:
                 life.begun_ms = None
-        for entry in group:
-            if entry.window_id in left:
-                self._alone.append((entry, left[entry.window_id]))
-            else:
-                self._end(entry)
+        entries = {entry.window_id: entry for entry in group}
+        self._alone += [(entries[window_id], committed) for window_id, committed in left.items()]
+        for window_id in entries.keys() - left.keys():
+            self._end(entries[window_id])
 
     def _end(self, entry: WindowEntry) -> None:
         self.unfinished.pop(_key(entry), None)
@@ -260,7 +259,10 @@ class WindowRunner:
             self._idle.set()
 
     async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
-        """See windows through as one; return those that must go on alone, with their output where it counts."""
+        """See windows through as one; return those that must go on alone, with their output where it counts.
+
+        In the order in which they go on: last the one that the others' job failed of, where that is known.
+        """
         alone: dict[str, Committed | None] = {
             entry.window_id: None for entry in group if entry.state is WindowState.COMMITTED
         }
@@ -273,7 +275,10 @@ class WindowRunner:
             for entry in entries:
                 life = self.unfinished[_key(entry)]
                 life.suspect = isinstance(error, DriverLost) and error.blame == "others"
-            return dict.fromkeys((entry.window_id for entry in group), None)
+            cause = error.where.get("window") if isinstance(error, MldserverError) else None
+            return dict.fromkeys(
+                sorted((entry.window_id for entry in group), key=lambda each: each == cause), None
+            )
         # Whoever began an attempt and is not among them finds out alone what has become of the window.
         alone |= {entry.window_id: None for entry in entries}
         alone |= {window.entry.window_id: window for window in done or ()}

@@ -26,6 +26,7 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, in_time
 from mldserver.base.uris import redacted
+from mldserver.children.process import resident_bytes
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import EngineFacts, PublishJob, WindowJob, WindowResult, deadline_seconds
 from mldserver.spark.driver_messages import Start
@@ -179,6 +180,7 @@ class SparkEngine:
             None if started is None else started.ui,
             self._start_seconds,
             0 if life is None else len(life.waiting),
+            None if started is None or started.jvm_pid is None else resident_bytes(started.jvm_pid),
         )
 
     async def run(self) -> None:

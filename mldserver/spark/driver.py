@@ -312,7 +312,8 @@ class Driver:
         watch = Watch(session.look(), self.send, self._fall)
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
-        self.send(wire.Started(session.spark.version, ui))
+        jvm_pid = None if session.jvm is None else session.jvm.pid
+        self.send(wire.Started(session.spark.version, ui, jvm_pid))
         from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
         from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # see above
         from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # see above

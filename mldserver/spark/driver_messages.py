@@ -110,6 +110,8 @@ class Started(channel.Message, frozen=True):
     spark_version: str
     ui: str | None = None
     """The UI's address."""
+    jvm_pid: int | None = None
+    """None on Spark Connect."""
 
 
 class Warm(channel.Message, frozen=True):

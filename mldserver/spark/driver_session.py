@@ -339,7 +339,8 @@ class Life:
             self._on_slow[message.id](message.window)
         elif not answer.done():
             said = f"on_window of window {message.window} runs for {message.seconds:g} s, at {line}."
-            answer.set_exception(WindowFailed(said, did="The job of several windows was cancelled."))
+            did = "The job of several windows was cancelled."
+            answer.set_exception(WindowFailed(said, did=did, window=message.window))
 
     def _whose(self) -> Blame:
         """Return whose doing the driver's death may be, by what ran and how it ended."""

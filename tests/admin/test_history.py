@@ -109,8 +109,8 @@ def test_counts_of_another_server_and_a_clock_set_back_begin_the_hour_anew(other
 
 def test_batches_between_two_documents_have_a_median_and_a_99th_percentile() -> None:
     history = History()
-    history.add(status(0, batch_seconds=batches(bucket_15=500)))
-    history.add(status(10, batch_seconds=batches(bucket_3=98, bucket_9=2, bucket_15=500)))
+    history.add(status(0, batch_seconds=batches(bucket_20=500)))
+    history.add(status(10, batch_seconds=batches(bucket_3=98, bucket_9=2, bucket_20=500)))
     points = told(history)
     assert points["median_seconds"] == [pytest.approx(0.005 + 0.005 * 50 / 98, abs=1e-6)]
     assert points["p99_seconds"] == [pytest.approx(0.75)]
@@ -122,7 +122,7 @@ def test_batches_between_two_documents_have_a_median_and_a_99th_percentile() -> 
         (batches(bucket_0=10), 0.5, 0.0005),
         (batches(bucket_0=10), 1.0, 0.001),
         (batches(bucket_0=1, bucket_14=1), 1.0, 60.0),
-        (batches(bucket_15=4), 0.5, 60.0),
+        (batches(bucket_20=4), 0.5, 3600.0),
     ],
 )
 def test_a_quantile_lies_within_its_bounds_and_what_is_longer_is_told_as_the_longest(

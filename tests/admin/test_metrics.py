@@ -59,7 +59,7 @@ def status(*shards: Shard) -> Status:
         watermark=Watermark(at_ms=1_800_000_000_000, held_by="a", reason="behind"),
         windows=Windows(open=2, waiting=1, halted=("w",), seconds=Histogram(sum_seconds=0.0)),
         workers=(Worker(number=0, pid=8, resident_bytes=1 << 20, restarts=2),),
-        spark=Spark(ready=True, start_seconds=12.5, jobs=1),
+        spark=Spark(ready=True, start_seconds=12.5, jobs=1, jvm_resident_bytes=1 << 30),
         dead_letters=DeadLetters(waiting=4),
         servers=(Peer(id="box:7", this=True),),
         budgets={"buffer": Budget(used_bytes=1, limit_bytes=2)},
@@ -118,6 +118,9 @@ def test_times_are_in_seconds_and_histograms_add_up() -> None:
     buckets = [value for (name, _), value in seen.items() if name == "mldserver_batch_seconds_bucket"]
     assert buckets == [3, *[5] * (len(SECONDS) - 1), 6]
     assert seen["mldserver_batch_seconds_count", ()] == 6
+    bounds = {dict(labels)["le"] for (name, labels) in seen if name == "mldserver_window_seconds_bucket"}
+    assert {"60.0", "600.0", "3600.0"} < bounds, "windows may take an hour"
+    assert seen["mldserver_spark_jvm_resident_memory_bytes", ()] == 1 << 30
     assert seen["mldserver_batch_seconds_sum", ()] == 70.5
 
 

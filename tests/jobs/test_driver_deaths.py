@@ -136,7 +136,7 @@ class Hanging(LocalEngine):
 
     async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
         if len(jobs) > 1 and self.hangs & {job.window.id for job in jobs}:
-            raise WindowFailed("on_window of one runs for 60 s")
+            raise WindowFailed("on_window of one runs for 60 s", window=W[0])
         return await super().compute_group(jobs)
 
     async def compute(self, job: WindowJob) -> WindowResult:
@@ -146,6 +146,16 @@ class Hanging(LocalEngine):
             self.slow(job.window.id)
             await self.go.wait()
         return await super().compute(job)
+
+
+async def test_of_a_group_the_window_whose_hook_is_slow_comes_last(tmp_path: Path) -> None:
+    pipeline = make(tmp_path, engine=lambda: Hanging({W[0]}, group_limit=8))
+    async with pipeline.life():
+        engine = pipeline.engine
+        assert isinstance(engine, Hanging)
+        await three_windows(pipeline)
+        assert [job.window.id for job in engine.jobs] == W[1:3]
+        assert pipeline.runner._slow == {W[0]}
 
 
 @pytest.mark.parametrize("limit", [1, 8])

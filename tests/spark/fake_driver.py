@@ -82,7 +82,7 @@ class FakeDriver:
                 self.send(driver_messages.StartFailed("spark", "SomeError", f"no {start!r}", f"at {start!r}"))
                 os._exit(1)
         self.start = start
-        self.send(driver_messages.Started("4.3.0", "http://ui"), driver_messages.Warm())
+        self.send(driver_messages.Started("4.3.0", "http://ui", os.getpid()), driver_messages.Warm())
 
     def say(self, said: str, start: driver_messages.Start) -> None:
         """Print it in every way that Spark and users' code have."""
@@ -118,6 +118,9 @@ class FakeDriver:
             self.send(driver_messages.Health(f"No {self.start!r}."), failed)
         elif name == "jvm dies":
             self.send(driver_messages.JvmGone(-9))
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif name == "needs memory":
+            self.send(driver_messages.JvmGone(3))
             os.kill(os.getpid(), signal.SIGKILL)
         elif name == "starves":
             self.starving.append(run.id)

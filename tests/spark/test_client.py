@@ -44,9 +44,11 @@ async def test_a_job_comes_back_with_its_files(
     async with it.running():
         await it.engine.ready()
         assert it.engine.is_ready
+        assert (it.engine.facts().jvm_resident_bytes or 0) > 1 << 20
         result = await it.engine.compute(job("w", rows=7))
         assert result == WindowResult(("w.parquet",), 7, result.seconds)
     assert not it.engine.is_ready
+    assert it.engine.facts().jvm_resident_bytes is None
     assert events(logged, "spark.ready")[0]["ui"] == "http://ui"
     assert events(logged, "handler.output")[-1]["text"] == "stopping in order"
     assert not events(logged, "spark.lost")
@@ -177,6 +179,23 @@ async def test_a_jvm_that_dies_under_its_driver_is_named(
         await it.clock.end_sleep()
     lost = events(logged, "spark.lost")[0]
     assert (lost["who"], lost["exit_code"]) == ("jvm", -9)
+
+
+@pytest.mark.parametrize(
+    ("conf", "now"), [({}, "Spark's default of 1g"), ({"spark.driver.memory": "2g"}, "2g")]
+)
+async def test_a_jvm_without_memory_is_named_with_the_setting_to_raise(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]], conf: dict[str, str], now: str
+) -> None:
+    it = bench(conf=conf)
+    async with it.running():
+        said = rf"ran out of memory \(exit code 3\).* Raise spark\.driver\.memory in spark_conf \(now {now}\)"
+        with pytest.raises(DriverLost, match=said) as caught:
+            await it.engine.compute(job("needs memory"))
+        assert caught.value.blame == "window"
+        assert "spark.driver.memory" in (it.engine.trouble or "")
+        await it.clock.end_sleep()
+    assert "spark.driver.memory" in events(logged, "spark.lost")[0]["reason"]
 
 
 async def test_secrets_are_in_no_event_and_in_no_error_whatever_a_driver_says(
