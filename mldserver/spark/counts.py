@@ -20,7 +20,7 @@ from mldserver.base.uris import reach
 from mldserver.spark.driver_messages import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pyspark.sql import SparkSession
 
@@ -35,6 +35,10 @@ _TASKS: Final = 2000
 """Of a stage, how many are looked at for their executors; two thousand are a second."""
 
 _NUMBERS: Final = itertools.count()
+
+REMOVE: Final = "Remove the host that does not from the cluster, or mount the folder there."
+"""What helps where an executor does not see the output folder."""
+_NOT_THERE: Final = ("FILE_NOT_EXIST", "FileNotFoundException", "NoSuchFileException")
 
 
 class CountsDiffer(Exception):
@@ -111,7 +115,7 @@ def check_written(
         whose = "" if outputs[1:] else where_lost(spark, staging, out)
         raise CountsDiffer(
             f"Spark wrote {written} rows, but {files} files in {staging} hold {held}.{whose} Nothing of this attempt "
-            "counts. Each executor must see the output folder, under the same path."
+            f"counts. Each executor must see the output folder, under the same path. {REMOVE}"
         )
 
 
@@ -142,6 +146,16 @@ def where_failed(spark: SparkSession) -> str:
         for tasks in _stages(spark, unless="SUCCEEDED"):
             failed |= {_executor(task) for task in tasks if task.status() == "FAILED"}
     return f" (Its tasks failed on {', '.join(sorted(failed))}.)" if failed else ""
+
+
+def advice_on(message: str, segments: Iterable[str]) -> str:
+    """Return what helps where Spark's ``message`` says that an executor lacks one of these files, or memory; else nothing."""
+    names = (path.rpartition("/")[2] for path in segments)
+    if any(sign in message for sign in _NOT_THERE) and any(name in message for name in names):
+        return f" An executor does not see the output folder. {REMOVE}"
+    if "OutOfMemoryError" in message:
+        return " Raise spark.executor.memory in spark_conf."
+    return ""
 
 
 def _stages(spark: SparkSession, unless: str = "") -> list[list[Any]]:

@@ -149,9 +149,11 @@ class Jobs:
             fault, where = wire.describe(error), ""
             closed = self.session.connect and CLOSED in fault.message
             if not (self.session.is_local or job.cancelled):
-                from mldserver.spark.counts import where_failed  # noqa: PLC0415  # as in `_compute`
+                from mldserver.spark.counts import advice_on, where_failed  # noqa: PLC0415  # as in `_compute`
 
                 where = where_failed(self.session.spark)
+                jobs = job.run.jobs if isinstance(job.run, wire.Run) else ()
+                where += advice_on(wire.text_of(error), [path for each in jobs for path in each.segments])
             answer = wire.FailedJob(
                 job.run.id, fault.error, f"{fault.message}{where}", fault.traceback, cancelled=job.cancelled
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +210,11 @@ _LIMIT = 20_000
 
 _LIBRARY = Path(os.__file__).parent
 
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+), in (\S+)')
+_RAISED: Final = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
+"""The last line of a traceback: the error's class, and what it says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -229,16 +235,38 @@ def describe(error: BaseException) -> Fault:
     return Fault(name, said, frames)
 
 
-def message(error: BaseException) -> str:
-    """Return an error's text without the Java stack below it."""
+def text_of(error: BaseException) -> str:
+    """Return all that an error says, whatever code its class has."""
     try:
-        text = str.__str__(str(error))  # what a __str__ returns may be of a class with code of its own
+        return str.__str__(str(error))  # what a __str__ returns may be of a class with code of its own
     except BaseException:  # noqa: BLE001  # the user's __str__ may fail in any way; so does py4j's without its JVM
-        text = "(its message cannot be printed)"
+        return "(its message cannot be printed)"
+
+
+def message(error: BaseException) -> str:
+    """Return an error's text without the Java stack below it; first of all what a function of the user's raised in Python."""
+    text = text_of(error)
+    told = _of_function(text)
     # An exception raised in Java carries "\n\tat package.Class.method" lines, Spark's own a "JVM stacktrace:" part.
     for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
         text = text.partition(marker)[0]
-    return _clip(text.strip() or type(error).__name__)
+    return _clip(f"{told}{text.strip() or type(error).__name__}")
+
+
+def _of_function(text: str) -> str:
+    """Return the error of a Python worker of Spark as a line, with the user's line; empty where there is none in the text.
+
+    Its traceback, the last one of several, stands somewhere within Spark's own words, or below Java's stack, indented or not.
+    """
+    lines = text.rpartition(_TRACEBACK)[2].splitlines() if _TRACEBACK in text else []
+    place = ""
+    for line in lines:
+        if frame := _FRAME.match(line):
+            if not is_library(frame[1]) and "/pyspark.zip/" not in frame[1]:
+                place = f" ({relative(frame[1])}:{frame[2]}, in {frame[3]})"
+        elif raised := _RAISED.match(line):
+            return f"{raised[0].strip()}{place}\n"
+    return ""
 
 
 def line_of(frame: FrameType | None, function: object) -> str:

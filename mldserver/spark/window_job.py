@@ -31,6 +31,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.errors import HandlerInvalid
 from mldserver.spark.counts import (
+    REMOVE,
     Count,
     CountsDiffer,
     Work,
@@ -316,7 +317,7 @@ def count_read(attempts: Iterable[Attempt]) -> None:
         if rows != (registered := doubtful[name].job.rows):
             raise CountsDiffer(
                 f"Spark reads {rows} rows of window {name}, but the ledger has registered {registered}. Nothing of this "
-                "attempt counts. Each executor must see the output folder, whole and under the same path."
+                f"attempt counts. Each executor must see the output folder, whole and under the same path. {REMOVE}"
             )
 
 

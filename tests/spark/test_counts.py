@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import window_job
-from mldserver.spark.counts import CountsDiffer, Work, inspect_output, where_failed
+from mldserver.spark.counts import REMOVE, CountsDiffer, Work, advice_on, inspect_output, where_failed
 from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
 from mldserver.windows import Window
 
@@ -185,12 +185,16 @@ def test_a_segment_that_is_gone_fails_the_window_whatever_the_settings_say_and_i
     job, conf = world.job(), world.session.spark.conf
     conf.set("spark.sql.files.ignoreMissingFiles", "true")
     try:
-        with pytest.raises(Exception, match="FILE_NOT_EXIST"):
+        with pytest.raises(Exception, match="FILE_NOT_EXIST") as failed:
             world.run(job, lose_one)
         context: Any = world.session.spark.sparkContext
         context._jsc.sc().listenerBus().waitUntilEmpty()
         told = where_failed(world.session.spark)
         assert re.fullmatch(r" \(Its tasks failed on \S+ \(executor driver\)\.\)", told)
+        assert advice_on(str(failed.value), ["/elsewhere/x.parquet"]) == ""
+        assert advice_on(str(failed.value), job.segments).endswith(
+            f"does not see the output folder. {REMOVE}"
+        )
         world.run(world.job())
         assert where_failed(world.session.spark) == ""
     finally:
@@ -366,3 +370,9 @@ def test_bounds_long_before_the_gregorian_calendar_are_right(world: World) -> No
     (row,) = content(job)
     assert row["window_start"] == window.start
     assert row["window_end"] == window.end.replace(microsecond=999_000)
+
+
+def test_executors_without_memory_are_named_with_the_setting_to_raise() -> None:
+    said = "Task failed: java.lang.OutOfMemoryError: Java heap space"
+    assert "spark.executor.memory" in advice_on(said, [])
+    assert advice_on("ValueError: no", ["/a.parquet"]) == ""

@@ -115,3 +115,35 @@ def test_a_lost_connection_is_seen_through_what_came_of_it() -> None:
     circle.__context__.__context__ = circle
     errors = [wrapped, EOFError(), Py4JNetworkError(), ValueError("no"), circle]
     assert [lost_connection(error) for error in errors] == [True, True, True, False, False]
+
+
+IN_A_WORKER = """An error occurred while calling o408.parquet.
+: org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 1.0 failed 4 times
+\tat org.apache.spark.A.b(A.scala:1)
+Caused by: org.apache.spark.api.python.PythonException: Traceback (most recent call last):
+  File "/opt/spark/python/lib/pyspark.zip/pyspark/worker.py", line 4207, in invoke_udf
+    func, profiler, deserializer, serializer = read_udfs(
+                                               ^^^^^^^^^^
+  File "/mine/flow.py", line 12, in minutes
+    return int(text)
+           ^^^^^^^^^
+  File "/opt/spark/python/lib/pyspark.zip/pyspark/util.py", line 98, in wrapper
+    return f(*args, **kwargs)
+ValueError: invalid literal for int() with base 10: 'x7'
+
+\tat org.apache.spark.api.python.BasePythonRunner.c(PythonRunner.scala:2)
+"""
+
+
+def test_what_a_function_of_the_users_raised_on_an_executor_comes_first() -> None:
+    told = message(Exception(IN_A_WORKER)).splitlines()
+    assert (
+        told[0] == "ValueError: invalid literal for int() with base 10: 'x7' (/mine/flow.py:12, in minutes)"
+    )
+    assert told[1] == "An error occurred while calling o408.parquet."
+    short = IN_A_WORKER.replace("/mine/flow.py", "/opt/spark/python/lib/pyspark.zip/flow.py")
+    assert message(Exception(short)).startswith("ValueError: invalid literal for int() with base 10: 'x7'\n")
+    assert (
+        message(Exception("Traceback (most recent call last):\n  cut"))
+        == "Traceback (most recent call last):\n  cut"
+    )
