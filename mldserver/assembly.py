@@ -203,7 +203,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
             freed=freed,
             table=shape.table,
         )
-        runner = WindowRunner(steps, settings, random=rng)
+        runner = WindowRunner(steps, settings, random=rng, log_error_messages=settings.log_error_messages)
     letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
     polling = _polling(settings, around.kinesis, clock)
     coordinator = Coordinator(
@@ -397,6 +397,7 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "sink": sink_of(settings),
         "pipeline": settings.pipeline,
         "new_ledger": settings.new_ledger,
+        "log_error_messages": settings.log_error_messages,
         "code": spec.code,
     }
     return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))

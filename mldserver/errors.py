@@ -14,6 +14,7 @@ Every error carries, beside its sentence, what the server did about it (``did``)
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -70,6 +71,43 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
         "did": "Rows stay where they are and are tried again; no position moves.",
         "advice": "Make room on the output folder's disk, or mend what the error names.",
     }
+
+
+WITHHELD: Final = "(message withheld: see log_error_messages)"
+_FRAME: Final = re.compile(r' *File "[^"]+", line \d+(, in |$)|\s+at [\w.$<>/]+\(|\s*\.\.\. \d+ more|\t… \d')
+"""A line of a traceback that says where: Python's, or Java's."""
+_BETWEEN: Final = re.compile(
+    r"( *\+ Exception Group )?Traceback \(most|During handling of|The above exception|The error above"
+    r"| *\+[-+]+( (\d+|\.\.\.) -+)?$"
+)
+_CAUSE: Final = re.compile(r"\s*(Caused by|Suppressed): ")
+_CLASS: Final = re.compile(r"(\s*(?:Caused by|Suppressed): )?([A-Za-z_][\w.$<>]*)(: |:?$)")
+_OF_GROUP: Final = re.compile(r" *\| ?")
+"""What goes ahead of the lines of an exception group."""
+
+
+def without_messages(text: str) -> str:
+    """Return what may be logged of an error, or of its traceback: classes and places, not what the errors say.
+
+    Messages of the user's code, of Spark and of databases may quote values of rows.
+    """
+    kept: list[str] = []
+    # What a line is depends on the one before it: code and its marks follow a frame, a class follows a traceback.
+    code, marks, class_ = False, False, True
+    for whole in text.splitlines():
+        line = _OF_GROUP.sub("", whole, count=1)
+        is_place = _FRAME.match(line) or _BETWEEN.match(line)
+        is_code = (code and line.startswith("    ")) or (marks and line and not line.strip(" ~^"))
+        if is_place or is_code:
+            code, marks, class_ = bool(is_place), bool(code), True
+            kept.append(whole)
+            continue
+        found = _CLASS.match(line) if class_ or _CAUSE.match(line) else None
+        if found is not None:
+            message = found[3] == ": "
+            kept.append(f"{whole[: len(whole) - len(line) + found.end()]}{WITHHELD}" if message else whole)
+        code, marks, class_ = False, False, False
+    return "\n".join(kept) or WITHHELD
 
 
 def leaves(group: BaseExceptionGroup[ErrorT]) -> Iterator[ErrorT]:
@@ -163,6 +201,9 @@ class SparkError(MldserverError):
 
 class WindowFailed(SparkError):
     """A window's job failed: the user's ``on_window``, or Spark under it."""
+
+    quotes: bool = False
+    """Whether it says what the user's code, Spark or a database has said, which may quote rows."""
 
 
 class DriverLost(SparkError):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from mldserver import errors
@@ -11,6 +13,7 @@ from mldserver.errors import (
     PeerError,
     folder_error,
     told_of,
+    without_messages,
 )
 
 NAMES = [
@@ -127,3 +130,89 @@ def test_an_error_fits_an_event_whatever_it_carries() -> None:
         "where": {"server": "one"},
     }
     assert "where" not in PeerError("x").told({"error", "what"})
+
+
+SECRET = "4711-0815"
+JAVA = f"""\
+org.apache.spark.SparkException: [TASK_WRITE_FAILED] {SECRET}
+ in two lines: {SECRET}
+\tat org.apache.spark.sql.errors.QueryExecutionErrors$.taskFailedError(QueryExecutionErrors.scala:776)
+\tat java.base/java.lang.Thread.run(Unknown Source)
+Caused by: org.postgresql.util.PSQLException: ERROR: null value violates not-null constraint
+  Detail: Failing row contains ({SECRET}, null).
+\t... 21 more
+"""
+
+
+UDF = """\
+PythonException: {1}
+Traceback (most recent call last):
+  File "/app/h.py", line 3, in f
+    return 1 / n
+           ~~^~~
+ValueError: {0}"""
+
+
+def fail(error: Exception, cause: Exception | None = None) -> None:
+    raise error from cause
+
+
+def raised() -> str:
+    """Return a traceback of errors that quote a row, each in its own way."""
+    try:
+        try:
+            try:
+                fail(KeyError(SECRET))
+            except KeyError as error:
+                fail(ValueError(f"in\nlines: {SECRET}\n    indented {SECRET}"), error)
+        except ValueError:
+            int(f"{SECRET}" * (1 + 1))
+    except ValueError as error:
+        return "".join(traceback.format_exception(error))
+    raise AssertionError
+
+
+def test_a_traceback_without_messages_has_its_frames_code_and_classes() -> None:
+    text = without_messages(raised())
+    assert SECRET not in text
+    classes = [line for line in text.splitlines() if line.endswith(errors.WITHHELD)]
+    assert classes == [f"{name}: {errors.WITHHELD}" for name in ("KeyError", "ValueError", "ValueError")]
+    assert text.count('errors.py", line') == 5
+    assert "fail(KeyError(SECRET))" in text
+    assert "direct cause of" in text
+    assert "During handling" in text
+
+
+def test_a_group_without_messages_has_those_of_all_its_errors() -> None:
+    try:
+        fail(ExceptionGroup(SECRET, [ValueError(SECRET), OSError(SECRET)]))
+    except ExceptionGroup as group:
+        text = without_messages("".join(traceback.format_exception(group)))
+    assert SECRET not in text
+    for name in ("ExceptionGroup", "ValueError", "OSError"):
+        assert f"| {name}: {errors.WITHHELD}" in text
+    assert "fail(ExceptionGroup(" in text
+
+
+def test_javas_stack_without_messages_has_its_places_and_classes() -> None:
+    assert without_messages(JAVA).splitlines() == [
+        f"org.apache.spark.SparkException: {errors.WITHHELD}",
+        "\tat org.apache.spark.sql.errors.QueryExecutionErrors$.taskFailedError(QueryExecutionErrors.scala:776)",
+        "\tat java.base/java.lang.Thread.run(Unknown Source)",
+        f"Caused by: org.postgresql.util.PSQLException: {errors.WITHHELD}",
+        "\t... 21 more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("KeyError", "KeyError"),
+        ("mine.<locals>.Boom: 7", f"mine.<locals>.Boom: {errors.WITHHELD}"),
+        ("a sentence about 7", errors.WITHHELD),
+        ("", errors.WITHHELD),
+        (UDF.format("7", "\n  An exception was thrown:"), UDF.format(errors.WITHHELD, errors.WITHHELD)),
+    ],
+)
+def test_without_its_message_an_error_is_its_class(text: str, shown: str) -> None:
+    assert without_messages(text) == shown

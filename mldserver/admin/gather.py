@@ -17,6 +17,7 @@ import structlog
 from mldserver import __version__
 from mldserver.admin import document
 from mldserver.coordinator.core.lineage import Presence
+from mldserver.errors import without_messages
 from mldserver.observe.logging import Logger, lines_lost
 from mldserver.sources.progress_log import ShardCounts
 from mldserver.workers.runtime import WorkerRuntime
@@ -256,7 +257,7 @@ class Gatherer:
             else document.Spark(
                 ready=parts.engine.is_ready, trouble=parts.engine.trouble, **asdict(parts.engine.facts())
             ),
-            dead_letters=_dead_letters(parts, told),
+            dead_letters=_dead_letters(parts, told, messages=settings.log_error_messages),
             servers=_servers(parts, self._clock.steady_ms()),
             budgets=budgets,
             stream_ended=told.stream_ended,
@@ -433,8 +434,8 @@ def _worker(worker: Worker) -> document.Worker:
     )
 
 
-def _dead_letters(parts: Parts, told: CoordinatorStatus) -> document.DeadLetters:
-    state = parts.coordinator.shards.state
+def _dead_letters(parts: Parts, told: CoordinatorStatus, *, messages: bool) -> document.DeadLetters:
+    state, shown = parts.coordinator.shards.state, str if messages else without_messages
     return document.DeadLetters(
         waiting=state.dead_letters if parts.letters is None else None,
         redriving=state.redrives,
@@ -443,8 +444,8 @@ def _dead_letters(parts: Parts, told: CoordinatorStatus) -> document.DeadLetters
                 at_ms=letter.at_ms,
                 shard=letter.shard_id,
                 sequence=str(letter.sequence),
-                error=letter.error,
-                traceback=letter.traceback,
+                error=shown(letter.error),
+                traceback=shown(letter.traceback) if letter.traceback else "",
                 attempts=letter.attempts,
             )
             for letter in told.latest_letters

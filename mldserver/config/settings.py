@@ -168,6 +168,8 @@ class LogSettings:
     """The lowest level logged."""
     log_format: LogFormat = setting(kinds.choice(LogFormat), "auto")
     """auto: pretty on a terminal, else JSON lines."""
+    log_error_messages: bool = setting(kinds.flag, False)
+    """Log and show in the status what errors of your code and of Spark say, to debug: it may quote rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

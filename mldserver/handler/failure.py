@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from mldserver.errors import without_messages
 from mldserver.records import Discard, Fatal, Retry, Verdict
 
 if TYPE_CHECKING:
@@ -58,17 +59,27 @@ class Failure(msgspec.Struct, frozen=True):
     """The part of the traceback that is the same whenever the error is raised in the same place."""
     whole_call: bool = False
     """The handler's code is at fault, not a record: every record of the call fails with it, and none is searched."""
+    quotes_nothing: bool = False
+    """``error`` is the server's own sentence, without values of records: it is always logged."""
 
     @property
     def fingerprint(self) -> Hashable:
         """What failures have in common that a person would call the same."""
         return self.names[:1], self.frames or _VALUES.sub("", self.error)
 
-    @property
-    def logged(self) -> dict[str, str]:
-        """Return it as fields of the log; what was raised on purpose (``Retry``, ``Discard``) has no traceback there."""
+    def logged(self, *, messages: bool) -> dict[str, str]:
+        """Return it as fields of the log; what was raised on purpose (``Retry``, ``Discard``) has no traceback there.
+
+        ``messages``: whether the log may quote what errors say.
+        """
         shown = self.traceback and self.wish not in {Wish.RETRY, Wish.DISCARD}
-        return {"what": self.error, **({"traceback": self.traceback} if shown else {})}
+        told = {"what": self.error, **({"traceback": self.traceback} if shown else {})}
+        if messages:
+            return told
+        return {
+            name: text if self.quotes_nothing and name == "what" else without_messages(text)
+            for name, text in told.items()
+        }
 
 
 def bad_row(text: str) -> Failure:

@@ -20,7 +20,15 @@ import structlog
 
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import Durations, in_time
-from mldserver.errors import DriverLost, LedgerError, MldserverError, OperatorError, SparkError, WindowFailed
+from mldserver.errors import (
+    DriverLost,
+    LedgerError,
+    MldserverError,
+    OperatorError,
+    SparkError,
+    WindowFailed,
+    without_messages,
+)
 from mldserver.jobs.engine import allowed_seconds
 from mldserver.ledger.contract import WindowState
 
@@ -129,8 +137,19 @@ class WindowRunner:
     While a hook of ``on_window`` is slow, it may hang, and one more worker goes on with the other windows.
     """
 
-    def __init__(self, steps: WindowSteps, policy: WindowSettings, *, random: Callable[[], float]) -> None:
-        """Take the steps one by one; ``random`` gives [0, 1) for jitter."""
+    def __init__(
+        self,
+        steps: WindowSteps,
+        policy: WindowSettings,
+        *,
+        random: Callable[[], float],
+        log_error_messages: bool = True,
+    ) -> None:
+        """Take the steps one by one; ``random`` gives [0, 1) for jitter.
+
+        ``log_error_messages``: whether log and status quote what errors of jobs say. The ledger keeps it in any case.
+        """
+        self._messages = log_error_messages
         self.steps = steps
         self._policy = policy
         self._random = random
@@ -271,7 +290,7 @@ class WindowRunner:
             async with self._company.enter(alone=False):
                 done = await self.steps.compute(entries)
         except _FAULTS as error:
-            log.warning("window.group_failed", windows=len(entries), **_fields(error))
+            log.warning("window.group_failed", windows=len(entries), **self._fields(error))
             for entry in entries:
                 life = self.unfinished[_key(entry)]
                 life.suspect = isinstance(error, DriverLost) and error.blame == "others"
@@ -285,7 +304,7 @@ class WindowRunner:
         try:
             await self._publish(done or ())
         except _FAULTS as error:
-            log.warning("window.group_failed", windows=len(done or ()), **_fields(error))
+            log.warning("window.group_failed", windows=len(done or ()), **self._fields(error))
             return alone
         for window in done or ():
             del alone[window.entry.window_id]
@@ -362,11 +381,11 @@ class WindowRunner:
 
     async def _failed(self, life: WindowLife, error: Exception, *, of_run: bool) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        window_id, fields = life.entry.window_id, _fields(error)
+        window_id, fields = life.entry.window_id, self._fields(error)
         before, life.traceback = life.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
         if life.traceback and life.traceback == before:
             del fields["traceback"]  # it was logged the time before
-        life.state, life.error = "failed", str(error)
+        life.state, life.error = "failed", str(error) if self._quotable(error) else fields["what"]
         counts = _counts(life, error)
         life.lost_runs += not counts
         life.failed_runs += counts and of_run
@@ -414,6 +433,18 @@ class WindowRunner:
         decided, life.kept = life.kept and not kept, kept
         return not decided
 
+    def _quotable(self, error: Exception) -> bool:
+        return self._messages or not isinstance(error, WindowFailed) or not error.quotes
+
+    def _fields(self, error: Exception) -> dict[str, Any]:
+        """Return a failure as fields of the log."""
+        fields = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
+        if not self._quotable(error):
+            fields |= {
+                name: without_messages(fields[name]) for name in ("what", "traceback") if name in fields
+            }
+        return fields
+
 
 def _counts(life: WindowLife, error: Exception) -> bool:
     """Tell whether a failure counts against the window, and note what follows from a driver's death."""
@@ -425,7 +456,3 @@ def _counts(life: WindowLife, error: Exception) -> bool:
 
 def _key(entry: WindowEntry) -> tuple[str, int]:
     return entry.window_id, entry.revision
-
-
-def _fields(error: Exception) -> dict[str, Any]:
-    return error.told() if isinstance(error, MldserverError) else {"what": str(error)}

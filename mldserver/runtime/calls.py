@@ -389,7 +389,8 @@ class Caller:
             if watch.expired_ms is not None:
                 # Perhaps it swallowed the cancellation at its deadline, and came to an end after all.
                 text, seconds = "" if failure is None else failure.traceback, self.deadlines.seconds
-                failure = Failure(f"TimeoutError: it took longer than {seconds} s", text, _TIMEOUT)
+                said = f"TimeoutError: it took longer than {seconds} s"
+                failure = Failure(said, text, _TIMEOUT, quotes_nothing=True)
             if failure is not None:
                 returned.failure = failure
                 return

@@ -58,6 +58,8 @@ class FailurePolicy(FailureSettings):
 
     max_ahead_ms: int | None = None
     """A row whose time runs further ahead of its record's arrival is a bad one; None: none is because of that."""
+    log_error_messages: bool = True
+    """Whether logs quote what the handler's errors say (``LogSettings``)."""
 
     @property
     def parks(self) -> bool:

@@ -154,7 +154,14 @@ class InlineRuntime:
             failures += 1
             if self._policy.on_failure is OnFailure.HALT and failures >= self._policy.attempts:
                 spec = tools.spec
-                raise halted(failure, hook, shard=shard.id, handler=spec.path, attempts=failures)
+                raise halted(
+                    failure,
+                    hook,
+                    shard=shard.id,
+                    handler=spec.path,
+                    attempts=failures,
+                    messages=self._policy.log_error_messages,
+                )
             await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
 
     def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:

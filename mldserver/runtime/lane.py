@@ -66,6 +66,7 @@ class Tools:
         """
         # Once: more costly than a line that is left out.
         bound = log.bind(shard=shard, handler=self.spec.path)
+        messages = self.policy.log_error_messages
 
         def tell(level: str, event: str, failure: Failure, sequence: object = None, **fields: Any) -> None:
             times = 0 if level == "debug" else self.told.count((event, level, shard, failure.fingerprint))
@@ -73,10 +74,12 @@ class Tools:
                 return
             where = {} if sequence is None else {"sequence": str(sequence)}
             if not times:
-                bound.debug(event, **where, **fields, what=failure.error)
+                bound.debug(event, **where, **fields, what=failure.logged(messages=messages)["what"])
             else:
                 counted = {"times": times} if times > 1 else {}
-                getattr(bound, level)(event, **where, **fields, **failure.logged, **counted)
+                getattr(bound, level)(
+                    event, **where, **fields, **failure.logged(messages=messages), **counted
+                )
 
         return tell
 
@@ -292,7 +295,7 @@ class Lane:
         if len(value) != len(indices):
             returned, given = counted(len(value), "item"), counted(len(indices), "record")
             uneven = f"{spec.record_hook} returned {returned} for {given}; {_ONE_EACH}"
-            return _Came(failure=_bad_rows(uneven, whole_call=True))
+            return _Came(failure=structs.replace(_bad_rows(uneven, whole_call=True), quotes_nothing=True))
         pairs = zip(indices, value, strict=True)
         kept = [pair for place, pair in enumerate(pairs) if place not in failed] if failed else list(pairs)
         return _came(self.tools.rows.build(kept), step, failed)

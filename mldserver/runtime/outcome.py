@@ -145,17 +145,28 @@ def dead_letter(record: Record, end: End, *, handler: str, version: str, at_ms: 
 
 
 def halted(
-    failure: Failure, hook: str, *, shard: str, handler: str, attempts: int, sequence: str | None = None
+    failure: Failure,
+    hook: str,
+    *,
+    shard: str,
+    handler: str,
+    attempts: int,
+    messages: bool,
+    sequence: str | None = None,
 ) -> HandlerHalted:
-    """Return what stops a shard, and log it: a record failed for good, or without ``sequence`` the shard's opening."""
+    """Return what stops a shard, and log it: a record failed for good, or without ``sequence`` the shard's opening.
+
+    ``messages``: as in ``Failure.logged``.
+    """
     where: dict[str, Any] = {"shard": shard, "handler": handler, "hook": hook}
     if sequence is not None:
         where["sequence"] = sequence
-    if failure.traceback:
-        where["traceback"] = failure.traceback
-    log.critical("handler.halted", **where, what=failure.error, attempts=attempts)
+    told = failure.logged(messages=messages)
+    what = told.pop("what")
+    where |= told
+    log.critical("handler.halted", **where, what=what, attempts=attempts)
     return HandlerHalted(
-        f"{hook} failed for good: {failure.error}.",
+        f"{hook} failed for good: {what}.",
         did="The shard is not opened."
         if sequence is None
         else "The shard is stopped; nothing after this record was accepted.",

@@ -178,6 +178,7 @@ class BatchWork(msgspec.Struct, eq=False):
                     shard=self.delivery.shard_id,
                     handler=self.tools.spec.path,
                     attempts=again.attempt,
+                    messages=self.tools.policy.log_error_messages,
                     sequence=str(self.taken.fresh[again.index].sequence),
                 )
         if not all(lane.plan.exhausted for lane in self.lanes):

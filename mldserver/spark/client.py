@@ -98,6 +98,8 @@ class SparkEngine:
     """With ``pipeline``: whose that table is. Set before ``run``."""
     new_ledger: bool = False
     """The first driver takes the table from another owner; later ones do not, or they might take it back."""
+    log_error_messages: bool = True
+    """Whether the log quotes what errors say in Spark's own log."""
     app_name: str = "mldserver"
     """What the application is called, unless ``conf`` says it; a Spark Connect server is an application of its own."""
     group_limit: int = 1
@@ -355,6 +357,7 @@ class SparkEngine:
                 start,
                 self.clock,
                 cancel_grace=self.cancel_grace,
+                log_error_messages=self.log_error_messages,
             )
             if self._closing.is_set():
                 life.kill("The engine is closing.")

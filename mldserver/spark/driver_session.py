@@ -14,7 +14,7 @@ import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
 import structlog
@@ -25,7 +25,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import redaction, secrets_in
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
-from mldserver.errors import DriverLost, WindowFailed
+from mldserver.errors import DriverLost, WindowFailed, without_messages
 from mldserver.observe.logging import Printed
 from mldserver.spark import driver_messages as wire
 
@@ -65,11 +65,23 @@ def driver_command() -> list[str]:
     return [sys.executable, "-m", "mldserver.spark.driver"]
 
 
+_OWN_ERRORS: Final = frozenset({"CountsDiffer", "HandlerInvalid", "OperatorError"})
+"""Errors of jobs whose sentences are this program's, without values of rows."""
+_RAISED: Final = re.compile(r"(?:[A-Za-z_$][\w$]*\.)*[A-Za-z_$][\w$]*(?:Error|Exception|Fault)(?=: )")
+"""Where a line of Spark's log begins to say what an error says."""
+
+
 class Life:
     """Reads one driver until it ends; whoever waits for a job then gets DriverLost."""
 
-    def __init__(self, start: wire.Start, clock: Clock, *, cancel_grace: float) -> None:
-        """Prepare; ``cancel_grace``: seconds that a cancelled job may take to end."""
+    def __init__(
+        self, start: wire.Start, clock: Clock, *, cancel_grace: float, log_error_messages: bool = True
+    ) -> None:
+        """Prepare; ``cancel_grace``: seconds that a cancelled job may take to end.
+
+        ``log_error_messages``: whether the log quotes what errors say in Spark's own log.
+        """
+        self._messages = log_error_messages
         self._start = start
         self._clock = clock
         self._cancel_grace = cancel_grace
@@ -118,9 +130,10 @@ class Life:
         clock: Clock,
         *,
         cancel_grace: float,
+        log_error_messages: bool = True,
     ) -> Life:
         """Start a driver's process. Raises OSError."""
-        self = cls(start, clock, cancel_grace=cancel_grace)
+        self = cls(start, clock, cancel_grace=cancel_grace, log_error_messages=log_error_messages)
         self.child = child = await ChildProcess.start(
             command, environment=environment, output=[self._take_stdout, self._take_stderr], talks=True
         )
@@ -246,7 +259,9 @@ class Life:
             if isinstance(done, wire.Done):
                 return done.outputs
             said = self._redacted(f"{done.error}: {done.message}")
-            raise WindowFailed(said, traceback=self._redacted(done.traceback), **about)
+            failed = WindowFailed(said, traceback=self._redacted(done.traceback), **about)
+            failed.quotes = done.error not in _OWN_ERRORS
+            raise failed
         finally:
             del self._on_slow[number]
             no_answer = self.waiting.pop(number, None) is not None
@@ -373,6 +388,8 @@ class Life:
             Entry(one.level, self._redacted(one.text), one.logger, self._redacted(one.exception))
             for one in map(parse, lines)
         ]
+        if not self._messages:
+            entries = [entry.without_messages() for entry in entries]
         self._last_lines += [entry.text[:_LINE_CHARACTERS] for entry in entries if entry.level != "debug"]
         passed = [self._stderr.passes() for _ in lines]
         for entry in itertools.compress(entries, passed):
@@ -425,6 +442,13 @@ class Entry:
     text: str
     logger: str = ""
     exception: str = ""
+
+    def without_messages(self) -> Entry:
+        """Return the entry without what errors say in it."""
+        text, exception = self.text, self.exception
+        if raised := _RAISED.search(text):
+            text = f"{text[: raised.start()]}{without_messages(text[raised.start() :])}"
+        return Entry(self.level, text, self.logger, without_messages(exception) if exception else "")
 
 
 def parse(line: str) -> Entry:

@@ -139,6 +139,7 @@ def play_settings(
         "listen": "127.0.0.1:0",
         "log_file": str(out / _LOG),
         "log_format": "json",
+        "log_error_messages": "true",
         # Every shard of the fake connects at once, and nobody wants to wait: two seconds are plenty to see them all.
         "settle_time": "2 s",
         "flush_interval": "1 s",

@@ -380,9 +380,15 @@ class WorkerRuntime:
                     raise
                 deaths += alone
                 if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
-                    failure, hook = Failure(gone.died), str(Hook.INITIALIZE)
                     handler = self._spares.handler
-                    raise halted(failure, hook, shard=shard_id, handler=handler, attempts=deaths) from gone
+                    raise halted(
+                        Failure(gone.died),
+                        str(Hook.INITIALIZE),
+                        shard=shard_id,
+                        handler=handler,
+                        attempts=deaths,
+                        messages=True,  # it is the server's own sentence
+                    ) from gone
             finally:
                 worker.gate.leave(pass_)
             alone = alone or shard_id in self._worker(shard_id).suspects

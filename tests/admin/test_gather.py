@@ -15,6 +15,7 @@ from support.serving import quick, serving, until
 from mldserver.admin.gather import EventTally, Gatherer, waited_seconds
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.errors import WITHHELD
 from mldserver.observe.logging import logging_to
 from mldserver.records import Sequence
 from mldserver.testing import FakeMLD, FakeStream, Habits, VirtualClock
@@ -85,6 +86,29 @@ async def told(
             serving(settings, stream=stream, tally=tally, **(more or {})) as server,
         ):
             yield server
+
+
+@pytest.mark.parametrize("workers", [None, "1"], ids=["inline", "a worker"])
+async def test_by_default_neither_log_nor_status_quotes_what_errors_say(
+    tmp_path: Path, handler: str, workers: str | None
+) -> None:
+    stream = filled(1, "poison", "again")
+    async with told(
+        tmp_path, handler, stream=stream, workers=workers, log_error_messages=False, on_failure="dead_letter"
+    ) as server:
+        daemon = FakeMLD(stream, await server.listening())
+        await daemon.run()
+        await server.finished()
+        (letter,) = server.document().dead_letters.latest
+    log = (tmp_path / "log").read_text()
+    assert "handler.dead_letter" in log
+    assert "wishes.py" in log
+    assert "OSError" in log
+    for text in ("ValueError: poison", "OSError: not now"):
+        assert text not in log
+    assert letter.error == f"ValueError: {WITHHELD}"
+    assert "wishes.py" in letter.traceback
+    assert "ValueError: poison" not in letter.traceback
 
 
 async def test_what_came_and_what_became_of_it_is_counted(tmp_path: Path, handler: str) -> None:

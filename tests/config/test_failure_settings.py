@@ -65,8 +65,9 @@ def test_the_settings_make_the_policy() -> None:
         max_age_ms=60_000,
         failure_rules=RULES,
         on_key_failure=OnKeyFailure.PARK,
+        log_error_messages=False,
     )
-    assert _failure_policy(Settings(handler="h")) == FailurePolicy()
+    assert _failure_policy(Settings(handler="h")) == FailurePolicy(log_error_messages=False)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ class Pipeline:
         self.clock = clock or VirtualClock(1_000_000)
         self.faults = Faults()
         self.new_ledger = False
+        self.log_error_messages = True
         self.place: str | None = None
         """Where the ledger is, if not in the folder."""
         self.names = itertools.count()
@@ -205,7 +206,12 @@ class Pipeline:
                 retain=self.recompute,
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
             )
-            self.runner = WindowRunner(steps, self.policy, random=random.Random(0).random)
+            self.runner = WindowRunner(
+                steps,
+                self.policy,
+                random=random.Random(0).random,
+                log_error_messages=self.log_error_messages,
+            )
         self.coordinator = Coordinator(
             rules=self.rules,
             spec=self.spec,

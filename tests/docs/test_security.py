@@ -144,6 +144,12 @@ HELD_BY = {
     "Beyond `connection_limit`": [
         "sources/test_mld.py::test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_free"
     ],
+    "Unless `log_error_messages`": [
+        "admin/test_gather.py::test_by_default_neither_log_nor_status_quotes_what_errors_say",
+        "runtime/test_inline_control.py::test_a_log_without_messages_quotes_no_record",
+        "jobs/test_runner.py::test_without_messages_log_and_status_quote_no_row_and_the_ledger_does",
+        "spark/test_spark_log.py::test_sparks_log_can_be_told_without_what_errors_say",
+    ],
     "Passwords in URLs": [
         "config/test_secrets.py::test_no_setting_is_shown_with_its_secret",
         "cli/test_beside_a_server.py::test_no_secret_of_a_setting_is_seen_in_log_status_metrics_page_or_process_list",

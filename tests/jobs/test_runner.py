@@ -9,7 +9,7 @@ import pytest
 from coordinator.pipeline import Crash, Pipeline, named
 
 from mldserver.config.settings import WindowSettings
-from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.errors import WITHHELD, DriverLost, LedgerError, WindowFailed
 from mldserver.jobs.engine import WindowResult
 from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import writer_tag
@@ -522,3 +522,26 @@ async def test_a_bug_in_the_engine_is_not_swallowed(tmp_path: Path) -> None:
         async with pipeline.life():
             await three_windows(pipeline)
     assert found.value.subgroup(Crash) is not None
+
+
+@pytest.mark.parametrize("policy", ["halt", "dead_letter"])
+async def test_without_messages_log_and_status_quote_no_row_and_the_ledger_does(
+    tmp_path: Path, logged: list[dict[str, Any]], policy: str
+) -> None:
+    def fail(job: WindowJob) -> Exception | None:
+        failed = WindowFailed("PSQLException: Failing row contains (4711)", traceback="E: 4711\n")
+        failed.quotes = True
+        return failed if job.window.id == W[0] else None
+
+    pipeline = make(tmp_path, fail=fail, attempts=2, on_failure=policy)
+    pipeline.log_error_messages = False
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(10)
+        life = pipeline.runner.latest[0]
+        assert life.error == f"PSQLException: {WITHHELD}"
+        assert "(4711)" in str(pipeline.state().windows[W[0]].error)
+    told = named(logged, "window.failed", "window.halted", "window.set_aside")
+    assert len(told) >= 2
+    assert "4711" not in str(told)
+    assert told[0]["traceback"] == f"E: {WITHHELD}"

@@ -224,8 +224,8 @@ def test_a_retry_after_no_time_at_all_is_refused(after: Any) -> None:
 def test_what_a_handler_asks_for_is_in_its_failure() -> None:
     retry, discard = describe(raised(Retry("busy", after=5))), describe(Discard("old", records=[1]))
     assert retry.traceback
-    assert retry.logged == {"what": "Retry: busy"}
-    assert discard.logged == {"what": "Discard: old"}
+    assert retry.logged(messages=True) == {"what": "Retry: busy"}
+    assert discard.logged(messages=True) == {"what": "Discard: old"}
     assert (retry.error, retry.wish, retry.after_seconds, retry.records) == (
         "Retry: busy",
         Wish.RETRY,

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from mldserver import BatchResult, Discard, Fatal, Retry
-from mldserver.errors import HandlerHalted
+from mldserver.errors import WITHHELD, HandlerHalted
 from mldserver.records import Record, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.rows import RowBuilder
@@ -388,3 +388,61 @@ async def test_a_skipped_record_parks_nothing(kit: Any, column: Any) -> None:
     await runtime.open(Shard(kit.shard))
     outcome = await runtime.process(keyed(kit, ("a", -1), ("a", 2)))
     assert (column(outcome, "n"), outcome.skipped) == ([2], 1)
+
+
+SECRET = "4711-0815"
+
+
+def quoting(record: Any) -> Any:
+    raise ValueError(f"no such customer: {record.json()}")
+
+
+def quoting_on_the_way(record: Any) -> Any:
+    try:
+        quoting(record)
+    except ValueError as error:
+        raise OSError(record.json()) from error
+
+
+async def quoting_async(record: Any) -> Any:
+    quoting(record)
+
+
+QUOTING: dict[str, dict[str, Any]] = {
+    "a hook raises": {"process_record": quoting},
+    "an asynchronous hook raises": {"process_record": quoting_async},
+    "a hook raises and is called again": {"process_record": quoting_on_the_way},
+    "a row does not fit": {"process_record": lambda record: (record.json(),)},
+    "no row is returned": {"process_record": lambda record: record.json()},
+    "no list is returned": {"process_records": lambda batch: {"n": batch[0].json()}},
+    "a batch names its records": {"process_records": lambda batch: BatchResult(failed={0: batch[0].json()})},
+    "a table does not fit": {"process_table": lambda table: pa.table({"n": [SECRET]})},
+}
+
+
+@pytest.mark.parametrize("hooks", QUOTING.values(), ids=QUOTING)
+@pytest.mark.parametrize("on_failure", OnFailure)
+async def test_a_log_without_messages_quotes_no_record(
+    kit: Any, hooks: Any, on_failure: OnFailure, logged: Any
+) -> None:
+    policy = FailurePolicy(attempts=2, on_failure=on_failure, log_error_messages=False)
+    run = kit.run(SECRET, policy=policy, schema=SCHEMA, **hooks)
+    if on_failure is OnFailure.HALT:
+        with pytest.raises(HandlerHalted) as halted:
+            await run
+        assert SECRET not in f"{halted.value} {halted.value.where}"
+    else:
+        letters = (await run).dead_letters
+        assert all(SECRET in letter.error for letter in letters), "those who ask for it see it"
+    assert SECRET not in str(logged)
+    failed = [event for event in logged if event["event"].startswith("handler.") and "what" in event]
+    assert failed
+    assert all(event["what"].endswith(f": {WITHHELD}") for event in failed)
+    for hook in hooks.values():
+        assert ("test_inline_control.py" in str(logged)) is ("quoting" in hook.__name__)
+
+
+async def test_a_log_without_messages_says_what_the_server_found(kit: Any, logged: Any) -> None:
+    policy = FailurePolicy(log_error_messages=False)
+    await kit.run(1, 2, policy=policy, schema=SCHEMA, process_records=lambda batch: [])
+    assert "returned 0 items for 2 records" in str(logged)

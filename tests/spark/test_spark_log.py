@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mldserver.errors import WITHHELD
 from mldserver.spark.driver_session import Entry, parse
 
 
@@ -62,3 +63,24 @@ def test_what_is_said_at_every_start_is_for_developers() -> None:
 @pytest.mark.parametrize("text", ["hello", "{not json", '{"a": 1}', '{"level": "INFO"}', "", "{}"])
 def test_any_other_line_is_passed_on_as_it_is(text: str) -> None:
     assert parse(text) == Entry("info", text)
+
+
+STACK = "org.postgresql.util.PSQLException: ERROR: no\n  Detail: Failing row contains (4711).\n\tat a.B.c(B.java:1)"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "Lost task 0.0 in stage 1.0 (TID 5): java.lang.RuntimeException: no 4711",
+            f"Lost task 0.0 in stage 1.0 (TID 5): java.lang.RuntimeException: {WITHHELD}",
+        ),
+        ("Lost executor 1: worker lost", "Lost executor 1: worker lost"),
+        ("ValueError: 4711", f"ValueError: {WITHHELD}"),
+    ],
+)
+def test_sparks_log_can_be_told_without_what_errors_say(said: str, shown: str) -> None:
+    entry = parse(line(level="WARN", msg=said, logger="X", exception=STACK)).without_messages()
+    stack = f"org.postgresql.util.PSQLException: {WITHHELD}\n\tat a.B.c(B.java:1)"
+    assert entry == Entry("warning", shown, "X", stack)
+    assert parse(line(level="WARN", msg=said, logger="X")).without_messages().exception == ""

@@ -60,6 +60,7 @@ def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
         "window_retry_cap": 0.01,
         "grace": 30.0,
         "workers": None,
+        "log_error_messages": True,
     }
     table, values = specs(), values | changes
     given = {
