@@ -21,7 +21,7 @@ from mldserver.dynamodb_streams.positions import Beginning, inherited, storable,
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Reading, ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, StreamShard
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
-from mldserver.dynamodb_streams.streams_api import StreamsApi
+from mldserver.dynamodb_streams.streams_api import READABLE, NoStream, StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
 from mldserver.records import Hook, Shard
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records
@@ -45,6 +45,8 @@ _PAGES_AHEAD: Final = 128
 """While the pages of so many shards are worked on, none is fetched before it is wanted. A page has 1 MB (AWS limit)."""
 _LONGEST_POLLS: Final = 5
 """Poll intervals between two requests of a shard that has been quiet for long."""
+_SURE: Final = 3
+"""Looks in a row at which nothing is left of a stream, until it is over."""
 _CHILD_LOOKS: Final = 10
 """How often the children of a shard that ended are looked for, before that is left to the next listing."""
 _CHILD_SECONDS: Final = (0.05, 1.0)
@@ -113,15 +115,19 @@ class DirectSource:
         self._stopping = asyncio.Event()
         self._started = asyncio.Event()
         self._listed = False
+        self._lost: str | None = None
+        """Why no change of the table comes any more."""
+        self._lost_logged: tuple[str, str | None] | None = None
+        """The stream and its successor, as the log was last told of them."""
 
     # What the server asks.
 
     @property
     def waits_for(self) -> str | None:
-        """AWS, until the stream's shards are listed."""
+        """AWS, until the stream's shards are listed; an enabled stream, once this one is not any more."""
         if self._stopping.is_set():
             return "no shard is taken any more"
-        return None if self._listed else "DynamoDB has not listed the stream's shards yet"
+        return self._lost if self._listed else "DynamoDB has not listed the stream's shards yet"
 
     def status(self) -> SourceStatus:
         """Return what is read, and since when the page in hand of each shard is there."""
@@ -218,13 +224,67 @@ class DirectSource:
         self._intake.know(self._tree.listing())
 
     async def _list(self) -> None:
+        # A stream that is named by its ARN may be one that has ended: what is left of it is wanted.
+        ends, over = self._stream == self._arn and self._listing.status not in READABLE, 0
         while True:
             unresolved = self._tree.unresolved()
-            await self._clock.sleep(AGAIN_SECONDS if unresolved else self._list_seconds)
+            await self._clock.sleep(AGAIN_SECONDS if unresolved or 0 < over < _SURE else self._list_seconds)
             try:
                 self._learn(await self._listing.refresh() or unresolved)
+            except NoStream:
+                over += 1
+                if over >= _SURE:
+                    await self._replace(status="", is_over=True)
             except OperatorError as error:
                 log.warning("stream.unlisted", stream=self._arn, **error.told())
+            else:
+                if ends or (status := self._listing.status) in READABLE:
+                    over, self._lost = 0, None
+                    continue
+                is_read = not (self._reading or self._tree.readable() or self._tree.unresolved())
+                over = over + 1 if is_read else 0
+                await self._replace(status=status, is_over=over >= _SURE)
+
+    async def _replace(self, *, status: str, is_over: bool) -> None:
+        """Report that the stream was disabled or deleted. Where a gap is accepted, go on with the table's new one.
+
+        ``is_over``: nothing more can be read of the old one.
+        """
+        try:
+            newest = await self._api.successor(self._arn)
+        except OperatorError as error:
+            log.warning("stream.unlisted", stream=self._arn, **error.told())
+            return
+        if newest == self._arn:  # the answer about its state was an old one
+            return
+        follows = self._accept_gap and self._stream != self._arn
+        state = "was disabled" if status else "does not exist any more"
+        self._lost = f"the stream {self._arn} {state}, and its table has no enabled one"
+        if newest is not None:
+            self._lost = f"the stream {self._arn} {state}, and its table's new one, {newest}, is not read"
+        if self._lost_logged != (self._arn, newest):
+            self._lost_logged = self._arn, newest
+            log.error(
+                "stream.replaced",
+                stream=self._arn,
+                status=status,
+                newest=newest or "",
+                did="What is left of the stream is read to its end. "
+                + ("Then the table's new one is read." if follows else "No other stream is read."),
+                advice="Enable a stream of the table."
+                if newest is None
+                else "Changes between the two streams are lost. To read the new one, name the table as source and give --accept-gap.",
+            )
+        if not follows or newest is None:
+            return
+        self._lost = None
+        if is_over:
+            listing = Listing(self._api, newest, clock=self._clock)
+            if await listing.refresh():
+                log.warning("stream.gap_accepted", stream=self._arn, newest=newest)
+                self._arn, self._listing = newest, listing
+                self._learn(tuple(listing.tree.listing()))
+                log.info("server.listening", address=newest)
 
     async def _share(self, group: asyncio.TaskGroup) -> None:
         """Take and give up shards as the ledger and the listing change, until the stop."""

@@ -371,8 +371,23 @@ class _Reading:
                 read_out = all(map(self._tree.is_finished, self._positions)) and not self._tree.unresolved()
                 quiet = quiet + 1 if read_out and self._listing.status == "DISABLED" else 0
                 self.over = quiet >= _SURE
+            await self._report_successor()
             passing_over.cancel()
             self._news.set()
+
+    async def _report_successor(self) -> None:
+        """Log the stream that the table has instead of the one that has ended."""
+        with contextlib.suppress(MldserverError):
+            newest = await self._api.within(_OPEN_SECONDS).successor(self._arn)
+            if newest is not None:
+                log.error(
+                    "stream.replaced",
+                    stream=self._arn,
+                    status=self._listing.status,
+                    newest=newest,
+                    did="The stream was read to its end, and the iteration ends.",
+                    advice="Open another Stream for the table, at trim_horizon, to read the new stream.",
+                )
 
     async def _pass_over_the_silent(self) -> None:
         """Let shards that do not answer hold the others back for a bounded time only."""

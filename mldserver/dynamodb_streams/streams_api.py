@@ -50,7 +50,8 @@ _CONNECTIONS: Final = 1000
 """A shard that answers slowly holds one, and must not keep the others from theirs."""
 _OK: Final = 200
 _FILTER_REFUSED: Final = frozenset({"ValidationException", "ResourceNotFoundException"})
-_READABLE: Final = frozenset({"ENABLED", "ENABLING"})
+READABLE: Final = frozenset({"ENABLED", "ENABLING"})
+"""States of a stream that takes changes."""
 
 _ADVICE: Final = {
     "AccessDeniedException": (
@@ -81,6 +82,10 @@ class Trimmed(Exception):
 
 class ShardGone(Exception):
     """AWS knows no such shard (any more), or no such stream."""
+
+
+class NoStream(OperatorError):
+    """AWS knows no such stream (any more)."""
 
 
 class IteratorExpired(Exception):
@@ -211,7 +216,7 @@ class StreamsApi:
         """
         if name.startswith("arn:") and "/stream/" in name:
             described = await self._describe_page(name, Limit=1)
-            if described["StreamStatus"] not in _READABLE:
+            if described["StreamStatus"] not in READABLE:
                 newest = next(iter(await self._streams(described["TableName"])), name)
                 log.warning(
                     "stream.disabled",
@@ -226,7 +231,7 @@ class StreamsApi:
         disabled = []
         for arn in await self._streams(table):
             status = (await self._describe_page(arn, Limit=1))["StreamStatus"]
-            if status in _READABLE:
+            if status in READABLE:
                 return arn
             disabled.append(arn)
         rest = (
@@ -240,6 +245,16 @@ class StreamsApi:
             f"{table} --stream-specification StreamEnabled=true,StreamViewType=NEW_AND_OLD_IMAGES`.{rest}",
             table=table,
         )
+
+    async def successor(self, arn: str) -> str | None:
+        """Return the ARN of the enabled stream that the table of a stream has now; None when it has none.
+
+        Raises OperatorError.
+        """
+        try:
+            return await self.resolve(arn.split("/")[1])
+        except NotThereYet:
+            return None
 
     async def describe(self, arn: str, **request: Any) -> Description:
         """Return a stream with all its shards, from the last page too. Raises OperatorError when there is no such stream.
@@ -330,7 +345,7 @@ class StreamsApi:
         try:
             answer = await self._call("describe_stream", StreamArn=arn, **request)
         except ShardGone as error:
-            raise OperatorError(
+            raise NoStream(
                 f"There is no stream {arn}.",
                 did="Nothing more is read of it.",
                 advice="A stream goes 24 hours after it was disabled, or its table deleted; enabled again, a table has a "

@@ -237,6 +237,11 @@ stream.shard_unknown  warning  stream position attempt
     DynamoDB lists the shard and answers that it does not exist. The server keeps asking. Logged once a minute.
 stream.shard_passed_over  warning  stream seconds
     A shard has not answered a program's `Stream` for a minute; changes of other shards no longer wait for it.
+stream.replaced  error  stream status newest
+    The stream was disabled while it was read, or it does not exist any more (no ``status``). ``newest``: the table's
+    enabled stream, if there is one. A server reads that one only under ``--accept-gap``.
+stream.gap_accepted  warning  stream newest
+    The stream is over, and the server goes on with the table's new one.
 stream.disabled  warning  stream status newest
     The stream that is named by its ARN was disabled; its table may have a newer one.
 spark.starting  info  master java start

@@ -127,6 +127,10 @@ class FakeTable:
         for shard in self.shards.values():
             shard.closed = True
 
+    def forget(self, arn: str) -> None:
+        """Let a stream not exist any more, as a day after it was disabled."""
+        self.streams[:] = [stream for stream in self.streams if stream.arn != arn]
+
     def put(
         self, item: Mapping[str, Any], *, shard_id: str | None = None, at_ms: int | None = None
     ) -> dict[str, Any] | None:

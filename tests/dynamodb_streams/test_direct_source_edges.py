@@ -237,3 +237,120 @@ async def test_a_token_does_not_bring_old_shards_again_while_a_listing_is_incomp
         stream.end()
         await stream.until(lambda: stream.pipeline.coordinator.is_over)
     assert stream.values() == [*range(30, 40)]
+
+
+# A stream that is disabled, deleted or replaced while the server runs.
+
+
+def replaced(logged: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(entry["stream"], entry["newest"]) for entry in logged if entry["event"] == "stream.replaced"]
+
+
+@pytest.mark.parametrize("by_arn", [False, True], ids=["the table is named", "the stream is named"])
+async def test_a_stream_that_is_enabled_again_is_reported_and_not_read_unless_the_gap_is_accepted(
+    tmp_path: Path, by_arn: bool, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream(tmp_path, list_seconds=5, accept_gap=by_arn)
+    old = stream.fake.arn
+    stream.put(10)
+    if by_arn:
+        stream.fake.table = old
+    async with stream.serving() as source:
+        stream.fake.table = "orders"
+        await stream.clock.advance(5)
+        assert source.waits_for is None
+        stream.put(10)
+        new = stream.fake.enable()
+        stream.put(10)
+        await stream.until(lambda: source.waits_for is not None, seconds=6)
+        assert (
+            source.waits_for == f"the stream {old} was disabled, and its table's new one, {new}, is not read"
+        )
+        await stream.until(lambda: len(stream.values()) == 20)
+        await stream.clock.advance(60)
+        assert source.waits_for is not None
+    assert stream.values() == [*range(20)]
+    assert replaced(logged) == [(old, new)]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_a_stream_that_is_enabled_again_is_read_behind_the_old_one_where_the_gap_is_accepted(
+    tmp_path: Path, servers: int, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream(tmp_path, shards=2, servers=servers, list_seconds=5, accept_gap=True)
+    async with contextlib.AsyncExitStack() as lives:
+        sources = [await lives.enter_async_context(stream.serving(name)) for name in ("one", "two")[:servers]]
+        stream.put(30)
+        await stream.clock.advance(5)
+        for number in range(2):
+            stream.put(20)
+            old, new = stream.fake.arn, stream.fake.enable(shards=1 + number)
+            stream.put(20)
+            await stream.until(lambda: all(source.status().address == new for source in sources))  # noqa: B023  # at once
+            assert {source.waits_for for source in sources} == {None}
+            assert replaced(logged)[-servers:] == [(old, new)] * servers
+            await stream.clock.advance(10)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 110)
+    assert sorted(stream.values()) == [*range(110)]
+
+
+@pytest.mark.parametrize("accept_gap", [False, True])
+async def test_a_deleted_table_is_reported_and_one_that_is_made_again_is_read_where_the_gap_is_accepted(
+    tmp_path: Path, accept_gap: bool, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream(tmp_path, list_seconds=5, accept_gap=accept_gap)
+    stream.put(10)
+    async with stream.serving() as source:
+        await stream.clock.advance(5)
+        old = stream.fake.arn
+        stream.fake.disable()
+        await stream.until(lambda: source.waits_for is not None)
+        assert source.waits_for == f"the stream {old} was disabled, and its table has no enabled one"
+        await stream.until(lambda: len(stream.values()) == 10)  # it is read to its end
+        new = stream.fake.enable()
+        stream.fake.forget(old)
+        stream.put(10)
+        if accept_gap:
+            await stream.until(lambda: source.status().address == new)
+            assert source.waits_for is None
+            stream.end()
+            await stream.until(lambda: len(stream.values()) == 20)
+        else:
+            await stream.clock.advance(60)
+            assert "is not read" in str(source.waits_for)
+    assert stream.values() == [*range(20 if accept_gap else 10)]
+    assert replaced(logged) == [(old, ""), (old, new)]
+
+
+async def test_a_stream_that_is_gone_at_once_costs_what_it_still_held_and_no_more(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream(tmp_path, list_seconds=5, accept_gap=True)
+    stream.put(10)
+    async with stream.serving() as source:
+        await stream.clock.advance(5)
+        old = stream.fake.arn
+        stream.fake.enable()
+        stream.fake.forget(old)
+        stream.put(10)
+        await stream.until(lambda: source.status().address == stream.fake.arn)
+        await stream.clock.advance(60)
+        stream.end()
+        await stream.until(lambda: stream.pipeline.coordinator.is_over)
+    assert stream.values() == [*range(20)]
+    assert [entry["event"] for entry in logged if entry["event"] == "stream.shard_gone"] == [
+        "stream.shard_gone"
+    ]
+
+
+async def test_a_state_that_is_wrong_for_a_moment_changes_nothing(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    stream = Stream(tmp_path, list_seconds=5, accept_gap=True)
+    async with stream.serving() as source:
+        await stream.clock.advance(4)
+        stream.fake.fail("DescribeStream", "ResourceNotFoundException", times=2)
+        await stream.clock.advance(20)
+        assert source.waits_for is None
+    assert replaced(logged) == []

@@ -852,6 +852,21 @@ async def test_a_stream_that_was_disabled_is_read_to_its_end(scene: Scene) -> No
         assert [change async for change in stream] == []
 
 
+async def test_the_end_of_a_stream_names_the_one_that_the_table_has_instead(
+    logged: list[dict[str, Any]],
+) -> None:
+    scene = Scene()
+
+    async def story() -> None:
+        async with scene.stream() as stream:
+            scene.put("1")
+            scene.fake.enable()
+            assert [name(change) async for change in stream] == ["1"]
+
+    await scene.clock.drive(story())
+    assert [entry["newest"] for entry in logged if entry["event"] == "stream.replaced"] == [scene.fake.arn]
+
+
 @virtual
 async def test_a_table_without_a_stream_is_explained(scene: Scene) -> None:
     with pytest.raises(NotThereYet, match="The table others has no enabled stream"):
