@@ -169,19 +169,18 @@ def _text_of(module: ModuleType | None, file: str) -> bytes:
 
 def _place(name: str) -> str:
     """Return the file that a module would be imported from. Nothing is imported, no parent either."""
-    path: Iterable[str] | None = None
-    spec = None
+    path: list[str] | None = None
+    origin = None
     parts = name.split(".")
     if parts[0] in sys.stdlib_module_names:
         return ""
-    for end in range(1, len(parts) + 1):
-        spec = importlib.machinery.PathFinder.find_spec(
-            ".".join(parts[:end]), None if path is None else [*path]
-        )
-        if spec is None or (spec.submodule_search_locations is None and end < len(parts)):
+    for part in parts:
+        # By its last name alone: a namespace package within another one asks for its parent, which is not imported.
+        spec = importlib.machinery.PathFinder.find_spec(part, path)
+        if spec is None:
             return ""
-        path = spec.submodule_search_locations
-    return (spec.origin if spec is not None else None) or ""
+        origin, path = spec.origin, list(spec.submodule_search_locations or ())
+    return origin or ""
 
 
 def _imports(name: str, file: str, source: bytes) -> list[str]:

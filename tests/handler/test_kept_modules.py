@@ -38,6 +38,8 @@ def on_window(rows, window):
     from .later import compute
     from ....... import beyond
     import ready_{name}
+    import space_{name}.inner.deepest
+    import ready_{name}.nothing
     return compute(rows)
 """
 
@@ -81,9 +83,10 @@ def test_what_a_handler_imports_now_or_later_is_its_code_and_nothing_installed(
     write(f"{name}/broken.py", "def compute(:")
     write(f"ready_{name}.py", "")
     write(f"never_{name}.py", "")
+    write(f"space_{name}/inner/deepest.py", "")
     spec = load_spec(f"{name}.main", directory=tmp_path)
     own = {f"{name}.{module}" for module in ("main", "beside", "deep", "deep.down", "later", "broken")}
-    assert set(spec.code) == {*own, f"by_{name}", f"ready_{name}"}
+    assert set(spec.code) == {*own, f"by_{name}", f"ready_{name}", f"space_{name}.inner.deepest"}
     assert spec.code[f"{name}.deep"] == (
         str(tmp_path / name / "deep/__init__.py"),
         b"from .down import thing",
