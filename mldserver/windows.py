@@ -78,6 +78,11 @@ def milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
     return ticks * 1000 if unit == "s" else ticks // _PER_MS[unit]
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless it is 1."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def span_text(ms: int) -> str:
     """Return a duration for people: ``90 min``, ``2 d``."""
     for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):

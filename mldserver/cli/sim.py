@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 
 from mldserver.cli import working_directory
 from mldserver.cli.check import failure_lines, row_lines
+from mldserver.windows import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,7 +180,7 @@ class _Teller:
 
     def __init__(self) -> None:
         self._out = sys.stdout  # what handlers print goes to the log meanwhile
-        self._told_at = time.monotonic()
+        self._began = self._told_at = time.monotonic()
 
     def line(self, name: str, text: str) -> None:
         self._out.write(f"{name:<16} {text}\n")
@@ -193,34 +194,41 @@ class _Teller:
         self._told_at = now
         # At the end the server is not ready either, but nothing waits any more.
         idle = status.windows_waiting and not simulation.server.is_ready
-        waiting = f", {status.windows_waiting} waiting for the engine to start" if idle else ""
+        waiting = f", {status.windows_waiting:,} waiting for the engine to start" if idle else ""
         self.line(
-            "…",
-            f"{simulation.mld.records_sent} delivered, {status.rows_durable} rows durable, "
-            f"{status.windows_published} windows published{waiting}",
+            f"{now - self._began:.0f} s",
+            f"{simulation.mld.records_sent:,} delivered, {counted(status.rows_durable, 'row')} durable, "
+            f"{counted(status.windows_published, 'window')} published{waiting}",
         )
 
     def summary(self, simulation: Simulation, report: Report, folder: Path) -> None:
         stream = simulation.stream
         again = report.deliveries - stream.records
-        self.line("records", f"{stream.records} in {len(stream.shards)} shards")
-        self.line("deliveries", f"{report.deliveries}" + (f", {again} of them again" if again > 0 else ""))
+        self.line("records", f"{stream.records:,} in {counted(len(stream.shards), 'shard')}")
+        self.line(
+            "deliveries", f"{report.deliveries:,}" + (f", {again:,} of them again" if again > 0 else "")
+        )
         for error, times in sorted(report.refused.items()):
-            self.line("refused", f"{times} checkpoints with {error}")
+            self.line("refused", f"{counted(times, 'checkpoint')} with {error}")
         self.line("daemon", "; ".join(report.exits) or "never ran")
         if status := report.status:
+            totals = simulation.server.document().totals
+            left_out = f", {totals.discarded:,} discarded" if totals.discarded else ""
+            left_out += f", {totals.skipped:,} skipped" if totals.skipped else ""
             self.line(
                 "rows",
-                f"{status.rows_durable} durable, {status.rows_late} late, {status.dead_letters} dead letters",
+                f"{status.rows_durable:,} durable, {status.rows_late:,} late, "
+                f"{counted(status.dead_letters, 'dead letter')}{left_out}",
             )
             self.line(
                 "windows",
-                f"{status.windows_published} published, {status.windows_waiting} waiting, "
-                f"{status.windows_set_aside} set aside",
+                f"{status.windows_published:,} published, {status.windows_waiting:,} waiting, "
+                f"{status.windows_set_aside:,} set aside",
             )
         for violation in report.violations:
             self.line("violation", violation)
         self.line("output", f"{folder}")
+        self.line("log", f"mldserver logs {shlex.quote(str(folder / '_server.log'))}")
 
     def failures(self, failures: Sequence[FailureClass], handler: str, file: Path | None) -> None:
         for text in failure_lines(failures):
@@ -232,7 +240,8 @@ class _Teller:
             self.line("next", f"mend the handler, then: {shlex.join(command)}")
 
     def result(self, report: Report, unwanted: int) -> None:
-        text = f"{unwanted} records became dead letters" if unwanted else "ok"
+        letters = "a dead letter" if unwanted == 1 else "dead letters"
+        text = f"{counted(unwanted, 'record')} became {letters}" if unwanted else "ok"
         if report.violations:
             text = "the daemon complained"
         elif not report.finished:

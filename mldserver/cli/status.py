@@ -265,10 +265,17 @@ class Rates(NamedTuple):
 
 
 def shards(
-    entries: Iterable[Shard], title: str = "shards", *, rates: Mapping[str, Rates] | None = None
+    entries: Iterable[Shard],
+    title: str = "shards",
+    *,
+    rates: Mapping[str, Rates] | None = None,
+    narrow: bool = False,
 ) -> Table:
-    """Return shards as a table, in the order in which they come: with their rates, or else with their positions."""
-    counts = [">records/s", ">rows/s", ">bytes/s"]
+    """Return shards as a table, in the order in which they come: with their rates, or else with their positions.
+
+    ``narrow``: of rates only that of records.
+    """
+    counts = [">records/s"] if narrow else [">records/s", ">rows/s", ">bytes/s"]
     if rates is None:
         counts = [">no checkpoint", ">records", ">rows", ">worker", "position", "peer"]
     rows = []
@@ -283,7 +290,8 @@ def shards(
         else:
             cells += [None, None, None]
         rows.append(cells)
-    return table(title, ("shard", "state", ">lag", ">not durable", *counts), rows)
+    columns = ("shard", "state", ">lag", ">not durable", *counts)
+    return table(title, columns, [cells[: len(columns)] for cells in rows])
 
 
 def windows(status: Status) -> Table:

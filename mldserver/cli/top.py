@@ -48,6 +48,12 @@ _LOOK_SECONDS: Final = 1.0
 _LEDGER_SECONDS: Final = 5.0
 """A ledger may be a table that is paid for by what is read."""
 _LEAST_SHARDS: Final = 5
+_SEEN_SHARDS: Final = 3
+"""At least; where fewer would be seen, they come first."""
+_AROUND_SHARDS: Final = 6
+"""Lines of the head, of the table's title and columns, and between them."""
+_WIDE: Final = 80
+"""Columns of a terminal that has room for all of a shard's."""
 _NOTHING: Final = Rates()
 _NO_LETTERS: Final = re.compile(r"\x1b[\[O][\d;]*.")
 """Arrows and the like, which begin with what alone is Escape."""
@@ -142,20 +148,28 @@ class Screen:
         self._status, self._instead = seen, []
         return _LOOK_SECONDS
 
-    def shown(self, view: View, height: int) -> list[RenderableType]:
-        """Return what is shown on a screen of so many lines; what is too much is cut at its end."""
+    def shown(self, view: View, height: int, width: int = 200) -> list[RenderableType]:
+        """Return what is shown on a screen of so many lines and columns; what is too much is cut at its end.
+
+        Where there is no room for all, shards come before what is said once.
+        """
         if (now := self._status) is None:
             return [plain(str(view)), "", *self._instead]
         total = self._total
         each_second = f"{total.records:,.0f} records, {total.rows:,.0f} rows, {status.size(total.bytes)}"
         facts = [*status.facts(now), ("each second", each_second)]
         chosen = view.of(now.shards, self._rates)
-        room = max(_LEAST_SHARDS, (height - len(facts) - 6) * 2 // 3)
+        names = max(len(name) for name, _ in facts) + 2
+        lines = sum(max(1, -(-len(text) // max(1, width - names))) for _, text in facts)
+        is_small = lines + _AROUND_SHARDS + _SEEN_SHARDS > height
+        room = max(_LEAST_SHARDS, (height - (0 if is_small else lines) - _AROUND_SHARDS) * 2 // 3)
         cut = f"the first {room} of {len(chosen)}" if len(chosen) > room else f"{len(chosen)}"
         title = f"shards: {cut}" + (f", of {len(now.shards)} in all" if len(now.shards) > len(chosen) else "")
-        grid = status.shards(chosen[:room], title, rates=self._rates)
+        grid = status.shards(chosen[:room], title, rates=self._rates, narrow=width < _WIDE)
         head = plain(f"{moment(now.taken_ms)}   {view}")
-        return [head, "", details(facts), *status.tables(now, grid)]
+        tables = status.tables(now, grid)
+        ahead = 2 if is_small and grid.row_count else 0
+        return [head, *tables[:ahead], "", details(facts), *tables[ahead:]]
 
 
 def _rates(before: Status | None, now: Status) -> tuple[dict[str, Rates], Rates]:
@@ -227,7 +241,7 @@ def top(
     due = time.monotonic() + screen.look()
     with keys.read_singly(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Group(*screen.shown(view, console.height)), refresh=True)
+            live.update(Group(*screen.shown(view, console.height, console.width)), refresh=True)
             for key in keys.within(due - time.monotonic()):
                 if key == "q" and not view.typing:
                     return

@@ -19,6 +19,7 @@ import os
 import pkgutil
 import sys
 import sysconfig
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
+IMPORT_SECONDS: Final = 120.0
+"""How long importing the handler's module may take: one that hangs would hold up its process for ever, without a word."""
 _DIGITS: Final = 12
 """Of the hash: enough to tell a handler's versions apart, short enough for a table."""
 _WANT_A_SESSION: Final = ("[SESSION_OR_CONTEXT_NOT_EXISTS]", "[NO_ACTIVE_OR_DEFAULT_SESSION]")
@@ -104,23 +107,28 @@ class Loaded:
         return found
 
 
-def load(path: str, *, directory: str | Path | None = None) -> Loaded:
+def load(path: str, *, directory: str | Path | None = None, seconds: float | None = IMPORT_SECONDS) -> Loaded:
     """Import the handler at ``path``; ``directory`` (default: the working directory) is searched first.
 
-    Raises HandlerNotFound when the path leads nowhere, HandlerInvalid when the module raises while it is imported.
+    The import runs in a thread and may take ``seconds``; None: any time, in this thread.
+
+    Raises HandlerNotFound when the path leads nowhere, HandlerInvalid when the module raises while it is imported,
+    HandlerUnready when it is not imported in time.
     """
     module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in module_name.split(".")) or (":" in path and not name):
+    folder = str(Path(directory or Path.cwd()).resolve())
+    is_file = path.endswith(".py") and Path(folder, path).is_file()
+    is_dotted = all(part.isidentifier() for part in module_name.split("."))
+    if is_file or not is_dotted or (":" in path and not name):
         advice = "Write package.module or package.module:Name."
         if path.endswith(".py") or "/" in path:
             dotted = path.removesuffix(".py").replace("/", ".").strip(".")
             advice = f"Write it as a module, not as a file: {dotted}"
         raise HandlerNotFound(f"{path!r} is not a dotted path.", advice=advice, handler=path)
-    folder = str(Path(directory or Path.cwd()).resolve())
     if sys.path[:1] not in ([folder], [""]):
         sys.path.insert(0, folder)
         importlib.invalidate_caches()
-    module = _import(module_name, path)
+    module = _import(module_name, path, seconds)
     target: Any = module
     reached = module_name
     for part in filter(None, name.split(".")):
@@ -204,7 +212,45 @@ def _imports(name: str, file: str, source: bytes) -> list[str]:
     return [".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)]
 
 
-def _import(module_name: str, path: str) -> ModuleType:
+def _imported(module_name: str, path: str, seconds: float | None) -> ModuleType:
+    """Import the module in time. Raises HandlerUnready, and whatever the module raises."""
+    if seconds is None:
+        return importlib.import_module(module_name)
+    done = threading.Event()
+    came: list[ModuleType] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            came.append(importlib.import_module(module_name))
+        except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
+            failed.append(error)
+        finally:
+            done.set()
+
+    # Nothing can end a thread that hangs: it is left behind, and ends with the process.
+    thread = threading.Thread(target=work, name="mldserver-import", daemon=True)
+    thread.start()
+    if not done.wait(seconds):
+        frame, file, line = sys._current_frames().get(thread.ident or 0), "", 0  # noqa: SLF001  # the module says it is for that
+        while frame is not None and not file:
+            name = frame.f_code.co_filename
+            file, line = ("", 0) if name.startswith("<") or is_library(name) else (name, frame.f_lineno)
+            frame = frame.f_back
+        raise HandlerUnready(
+            f"{relative(file)}:{line}: " * bool(file)
+            + f"importing the handler takes longer than {seconds:g} s.",
+            advice="Move what waits or takes long into `initialize`, with time-outs of its own.",
+            handler=path,
+            file=file,
+            line=line,
+        )
+    if failed:
+        raise failed[0]
+    return came[0]
+
+
+def _import(module_name: str, path: str, seconds: float | None) -> ModuleType:
     """Import the module, and put back what it must not change: pyspark's ways to a session, and structlog's configuration.
 
     The server's log is one, and its events have a schema; it is never without its configuration, as the loop logs meanwhile.
@@ -217,21 +263,21 @@ def _import(module_name: str, path: str) -> ModuleType:
         with standing_in():
             guard.begin()
             try:
-                return importlib.import_module(module_name)
+                return _imported(module_name, path, seconds)
             finally:
                 guard.end()
                 if configured is None:
                     structlog.reset_defaults()
                 elif structlog.get_config() != configured:
                     structlog.configure(**configured)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, HandlerUnready):
         raise
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
             raise _broken(error, path) from error
         if _widen(missing):
-            return _import(module_name, path)
+            return _import(module_name, path, seconds)
         raise HandlerNotFound(
             f"There is no module {missing!r}.", advice=_module_advice(missing), handler=path
         ) from None

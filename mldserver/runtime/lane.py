@@ -24,8 +24,8 @@ from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.plan import Step
 from mldserver.runtime.rows import Built, failed_records, named_places
 from mldserver.runtime.tables import TableMismatch, take_table
-from mldserver.runtime.values import counted, shown
-from mldserver.windows import milliseconds
+from mldserver.runtime.values import shown
+from mldserver.windows import counted, milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

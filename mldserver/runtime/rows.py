@@ -20,7 +20,8 @@ from pyarrow import types
 
 from mldserver.handler.failure import Failure, describe, printed
 from mldserver.records import Record
-from mldserver.runtime.values import converter, counted, owned, settled, shown
+from mldserver.runtime.values import converter, owned, settled, shown
+from mldserver.windows import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

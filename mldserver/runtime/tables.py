@@ -10,7 +10,8 @@ from pyarrow import types
 
 from mldserver.handler.spec import RECORD_COLUMN
 from mldserver.runtime.rows import Built, unknown_columns
-from mldserver.runtime.values import counted, shown
+from mldserver.runtime.values import shown
+from mldserver.windows import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -201,7 +201,7 @@ def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Fi
     theirs = (place for place in places if "site-packages" in place[0] or not place[0].startswith(own))
     file, line = next(theirs, ("", "0"))
     if code is None:
-        text = f"takes longer than {timeout:g} s; the process was stopped"
+        text = f"takes longer than {timeout:g} s; the process was stopped: what waits or takes long belongs into `initialize`"
     elif code < 0:
         names = {number.value: number.name for number in signal.Signals}
         text = f"crashes the interpreter ({names.get(-code, f'signal {-code}')})"
@@ -214,7 +214,7 @@ def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> 
     """Import and check the handler at ``path``, and run records through it."""
     tried = None
     try:
-        spec, findings = inspect_handler(load(path), retention_ms=retention_ms)
+        spec, findings = inspect_handler(load(path, seconds=None), retention_ms=retention_ms)
         if spec and lines and not any(finding.is_error for finding in findings):
             tried = asyncio.run(_try(spec, lines))
     except HandlerError as error:

@@ -43,11 +43,6 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__} without a repr>"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural unless it is 1."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def settled(value: Any) -> Any:
     """Run a generator that a hook returned to its end; refuse a coroutine that nobody awaits."""
     if isinstance(value, GeneratorType):

@@ -324,7 +324,9 @@ class Driver:
         directory = start.python_path[0] if start.python_path else None
         user_code.guard_executors(start)
         KeptModules(start.code).begin()
-        pipeline = pipeline_of(load(start.handler, directory=directory).target if start.handler else None)
+        pipeline = pipeline_of(
+            load(start.handler, directory=directory, seconds=None).target if start.handler else None
+        )
         if pipeline.on_window is not None:
             for warning in user_code.equip(session, start):
                 self.send(wire.Log("warning", warning))

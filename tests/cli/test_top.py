@@ -176,6 +176,20 @@ def test_what_does_not_fit_is_said(server: Endpoint) -> None:
     assert "shards: 10, of 200 in all\n" in text(shown, View(part="s-01"), height=80)
 
 
+def test_a_small_terminal_shows_shards_first(server: Endpoint) -> None:
+    shards = tuple(
+        Shard(id=f"shardId-{n:012}", state="connected", lag_ms=n, durable_age_seconds=61.0) for n in range(40)
+    )
+    server.document = msgspec.structs.replace(DOCUMENT, shards=shards)
+    shown = screen(server)
+    shown.look()
+    screen_text = StringIO()
+    Console(file=screen_text, width=70).print(Group(*shown.shown(View(), 20, 70)))
+    lines = screen_text.getvalue().splitlines()[:20]
+    assert sum(line.startswith("shardId-0000000000") for line in lines) >= 5, "each in a line of its own"
+    assert any(line.startswith("state") for line in lines)
+
+
 def test_without_a_server_the_ledger_is_shown_until_one_answers(server: Endpoint, tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
     store.open(now_ms=0)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+import threading
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
+from mldserver.handler import loader
 from mldserver.handler.loader import load, relative
 
 if TYPE_CHECKING:
@@ -80,6 +82,40 @@ def test_what_is_no_dotted_path_is_told_with_the_right_form(path: Any, advice: A
     with pytest.raises(HandlerNotFound, match="is not a dotted path") as caught:
         load(path)
     assert caught.value.advice == advice
+
+
+@pytest.mark.parametrize("path", ["mine_file.py", "./mine_file.py"])
+def test_a_file_in_the_folder_is_no_module(write: Any, path: str) -> None:
+    write("mine_file.py")
+    with pytest.raises(HandlerNotFound, match="is not a dotted path") as caught:
+        load(path)
+    assert caught.value.advice == "Write it as a module, not as a file: mine_file"
+
+
+def test_an_import_that_hangs_is_told_with_its_place(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, over = threading.Event(), threading.Event()
+    monkeypatch.setattr(loader, "hanging", hanging, raising=False)
+    monkeypatch.setattr(loader, "over", over, raising=False)
+
+    class UntilItHangs(threading.Event):
+        """What waits for its end sees it only when it hangs, however long that takes."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            return super().wait() if timeout is None else not hanging.wait()
+
+    waiting = SimpleNamespace(Event=UntilItHangs, Thread=threading.Thread)
+    monkeypatch.setattr(loader, "threading", waiting)
+    write(
+        "mine_hangs.py",
+        "from mldserver.handler import loader\n\ndef connect():\n    loader.hanging.set()\n    loader.over.wait()\n\nconnect()\n",
+    )
+    with pytest.raises(HandlerUnready) as caught:
+        load("mine_hangs")
+    over.set()
+    where = caught.value.where
+    assert (where["file"].rpartition("/")[2], where["line"] in {4, 5}) == ("mine_hangs.py", True)
+    assert "importing the handler takes longer than 120 s." in caught.value.what
+    assert "Move what waits" in caught.value.advice
 
 
 def test_a_missing_module_is_told_with_the_folder_searched_and_a_close_match(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE = 1.5
+ADVICE = ": what waits or takes long belongs into `initialize`"
 
 
 @pytest.fixture
@@ -125,7 +126,9 @@ def test_a_module_that_crashes_the_interpreter_is_told_with_its_place(check: Any
 
 def test_a_module_that_hangs_is_stopped_and_told_with_its_place(check: Any, hanging: str) -> None:
     found = check("import threading\n\n" + hanging, timeout=PATIENCE)
-    assert lines(found) == ["mine.py:3: importing it takes longer than 1.5 s; the process was stopped"]
+    assert lines(found) == [
+        "mine.py:3: importing it takes longer than 1.5 s; the process was stopped" + ADVICE
+    ]
 
 
 def test_a_module_that_cannot_even_be_aborted_is_killed(
@@ -136,7 +139,7 @@ def test_a_module_that_cannot_even_be_aborted_is_killed(
         "import signal, threading, faulthandler\nfaulthandler.disable()\nsignal.signal(6, signal.SIG_IGN)\n"
     )
     found = check(text + hanging, timeout=PATIENCE)
-    assert lines(found) == ["importing it takes longer than 1.5 s; the process was stopped"]
+    assert lines(found) == ["importing it takes longer than 1.5 s; the process was stopped" + ADVICE]
 
 
 def test_threads_that_the_module_starts_do_not_keep_the_check_waiting(check: Any) -> None:
