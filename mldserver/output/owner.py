@@ -87,12 +87,18 @@ class FolderClaim:
         owner, mine = self.read(), self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
         if owner.ledger not in self._same and not self._new_ledger:
+            advice = "Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with --new-ledger."
+            if _table(owner.ledger) == _table(mine.ledger) != "":
+                advice = (
+                    f"A pipeline whose handler was renamed goes on under its new name with --rename-from {owner.pipeline}, once "
+                    "it is drained (`mldserver help operations`), or under its old name with --pipeline. Another pipeline needs "
+                    "a folder of its own."
+                )
             raise OperatorError(
                 f"The output folder {self._store.uri()} belongs to pipeline {owner.pipeline} on the ledger "
                 f"{_named(owner.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
                 did="Nothing was touched.",
-                advice="Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with "
-                "--new-ledger.",
+                advice=advice,
             )
 
     def read(self) -> Owner:
@@ -245,6 +251,11 @@ def _read(store: OutputStore) -> Owner | None:
 def _refusal(what: str, advice: str = _WAYS_OUT) -> OperatorError:
     did = "The server did not start; nothing in the folder was touched."
     return OperatorError(what, did=did, advice=advice)
+
+
+def _table(ledger: str | None) -> str:
+    """Return the table in which a ledger lies under its pipeline's name; empty for a file."""
+    return (ledger or "").rpartition("/")[0] if (ledger or "").startswith("dynamodb://") else ""
 
 
 def _named(ledger: str | None) -> str:

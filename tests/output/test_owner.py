@@ -410,6 +410,25 @@ async def test_a_ledger_from_before_the_last_rows_is_refused_and_their_segments_
         pass
 
 
+@pytest.mark.parametrize(
+    ("ledger", "advice"),
+    [
+        ("dynamodb://t/new", "goes on under its new name with --rename-from old, once it is drained"),
+        ("dynamodb://other/new", "If the ledger was moved on purpose, start once with --new-ledger"),
+        (None, "If the ledger was moved on purpose, start once with --new-ledger"),
+    ],
+)
+def test_a_renamed_pipeline_in_the_same_table_is_told_how_it_goes_on(
+    store: OutputStore, ledger: str | None, advice: str
+) -> None:
+    FolderClaim(store, pipeline="old", ledger="dynamodb://t/old").look()
+    with pytest.raises(
+        OperatorError, match="belongs to pipeline old on the ledger dynamodb://t/old"
+    ) as caught:
+        FolderClaim(store, pipeline="new", ledger=ledger).look()
+    assert advice in caught.value.advice
+
+
 async def test_a_folder_is_found_under_the_former_name_until_the_ledger_has_the_new_one(
     store: OutputStore, tmp_path: Path
 ) -> None:
