@@ -142,11 +142,13 @@ class ChildProcess:
         environment: Mapping[str, str],
         output: Sequence[Callable[[list[str]], bool]],
         talks: bool = False,
+        keep: Sequence[int] = (),
     ) -> ChildProcess:
         """Start a process. Raises OSError.
 
         ``output`` takes the lines of its standard output and standard error: each, or both together when it is one (see
         ``Output``). ``talks``: it gets one end of a socket pair, whose number is its last argument.
+        ``keep``: files of this process that it inherits too.
         """
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as failed:
             ours: socket.socket | None = None
@@ -170,7 +172,7 @@ class ChildProcess:
                 stdout=pipes[0],
                 stderr=pipes[-1],
                 env=dict(environment),
-                pass_fds=passed,
+                pass_fds=(*passed, *keep),
                 start_new_session=True,
             )
             failed.pop_all()

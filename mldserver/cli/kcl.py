@@ -7,8 +7,6 @@ import faulthandler
 import os
 import random
 import signal
-import socket
-import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
@@ -34,7 +32,8 @@ from mldserver.kcl.properties import (
     shutdown_seconds,
     start_of,
 )
-from mldserver.kcl.supervisor import Supervisor, answers, step_down
+from mldserver.kcl.supervisor import Supervisor, answers
+from mldserver.kcl.worker import Worker, host_worker
 from mldserver.observe.logging import logging_to, reopen
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def kcl(
         app=app,
         region=_required("region", settings.region),
         executable="",
-        worker=f"{socket.gethostname()}-{uuid.uuid4()}",
+        worker=host_worker(),
         position=start_of(initial_position),
         retrieval=retrieval,
         endpoint_url=settings.endpoint_url,
@@ -216,22 +215,23 @@ async def _run(
         java_options=java_options,
         environment=os.environ,
     )
+    clock = SystemClock()
     supervisor = Supervisor(
         command=command,
         environment=environment,
         backoff=Backoff(base=1.0, cap=60.0),
         grace=shutdown_seconds(properties) + settings.close_timeout_seconds,
-        clock=SystemClock(),
+        clock=clock,
         chance=random.SystemRandom().random,
         server=settings.listen,
         answers=partial(answers, settings.listen, tls),
-        step_down=partial(step_down, properties),
+        worker=Worker(properties, clock),
         told=told,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)
-    service = Service(os.environ, clock=SystemClock())
+    service = Service(os.environ, clock=clock)
 
     def hang_up() -> None:
         with service.reloading():

@@ -250,6 +250,8 @@ class Digest:
 
     _shown: dict[str, _Shown] = field(default_factory=dict)
     _stacks: set[int] = field(default_factory=set)
+    _let_go: set[tuple[str, str]] = field(default_factory=set)
+    """Shards and how they were let go: the KCL tries a shutdown that fails again every second."""
     _echoes: int = 0
     """Faults of this daemon's protocol that their processors have still to repeat."""
 
@@ -260,7 +262,7 @@ class Digest:
         if event.level in {"debug", "info"}:
             if event.text.startswith(_WORKS):
                 self._echoes = 0
-            return [raw, *_of_normal_life(short, event)]
+            return [raw, *self._of_normal_life(short, event)]
         if event.text.startswith(_ECHOES.get(short, "\0")):
             return [raw]
         if short == "MultiLangProtocol":
@@ -296,6 +298,19 @@ class Digest:
                 self._shown[key] = _Shown(now + FOLD_SECONDS)
         return lines
 
+    def _of_normal_life(self, short: str, event: LogEvent) -> list[Line]:
+        if event.text.startswith(_WORKS):
+            return [Line("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
+        if short == "Scheduler" and (gained := _GAINED.search(event.text)):
+            self._let_go -= {(gained["shard"], reason) for reason in _LEFT_EVENTS}
+            return [Line("info", "kcl.lease_gained", gained.groupdict())]
+        if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
+            if (left["shard"], left["reason"]) in self._let_go:
+                return []
+            self._let_go.add((left["shard"], left["reason"]))
+            return [Line("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
+        return []
+
     def _fold(self, key: str, line: Line, now: float) -> list[Line]:
         shown = self._shown.get(key)
         if shown is None:
@@ -320,16 +335,6 @@ class Digest:
 def verbatim(event: LogEvent) -> Line:
     """Return an event as Java wrote it, for debug."""
     return Line("debug", "kcl.log", {"logger": event.logger, "text": event.text})
-
-
-def _of_normal_life(short: str, event: LogEvent) -> list[Line]:
-    if event.text.startswith(_WORKS):
-        return [Line("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
-    if short == "Scheduler" and (gained := _GAINED.search(event.text)):
-        return [Line("info", "kcl.lease_gained", gained.groupdict())]
-    if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
-        return [Line("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
-    return []
 
 
 def _cut(line: str) -> str:

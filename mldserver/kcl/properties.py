@@ -72,7 +72,7 @@ _OF_KIND: Final = {
         AWSCredentialsProvider AwsCredentialsProvider AWSCredentialsProviderCloudWatch
         AWSCredentialsProviderDynamoDB cloudWatchRegionName coordinatorStateTableName
         coordinatorStateTags dynamoDBRegionName metricsEnabledDimensions processingLanguage
-        streamArn tableName workerId workerIdentifier workerMetricsTableName workerMetricsTags
+        streamArn tableName workerIdentifier workerMetricsTableName workerMetricsTags
     """,
 }
 
@@ -191,6 +191,8 @@ def _check(name: str, value: str) -> None:
         raise ConfigError(
             f"The property {name} has an option of its own.", advice=f"Use {OWN_OPTIONS[name]}."
         )
+    if name == "workerId":
+        raise ConfigError("workerId is another name of workerIdentifier.", advice="Use workerIdentifier.")
     if name == "timeoutInSeconds":
         raise ConfigError(
             "timeoutInSeconds halts the whole daemon whenever the server holds an answer back on purpose.",

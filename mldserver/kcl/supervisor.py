@@ -3,14 +3,13 @@
 The daemon's JVM exits whenever one of its connections fails, and never tries again by itself: restarting it is the
 normal way back after a server was restarted. It would wait for its grace first, for children that are gone, so it is
 not left the time. Nor is it started before the server answers: it would take leases, fail, and keep them from other
-hosts until they expire, again and again. Whoever leads the application gives expired leases away; a leader that was
-killed is followed by another only after two minutes, so while its server stays away the lead is given up for it.
+hosts until they expire, again and again. Once a JVM is dead, the supervisor releases the leader's lock that it may have
+held, so that the application has a leader again at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import signal
 import ssl
@@ -19,9 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from botocore.exceptions import BotoCoreError, ClientError
 
-from mldserver.base.aws import aws_client
 from mldserver.base.clock import first_of
 from mldserver.base.service import Report
 from mldserver.base.threads import aside
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.config.kinds import Address
     from mldserver.kcl.digest import Line, LogEvent
+    from mldserver.kcl.worker import Worker
 
 log = structlog.get_logger("mldserver")
 
@@ -51,10 +49,6 @@ ASK_SECONDS: Final = 0.25
 """Between two looks for a server that does not answer."""
 ANSWER_SECONDS: Final = 1.0
 """One look takes no longer."""
-LEAD_SECONDS: Final = 10.0
-"""When its server stays away for so long, the host gives up the lead: by then the others could take its leases, which
-have expired, and a server that restarts is mostly back. A slow host may take twice as long to give it up: AWS's client is
-imported then."""
 TELL_SECONDS: Final = 60.0
 COUNTS_SECONDS: Final = 10.0
 """Between two looks for counts of repeated lines that are due."""
@@ -81,8 +75,8 @@ class Supervisor:
     server: Address
     answers: Callable[[], Awaitable[bool]]
     """Whether the server can be connected to now."""
-    step_down: Callable[[], Awaitable[None]]
-    """Gives up the lead of a daemon that is gone."""
+    worker: Worker
+    """What the daemons are to the KCL, one after the other."""
     told: Mapping[str, Any]
     """The fields of the event ``kcl.starting``."""
     _digest: Digest = field(default_factory=Digest)
@@ -94,6 +88,8 @@ class Supervisor:
     """The daemon that runs now has begun to end itself, unasked."""
     _killed: bool = False
     """The last daemon was killed by this supervisor."""
+    _lead_released: bool = False
+    """No JVM of this worker can hold the leader's lock."""
     _starts: int = 0
     _doing: str = "starting"
 
@@ -118,6 +114,7 @@ class Supervisor:
                 code = await self._again_and_again()
                 counts.cancel()
         finally:
+            self.worker.close()
             _write(self._digest.due(math.inf))
         return EXIT_FORCED if self._forced.is_set() else code
 
@@ -128,10 +125,15 @@ class Supervisor:
             _write(self._digest.due(self.clock.steady_ms() / 1000))
 
     async def _again_and_again(self) -> int:
+        if await self._name_is_free():
+            # Of a former supervisor that was killed, with its JVM.
+            await self._release_lead()
         while await self._server_is_there():
+            await self._release_lead()  # again, if it failed before
             began = self.clock.steady_ms()
             code = await self._once()
             ran = (self.clock.steady_ms() - began) / 1000
+            await self._release_lead()
             if self._stopping.is_set():
                 if self._killed or code in ENDS_IN_ORDER:
                     log.info("kcl.exited", exit_code=code, seconds=ran)
@@ -153,34 +155,59 @@ class Supervisor:
             await first_of(self._stopping.wait(), self.clock.sleep(delay))
         return EXIT_CLEAN
 
+    async def _name_is_free(self) -> bool:
+        """Return True once no other process on this host is the same worker, False when told to stop first."""
+
+        async def claimed() -> bool:
+            return self.worker.claim()
+
+        return await self._wait_for(
+            claimed,
+            f"another mldserver kcl to end, which is the worker {self.worker.name} too",
+            worker=self.worker.name,
+            what="Another mldserver kcl on this host, or its JVM, is the same worker of the application.",
+            did="No daemon is started while it lives.",
+            advice="Stop the other one, or give this one a name with --property workerIdentifier=NAME.",
+        )
+
     async def _server_is_there(self) -> bool:
         """Return True once the server answers, False when told to stop first."""
+        return await self._wait_for(self.answers, f"the server at {self.server}", address=str(self.server))
+
+    async def _wait_for(self, there: Callable[[], Awaitable[bool]], what_for: str, **fields: object) -> bool:
+        """Return True once ``there`` does, False when told to stop first. Logs every minute that it waits."""
         began = tell_at = self.clock.steady_ms()
-        leads = self._starts > 0
-        self._doing = f"waiting for the server at {self.server}"
+        self._doing = f"waiting for {what_for}"
         while not self._stopping.is_set():
-            if await self.answers():
+            if await there():
                 return True
             now = self.clock.steady_ms()
             if now >= tell_at:
                 tell_at = now + round(TELL_SECONDS * 1000)
-                log.warning("kcl.waiting", address=str(self.server), seconds=(now - began) / 1000)
-            if leads and now - began >= LEAD_SECONDS * 1000:
-                leads = False
-                await first_of(self._stopping.wait(), self.step_down())
+                log.warning("kcl.waiting", seconds=(now - began) / 1000, **fields)
             await first_of(self._stopping.wait(), self.clock.sleep(ASK_SECONDS))
         return False
+
+    async def _release_lead(self) -> None:
+        """Release the leader's lock if the last JVM, which is dead, may hold it. A forced stop does not wait for that."""
+        if not self._lead_released:
+
+            async def release() -> None:
+                self._lead_released = await self.worker.release_lead()
+
+            await first_of(self._forced.wait(), release())
 
     async def _once(self) -> int:
         """Run the daemon once; return its exit code (negative: the signal that ended it)."""
         self._starts += 1
         self._doomed.clear()
         self._killed = False
+        self._lead_released = False
         self._doing = f"the daemon runs (start {self._starts})"
         log.info("kcl.starting", start=self._starts, **self.told)
         try:
             child = await ChildProcess.start(
-                self.command, environment=self.environment, output=[self._pass_on]
+                self.command, environment=self.environment, output=[self._pass_on], keep=self.worker.held
             )
         except OSError as error:
             lasting = isinstance(error, FileNotFoundError | PermissionError)
@@ -189,9 +216,10 @@ class Supervisor:
             ) from error
         try:
             async with asyncio.TaskGroup() as tasks:
-                stopper = tasks.create_task(self._end(child))
+                beside = [tasks.create_task(self._end(child)), tasks.create_task(self.worker.watch_leader())]
                 code = await child.wait()
-                stopper.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             # With bridges that outlive their JVM.
             await child.close(DRAIN_SECONDS)
@@ -266,38 +294,6 @@ async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
         ) from error
     except (OSError, NotThereYet):
         return False
-
-
-async def step_down(properties: Mapping[str, str]) -> None:
-    """Release the lock by which the daemon led its application, if it did; a fault is logged."""
-    table = properties.get("coordinatorStateTableName", f"{properties['applicationName']}-CoordinatorState")
-    where: dict[str, Any] = {
-        "region": properties.get("dynamoDBRegionName", properties["regionName"]),
-        "endpoint_url": properties.get("dynamoDBEndpoint"),
-        "retries": {"total_max_attempts": 2},
-    }
-    try:
-        async with asyncio.timeout(2 * LEAD_SECONDS), aws_client("dynamodb", **where) as client:
-            # Another leads, or nobody yet.
-            nothing = (
-                client.exceptions.ConditionalCheckFailedException,
-                client.exceptions.ResourceNotFoundException,
-            )
-            with contextlib.suppress(*nothing):
-                await client.delete_item(
-                    TableName=table,
-                    Key={"key": {"S": "Leader"}},
-                    ConditionExpression="ownerName = :worker",
-                    ExpressionAttributeValues={":worker": {"S": properties["workerIdentifier"]}},
-                )
-    except (BotoCoreError, ClientError, OSError) as error:
-        log.warning(
-            "kcl.fault",
-            what=f"The lead of the application could not be given up: {error or 'AWS did not answer'}.",
-            did="Other hosts take over this one's shards two minutes later than they could.",
-            advice="Look whether AWS answers, and allow the credentials of mldserver kcl dynamodb:DeleteItem on the table"
-            f" {table}.",
-        )
 
 
 def _write(lines: Iterable[Line]) -> None:

@@ -258,8 +258,9 @@ spark.log  debug|info|warning|error  logger text
     A line of Spark's own log.
 spark.lost  error  who reason exit_code delay_seconds
     The driver process died (who: driver), or its JVM did and took it along (who: jvm); a fresh one starts.
-kcl.waiting  warning  address seconds
-    The server does not answer; the Java daemon is started once it does. Said again every minute.
+kcl.waiting  warning  address seconds worker
+    The server does not answer, or another process on this host is the same worker: the Java daemon is not started yet. Logged
+    again every minute.
 kcl.starting  info  command start properties java retrieval
     The Java MultiLangDaemon starts.
 kcl.lease_gained  info  position
@@ -268,6 +269,10 @@ kcl.lease_lost  info
     The Java daemon has lost the shard's lease, or gave it up.
 kcl.shard_ended  info
     The Java daemon has delivered the shard's end.
+kcl.lead_released  info  worker
+    The JVM died with the leader's lock of the application. It was released: another daemon can lead at once.
+kcl.no_leader  warning  count seconds shards
+    Shards have no live owner and wait, because no daemon leads the application.
 kcl.fault  warning|error  text repeated
     The Java daemon met a fault; `repeated`: so often again in the last minute.
 kcl.log  debug|info|warning|error  logger text repeated

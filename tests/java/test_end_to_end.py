@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -232,6 +233,43 @@ async def test_a_host_whose_server_is_dead_leaves_its_shards_to_another_before_i
         assert await two.end(two.daemon) == 0
         assert await two.end(two.server) == 0
     assert [event for event in one.daemon_events() if "lead of the application" in str(event)] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["in order", "killed"])
+async def test_a_deploy_of_server_and_daemons_has_all_shards_back_within_30_s(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    one = Stack(tmp_path, no_rows(tmp_path))
+    one.properties = {"metricsLevel": "NONE"}  # the KCL's own intervals
+    async with one.running(shards=4):
+        two = one.beside("two")
+        two.address = one.address
+        hosts = {"one": one, "two": two}
+
+        async def connected(since: int, limit: float) -> None:
+            def reached() -> bool:
+                return len({event["shard"] for event in one.server_events("shard.opened")[since:]}) == 4
+
+            await one.until("all shards are connected", reached, limit=limit)
+
+        one.start_server()
+        for name, host in hosts.items():
+            host.start_daemon(workerIdentifier=name)
+        await connected(0, limit=600)
+        before = len(one.server_events("shard.opened"))
+        began = time.monotonic()
+        # The daemons' JVMs die with the server, the leader among them; then their supervisors are restarted too.
+        await one.end(one.server, number)
+        one.start_server()
+        for name, host in hosts.items():
+            assert await host.end(host.daemon, number) in {0, -signal.SIGKILL}
+            host.start_daemon(workerIdentifier=name)
+        await connected(before, limit=30 - (time.monotonic() - began))
+        print(f"all shards were back after {time.monotonic() - began:.1f} s")
+        for host in hosts.values():
+            assert await host.end(host.daemon) == 0
+        assert await one.end(one.server) == 0
 
 
 @pytest.mark.long

@@ -18,12 +18,14 @@ import pytest
 
 from mldserver.cli import run
 from mldserver.kcl.launch import Files, prepare, private_files
+from tests.ledger.dynamodb_emulator import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIMIT = 120
-APP = ["--app", "a"]
+APP = ["--app", f"a{os.getpid()}"]
+"""Of this process alone: a name on this host is held by one `mldserver kcl` at a time."""
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "emulated", "AWS_SECRET_ACCESS_KEY": "emulated"}
 
 FAKE_JAVA = f"""#!{sys.executable} -ISE
@@ -57,13 +59,22 @@ def temporary(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def dynamodb() -> Iterator[str]:
+    """Where the leader's lock would be, if there was a table."""
+    emulator = Emulator()
+    with emulator.running():
+        yield emulator.url
+
+
 @pytest.fixture
-def environment(tmp_path: Path, seen: Path, temporary: Path) -> dict[str, str]:
+def environment(tmp_path: Path, seen: Path, temporary: Path, dynamodb: str) -> dict[str, str]:
     java = tmp_path / "java"
     java.write_text(FAKE_JAVA)
     java.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLDSERVER_", "JAVA_"))}
     own = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SEEN": str(seen), "TMPDIR": str(temporary)}
+    own |= {"AWS_ENDPOINT_URL_DYNAMODB": dynamodb}
     return {**kept, **CREDENTIALS, **own}
 
 
@@ -103,7 +114,7 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
     properties = (seen / "properties").read_text()
     title = Path(f"/proc/{started.pid}/cmdline")
     if title.exists():  # Linux
-        assert title.read_text().strip("\0") == "mldserver: a kcl"
+        assert title.read_text().strip("\0") == f"mldserver: {APP[1]} kcl"
     started.send_signal(signal.SIGTERM)
     assert started.wait(LIMIT) == 0
     assert "streamName = s\n" in properties
@@ -255,7 +266,17 @@ def test_a_server_that_is_not_there_is_waited_for_without_java(
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody answers yet
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "r"]
+        command = [
+            sys.executable,
+            "-m",
+            "mldserver",
+            "kcl",
+            *APP,
+            "--stream",
+            "s",
+            "--region",
+            "eu-central-1",
+        ]
         command += ["--connect", address, "--log-format", "json"]
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE)
         try:

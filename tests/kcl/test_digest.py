@@ -236,3 +236,24 @@ def test_an_empty_warning_is_one() -> None:
 def test_long_lines_are_cut() -> None:
     (line,) = shown(Digest().take(error("A", "a" * 9000), 0))
     assert line.fields["text"] == "a" * LONGEST_LINE + " … cut"
+
+
+def test_a_shard_that_is_let_go_of_again_and_again_is_told_once_until_it_is_gained_again() -> None:
+    digest = Digest()
+    ends = LogEvent(
+        "debug",
+        KCL + "lifecycle.ShutdownTask",
+        f"Invoking shutdown() for shard {SHARD} with childShards: [], concurrencyToken: x. Shutdown reason: SHARD_END",
+    )
+    gained = LogEvent(
+        "info",
+        KCL + "coordinator.Scheduler",
+        f"Created new shardConsumer for : ShardInfo(streamIdentifierSerOpt=Optional.empty, shardId={SHARD}, concurrencyToken=x, "
+        "parentShardIds=[], checkpoint={SequenceNumber: TRIM_HORIZON,SubsequenceNumber: 0})",
+    )
+    shown_events = [
+        line.event
+        for event in (ends, ends, ends, gained, ends, ends)
+        for line in shown(digest.take(event, 0))
+    ]
+    assert shown_events == ["kcl.shard_ended", "kcl.lease_gained", "kcl.shard_ended"]

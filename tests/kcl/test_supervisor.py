@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.certificates import Certificates
 
-from mldserver.base.aws import aws_client
 from mldserver.base.backoff import Backoff
 from mldserver.base.service import Report
 from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF
-from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
+from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers
+from mldserver.kcl.worker import Worker
 from mldserver.testing import VirtualClock
-from tests.ledger.dynamodb_emulator import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +52,25 @@ async def always() -> bool:
     return True
 
 
-async def nothing() -> None:
-    pass
+class QuietWorker(Worker):
+    """A worker whose name is free or not, and whose lock is released or not: each look takes the next, and the last for ever."""
+
+    def __init__(self, *, free: tuple[bool, ...] = (True,), releases: tuple[bool, ...] = (True,)) -> None:
+        super().__init__(
+            {"applicationName": "app", "regionName": "r", "workerIdentifier": "me"}, HastyClock()
+        )
+        self.free, self.releases = list(free), list(releases)
+        self.released = 0
+
+    def claim(self) -> bool:
+        return self.free.pop(0) if len(self.free) > 1 else self.free[0]
+
+    async def release_lead(self) -> bool:
+        self.released += 1
+        return self.releases.pop(0) if len(self.releases) > 1 else self.releases[0]
+
+    async def watch_leader(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Server:
@@ -75,7 +91,7 @@ def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
         "chance": lambda: 1.0,
         "server": TcpAddress("127.0.0.1", 7070),
         "answers": always,
-        "step_down": nothing,
+        "worker": QuietWorker(),
         "told": {"java": "17"},
         **changed,
     }
@@ -329,76 +345,68 @@ async def test_a_fault_that_comes_again_in_the_next_daemon_is_counted(logged: Lo
     assert [event.get("repeated") for event in shown] == [None, 2]
 
 
-async def test_the_lead_is_given_up_once_a_server_stays_away_from_a_daemon_that_ran(logged: Logged) -> None:
-    clock, answering = VirtualClock(), Server(False)
-    led: list[int] = []
+async def test_the_leaders_lock_is_released_before_the_first_start_and_after_each_death(
+    logged: Logged,
+) -> None:
+    worker = QuietWorker()
+    released: list[int] = []
+    clock = HastyClock(
+        lambda seconds: released.append(worker.released) or (len(released) == 2 and watched.stop())
+    )
+    watched = supervisor("exit 1", clock, worker=worker)
+    assert await watched.run() == 0
+    assert released == [2, 3]
+    assert len(events(logged, "kcl.starting")) == 2
 
-    async def step_down() -> None:
-        led.append(clock.steady_ms())
 
-    watched = supervisor("exit 1", clock, answers=answering, step_down=step_down)
+async def test_a_lock_that_could_not_be_released_is_tried_again_before_the_next_start() -> None:
+    worker = QuietWorker(releases=(False, False, True))
+    clock = HastyClock(lambda seconds: watched.stop())
+    watched = supervisor("exit 1", clock, worker=worker)
+    assert await watched.run() == 0
+    assert worker.released == 3
 
-    async def exited(times: int) -> None:
-        answering.there = [True]
-        await clock.advance(1)
-        while len(events(logged, "kcl.exited")) < times:  # noqa: ASYNC110  # the log is a list
-            await asyncio.sleep(0)
-        answering.there = [False]
 
+async def test_a_stop_releases_the_lock_and_a_second_stop_does_not_wait_for_it(fifo: Path) -> None:
+    began = asyncio.Event()
+
+    class Slow(QuietWorker):
+        async def release_lead(self) -> bool:
+            if await super().release_lead() and self.released > 1:
+                began.set()
+                await asyncio.Event().wait()
+            return True
+
+    watched = supervisor(
+        f"trap 'exit 143' TERM; echo > {fifo}; sleep 100 & wait", VirtualClock(), worker=Slow()
+    )
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        watched.stop()
+        await began.wait()
+        watched.stop()
+    assert code.result() == 3
+
+
+async def test_nothing_is_started_while_another_process_is_the_same_worker(logged: Logged) -> None:
+    clock = VirtualClock()
+    worker = QuietWorker(free=(False,))
+    watched = supervisor("exit 1", clock, worker=worker)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watched.run())
-        await clock.advance(60)
-        await exited(1)
-        await clock.advance(9)
-        await exited(2)
-        assert led == []
-        before = clock.steady_ms()
-        await clock.advance(600)
-        assert len(led) == 1
-        # The wait until the next start comes first.
-        assert 10_000 <= led[0] - before <= 13_000
+        await clock.advance(61)
+        waiting = events(logged, "kcl.waiting")
+        assert [(event["worker"], event["seconds"]) for event in waiting] == [("me", 0), ("me", 60)]
+        assert "workerIdentifier" in waiting[0]["advice"]
+        assert watched.report().text.endswith("is the worker me too")
+        assert events(logged, "kcl.starting") == []
+        assert worker.released == 0
+        worker.free = [True]
+        await clock.advance(0.25)
+        while not events(logged, "kcl.exited"):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
         watched.stop()
-
-
-LEAD = {"applicationName": "app", "regionName": "eu-central-1", "workerIdentifier": "me"}
-
-
-@pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "emulated")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "emulated")
-
-
-@pytest.mark.usefixtures("credentials")
-async def test_only_a_lock_of_the_daemons_own_is_released(logged: Logged) -> None:
-    table, key = "app-CoordinatorState", {"key": {"S": "Leader"}}
-    emulator = Emulator()
-    with emulator.running():
-        properties = LEAD | {"dynamoDBEndpoint": emulator.url}
-        await step_down(properties)  # before there is a table
-        async with aws_client("dynamodb", region="eu-central-1", endpoint_url=emulator.url) as dynamodb:
-            await dynamodb.create_table(
-                TableName=table,
-                KeySchema=[{"AttributeName": "key", "KeyType": "HASH"}],
-                AttributeDefinitions=[{"AttributeName": "key", "AttributeType": "S"}],
-                BillingMode="PAY_PER_REQUEST",
-            )
-            await step_down(properties)  # while nobody leads
-            left = []
-            for owner in ("another", "me"):
-                await dynamodb.put_item(TableName=table, Item=key | {"ownerName": {"S": owner}})
-                await step_down(properties)
-                left.append("Item" in await dynamodb.get_item(TableName=table, Key=key))
-    assert left == [True, False]
-    assert logged == []
-
-
-@pytest.mark.usefixtures("credentials")
-async def test_a_lead_that_cannot_be_given_up_is_told_with_the_permission_it_takes(logged: Logged) -> None:
-    await step_down(LEAD | {"dynamoDBEndpoint": "http://127.0.0.1:1", "coordinatorStateTableName": "leads"})
-    (fault,) = events(logged, "kcl.fault")
-    assert "could not be given up" in fault["what"]
-    assert "dynamodb:DeleteItem on the table leads" in fault["advice"]
 
 
 async def test_what_is_counted_is_told_though_the_log_is_quiet(logged: Logged, fifo: Path) -> None:

@@ -56,9 +56,6 @@ FAST_DAEMON = {
     "taskBackoffTimeMillis": "200",
     "listShardsBackoffTimeInMillis": "200",
     "metricsLevel": "NONE",
-    # One name for all starts, as in deploy/mldserver-kcl@.service: under another one a daemon would wait for 120 s until
-    # the former leader's lock expires.
-    "workerIdentifier": "worker",
 }
 
 
@@ -83,6 +80,8 @@ class Stack:
         self.handler = handler
         self.environment: dict[str, str] = {}
         """Beside this process's own, of server and daemon."""
+        self.properties = FAST_DAEMON
+        """Of each daemon, unless a start changes them."""
         self.samples = Samples()
         self.url = self.address = ""
         """Of the emulator and the server, while it is running."""
@@ -156,7 +155,7 @@ class Stack:
     def start_daemon(self, retrieval: str = "polling", **changed: str) -> None:
         """Start ``mldserver kcl``; ``changed`` are properties of the daemon."""
         of_polling = {"idleTimeBetweenReadsInMillis": "500"} if retrieval == "polling" else {}
-        wanted = FAST_DAEMON | of_polling | changed
+        wanted = self.properties | of_polling | changed
         properties = [text for pair in wanted.items() for text in ("--property", "=".join(pair))]
         java = [f"--java-option={option}" for option in SMALL_JVM]
         told = ["--stream", STREAM, "--app", APP, "--region", REGION, "--connect", self.address]
@@ -210,7 +209,11 @@ class Stack:
 
     def daemon_events(self) -> list[dict[str, Any]]:
         """Return what ``mldserver kcl`` has logged."""
-        return [json.loads(line) for line in self._log("daemon").read_text().splitlines()]
+        return _events(self._log("daemon"))
+
+    def server_events(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of this name that ``mldserver serve`` has logged."""
+        return [event for event in _events(self._log("server")) if event["event"] == name]
 
     # Input.
 
@@ -325,6 +328,11 @@ class Stack:
         """Return the ends of the logs."""
         logs = (host._log(name) for host in self._hosts for name in ("server", "daemon", "emulator"))
         return "\n".join(f"== {log.name}\n{log.read_text()[-6000:]}" for log in logs if log.exists())
+
+
+def _events(log: Path) -> list[dict[str, Any]]:
+    # The last line may still be written.
+    return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _descendants(pid: int) -> list[int]:
