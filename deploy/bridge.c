@@ -1,7 +1,7 @@
-/* Joins the stdin and stdout of a MultiLangDaemon child to mldserver: bridge ADDRESS [CA CERTIFICATE KEY]
+/* Joins the stdin and stdout of a MultiLangDaemon child to mldserver: bridge ADDRESS [CA CERTIFICATE KEY] [SECRET]
  *
  * ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. With the three files (PEM) it speaks TLS, if it was built with OpenSSL:
- * cc -O2 -DTLS -o bridge bridge.c -lssl -lcrypto. The Java daemon starts one bridge for each shard. bridge.py is the
+ * cc -O2 -DTLS -o bridge bridge.c -lssl -lcrypto. It shows the server the secret that is in the file SECRET. The Java daemon starts one bridge for each shard. bridge.py is the
  * same program for machines without a compiler; tests/kcl/test_bridge.py holds both to one contract.
  *
  * - The daemon closes stdin: what is left goes out, then a half-close; all that, and late replies, have LINGER_MS.
@@ -19,6 +19,7 @@
  * Exit code: 0 after either side's close, 1 when the server is not there or the connection breaks, 2 for a bad ADDRESS.
  */
 #define _GNU_SOURCE
+#include <ctype.h>
 #include <errno.h>
 #include <limits.h>
 #include <netdb.h>
@@ -42,7 +43,7 @@
 #include <openssl/ssl.h>
 #endif
 
-enum { BUFFER = 65536, LINGER_MS = 2000, HANDSHAKE_SECONDS = 30 };
+enum { BUFFER = 65536, LINGER_MS = 2000, HANDSHAKE_SECONDS = 30, LONGEST_SECRET = 1024 };
 
 struct flow {
     size_t start, end;
@@ -238,11 +239,33 @@ static void give(struct flow *flow, int to)
 
 static int empty(const struct flow *flow) { return flow->start == flow->end; }
 
+/* Puts the line that shows the server the secret in a file before the daemon's first. */
+static void show_secret(const char *path)
+{
+    static const char prefix[] = "mldserver-secret ";
+    char *word = up.bytes + sizeof prefix - 1;
+    FILE *file = fopen(path, "r");
+    if (!file)
+        die(1, strerror(errno));
+    size_t length = fread(word, 1, LONGEST_SECRET, file);
+    fclose(file);
+    while (length && isspace((unsigned char)word[length - 1]))
+        length--;
+    size_t blank = 0;
+    while (blank < length && isspace((unsigned char)word[blank]))
+        blank++;
+    memmove(word, word + blank, length -= blank);
+    memcpy(up.bytes, prefix, sizeof prefix - 1);
+    word[length] = '\n';
+    up.end = sizeof prefix + length;
+}
+
 int main(int count, char **arguments)
 {
-    address = count == 2 || count == 5 ? arguments[1] : "usage";
-    if (count != 2 && count != 5)
-        die(2, "bridge HOST:PORT | unix:/path [CA CERTIFICATE KEY]");
+    int usable = count == 2 || count == 3 || count == 5 || count == 6;
+    address = usable ? arguments[1] : "usage";
+    if (!usable)
+        die(2, "bridge HOST:PORT | unix:/path [CA CERTIFICATE KEY] [SECRET]");
 #ifdef __linux__
     prctl(PR_SET_NAME, "mld-bridge"); /* mldserver kcl starts it from memory, where it has no name */
 #endif
@@ -250,8 +273,10 @@ int main(int count, char **arguments)
     signal(SIGTERM, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
+    if (count == 3 || count == 6)
+        show_secret(arguments[count - 1]);
     int server = strncmp(address, "unix:", 5) == 0 ? connect_unix(address + 5) : connect_tcp(address);
-    if (count == 5 && *host) {
+    if (count >= 5 && *host) {
 #ifdef TLS
         start_tls(server, arguments + 2);
 #else

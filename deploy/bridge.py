@@ -1,7 +1,8 @@
 # ruff: noqa: INP001  # a script beside the daemon, no package
-"""Joins the stdin and stdout of a MultiLangDaemon child to mldserver: ``python -ISE bridge.py ADDRESS [CA CERTIFICATE KEY]``.
+"""Joins the stdin and stdout of a MultiLangDaemon child to mldserver: ``python -ISE bridge.py ADDRESS [CA CERTIFICATE KEY] [SECRET]``.
 
-ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. With the three files (PEM) it speaks TLS. The same program as ``bridge.c``, whose opening comment states the
+ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. With the three files (PEM) it speaks TLS. It shows the server the secret that is
+in the file SECRET. The same program as ``bridge.c``, whose opening comment states the
 contract, for machines without a compiler. It imports built-in and extension modules only, no ``socket``, ``signal`` or
 ``selectors``: that keeps one process at about 2.7 MiB of private memory; ``ssl``, where it is wanted, has its price.
 """
@@ -17,6 +18,7 @@ BUFFER = 65536
 PIPE_BUF = 4096
 LINGER_SECONDS = 2.0
 HANDSHAKE_SECONDS = 30.0
+LONGEST_SECRET = 1024
 AGAIN = [BlockingIOError]
 """What a socket raises that has no room, or nothing to give."""
 IGNORED = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE)
@@ -98,9 +100,18 @@ def encrypted(server: _socket.socket, host: str, files: list[str]) -> _socket.so
     return context.wrap_socket(plain, server_hostname=host)
 
 
-def relay(server: _socket.socket) -> None:
-    """Carry bytes both ways until either side has closed. Raises OSError when the connection breaks."""
+def greeting(path: str) -> bytes:
+    """Return the line that shows the server the secret in a file. Raises OSError."""
+    file = posix.open(path, posix.O_RDONLY)
+    word = posix.read(file, LONGEST_SECRET).strip()
+    posix.close(file)
+    return b"mldserver-secret " + word + b"\n"
+
+
+def relay(server: _socket.socket, first: bytes = b"") -> None:
+    """Carry bytes both ways until either side has closed, ``first`` before all. Raises OSError when the connection breaks."""
     up, down = Flow(), Flow()
+    up.waiting = memoryview(first)
     server.setblocking(False)
     half_closed, deadline = False, 0.0
     while not down.over:
@@ -158,10 +169,13 @@ def main(arguments: list[str]) -> int:
     """Run; return the exit code."""
     for number in IGNORED:
         _signal.signal(number, _signal.SIG_IGN)
-    if len(arguments) not in {1, 4}:
-        return complain(2, "usage", "bridge HOST:PORT | unix:/path [CA CERTIFICATE KEY]")
+    if len(arguments) not in {1, 2, 4, 5}:
+        return complain(2, "usage", "bridge HOST:PORT | unix:/path [CA CERTIFICATE KEY] [SECRET]")
+    files = arguments[1:4] if len(arguments) >= 4 else []  # noqa: PLR2004  # TLS's three
+    secret = arguments[1 + len(files) :]
     try:
-        relay(connect(arguments[0], arguments[1:]))
+        first = greeting(secret[0]) if secret else b""
+        relay(connect(arguments[0], files), first)
     except OSError as error:  # first: a certificate that is refused is a ValueError too
         return complain(1, arguments[0], error.strerror or error)
     except ValueError as error:

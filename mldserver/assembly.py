@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
+from mldserver.base.secret import read_secret
 from mldserver.base.service import keep_memory
 from mldserver.base.threads import aside
 from mldserver.base.tls import ServerTLS
@@ -230,7 +231,10 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     if settings.tls_certificate is not None and settings.source == "mld" and not around.drain:
         files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         tls = await aside(partial(ServerTLS, *files, names=settings.tls_names), name="mldserver-tls")
-    make_source = around.source or partial(_source_of, settings, tls)
+    secret = None
+    if settings.listen_secret is not None and settings.source == "mld" and not around.drain:
+        secret = await aside(partial(read_secret, settings.listen_secret), name="mldserver-secret")
+    make_source = around.source or partial(_source_of, settings, tls, secret)
     redriver = Redriver(
         ledger=ledger,
         runtime=runtime,
@@ -281,13 +285,14 @@ def destination_of(
     )
 
 
-def _source_of(settings: Settings, tls: ServerTLS | None, parts: SourceParts) -> Source:
+def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, parts: SourceParts) -> Source:
     place = settings.source
     if place == "mld":
         return MLDListener(
             settings.listen,
             limits=settings.part(ConnectionLimits),
             tls=tls,
+            secret=secret,
             allow_shards=settings.allow_shards,
             connection_limit=settings.connection_limit,
             answer_deadline=settings.answer_deadline_seconds,

@@ -17,6 +17,7 @@ from cyclopts import App, Parameter
 from mldserver.base.aws import require_aws
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
+from mldserver.base.secret import read_secret
 from mldserver.base.service import Service, entitle
 from mldserver.base.tls import client_context
 from mldserver.base.uris import redacted_option
@@ -83,6 +84,10 @@ def kcl(
             name=["--tls-ca", "--tls-client-ca"], help="The authority of the server's certificate (PEM)."
         ),
     ] = None,
+    listen_secret: Annotated[
+        str | None,
+        Parameter(help="The file of the secret that the server wants to be shown (its listen_secret)."),
+    ] = None,
     insecure: Annotated[bool | None, Parameter(help="Connect to another host in clear text.")] = None,
     initial_position: Annotated[
         str,
@@ -127,6 +132,7 @@ def kcl(
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "tls_client_ca": tls_ca,
+        "listen_secret": listen_secret,
         "insecure": insecure,
         "endpoint_url": endpoint_url,
         "java_home": java_home,
@@ -166,9 +172,13 @@ def kcl(
     # Until the event loop takes it. The daemon and its bridges ignore it too.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     tls = _tls(settings)
+    if settings.listen_secret is not None:
+        read_secret(settings.listen_secret)  # what is wrong with it is told now, not by each bridge
     daemon_properties(wanted)  # what is wrong is told before anything is compiled
     with private_files() as files, logging_to(settings):
-        wanted = replace(wanted, executable=bridge_command(settings.listen, files, tls))
+        wanted = replace(
+            wanted, executable=bridge_command(settings.listen, files, tls, settings.listen_secret)
+        )
         return asyncio.run(_run(settings, files, wanted, java_option, tls))
 
 

@@ -183,14 +183,17 @@ USAGE_EXIT: Final = 2
 """What a bridge without an address exits with."""
 
 
-def bridge_command(address: Address, files: Files, tls: Sequence[Path] = ()) -> str:
+def bridge_command(
+    address: Address, files: Files, tls: Sequence[Path] = (), secret: Path | None = None
+) -> str:
     """Return the bridge's command line as ``executableName`` wants it; ``files`` must live as long as the daemon.
 
     ``tls``: the authority of the server's certificate, the bridge's own, and its key; none: clear text.
+    ``secret``: the file of the secret that it shows the server.
 
     Raises ConfigError when a path in it has a space: the daemon splits the line on spaces and knows no quotes.
     """
-    targets = [str(address), *(str(path.absolute()) for path in tls)]
+    targets = [str(address), *(str(path.absolute()) for path in (*tls, *([secret] if secret else ())))]
     for target in targets:
         if len(target.split()) != 1:
             raise ConfigError(f"The path {target!r} has a space in it.", advice="Use another path.")

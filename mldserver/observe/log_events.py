@@ -69,7 +69,7 @@ connection.refused  warning  peer limit
     The connection limit holds; connections wait in the kernel's queue.
 connection.closed  info  reason seconds batches records
     The connection ended as the protocol foresees.
-connection.failed  warning|error  peer reason excerpt state handler hook sequence attempts traceback
+connection.failed  warning|error  peer reason excerpt state handler hook sequence attempts times traceback
     The connection was closed because of an error.
 connection.state  debug  from_state to_state on
     A transition of the protocol's state machine.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 import structlog
 
 from mldserver.base.clock import Flag
+from mldserver.base.secret import SecretGate
 from mldserver.base.tls import names_of
 from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
@@ -26,6 +27,7 @@ from mldserver.protocol.states import State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mldserver.base.folding import Folding
     from mldserver.base.tls import ServerTLS
     from mldserver.errors import MldserverError
     from mldserver.protocol.connection import ConnectionLimits
@@ -63,12 +65,15 @@ class Link(asyncio.BufferedProtocol):
         random: Callable[[], float],
         budget: ReadBudget,
         buffer: bytearray,
+        refusals: Folding,
         tls: ServerTLS | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """``name`` and ``peer`` are for the log; must be made on the loop that it will live on.
 
         ``buffer`` is received into; all connections of a loop may share one, of which they keep nothing. ``tls`` says who may
-        stay after the handshake.
+        stay after the handshake. ``secret``: what the peer must show first; how often a host was refused is counted by
+        ``refusals``.
         """
         self.peer = peer
         self.log = log.bind(connection=name)
@@ -81,6 +86,9 @@ class Link(asyncio.BufferedProtocol):
         self._offered = memoryview(buffer)
         """TLS cuts off what it has filled: of a bytearray that would be a copy."""
         self._tls = tls
+        self._gate: SecretGate | None = SecretGate(secret)
+        """Until the peer may send lines."""
+        self._refusals = refusals
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
@@ -127,13 +135,31 @@ class Link(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Pass bytes on to the core."""
-        partial = self.core.receive_data(self._buffer, nbytes)
+        data: bytes | bytearray = self._buffer
+        if self._gate is not None:
+            data = self._behind_gate(bytes(self._offered[:nbytes]))
+            nbytes = len(data)
+            if not nbytes:
+                return
+        partial = self.core.receive_data(data, nbytes)
         self._pump()
         if partial or self._partial:
             if self.line_began is not None and bool(partial) is not bool(self._partial):
                 self.line_began(bool(partial))
             self._partial = partial
             self.budget.set_partial(self, partial)
+
+    def _behind_gate(self, data: bytes) -> bytes:
+        """Return what the core may see of the first bytes; close if the peer does not show the secret."""
+        gate = self._gate
+        if gate is None or self.closed:
+            return b""
+        rest = gate.feed(data)
+        if gate.refused:
+            self.close(PeerError(gate.refused, did=_CLOSED, advice=SHOW))
+        elif rest is not None:
+            self._gate = None
+        return rest or b""
 
     def eof_received(self) -> bool:
         """Pass EOF on; the core closes, and the transport stays open until what is left is written.
@@ -311,6 +337,12 @@ class Link(asyncio.BufferedProtocol):
             self._reply.set_result(outcome)
 
     def _tell_failed(self, error: MldserverError) -> None:
+        host = self.peer.rpartition(":")[0]
+        times = 1
+        if self._gate is not None and self._gate.refused:
+            times = self._refusals.count(f"{host} {self._gate.refused}")
+            if not times:
+                return
         # Whoever breaks off before initialize is no daemon's child: nobody is hurt.
         level = "error" if self._initialized or not isinstance(error, PeerError) else "warning"
         trace = error if isinstance(error, InternalError) else None
@@ -319,6 +351,7 @@ class Link(asyncio.BufferedProtocol):
             "state": str(self._state_before or self.core.state),
             "peer": self.peer,
             "did": _CLOSED,
+            **({"times": times} if times > 1 else {}),
         } | error.told(_FLAT_FIELDS)
         if not self._initialized and isinstance(error, DecodeError):
             told.setdefault("advice", _STRANGER)
@@ -371,6 +404,10 @@ _FLAT_FIELDS: Final = frozenset(
 _ALL: Final = "everything delivered"
 _CLOSED: Final = "The connection was closed."
 _MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."
+SHOW: Final = (
+    "If it is a daemon of yours, give its mldserver kcl the same --listen-secret, or its bridge the file behind the address. "
+    "Its JVM exits now and starts again."
+)
 PROVE: Final = (
     "Find out who connects there. A daemon shows its certificate with --tls-certificate and --tls-ca."
 )

@@ -80,6 +80,7 @@ class MLDListener:
         clock: Clock,
         limits: ConnectionLimits,
         tls: ServerTLS | None = None,
+        secret: bytes | None = None,
         allow_shards: Sequence[str] = (),
         connection_limit: int = 1024,
         read_bytes: int = DEFAULT_READ_BYTES,
@@ -90,7 +91,7 @@ class MLDListener:
     ) -> None:
         """Listen at ``address`` once ``run`` is called.
 
-        ``tls``: None for clear text; on a Unix socket it always is. ``allow_shards``: patterns of the shards that may be
+        ``tls``: None for clear text; on a Unix socket it always is. ``secret``: what each peer must show; None: nothing. ``allow_shards``: patterns of the shards that may be
         connected for; none: any. At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
         all connections but one wait with theirs. ``answer_deadline``: seconds after which a batch is answered though
         its records are still worked on; None: never. ``progress_seconds``: how often the log tells of a shard's batches.
@@ -101,6 +102,7 @@ class MLDListener:
         self._clock = clock
         self._limits = limits
         self._tls = tls if isinstance(address, TcpAddress) else None
+        self._secret = secret
         self._allow_shards = allow_shards
         self._connection_limit = connection_limit
         self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
@@ -115,6 +117,7 @@ class MLDListener:
         self._serving: dict[Link, Conductor] = {}
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._failed_handshakes = Folding(clock.steady_ms)
+        self._refusals = Folding(clock.steady_ms)
         self._empty = asyncio.Event()
         self._empty.set()
         self._accepting: asyncio.Task[None] | None = None
@@ -275,7 +278,9 @@ class MLDListener:
             random=self._random,
             budget=self._budget,
             buffer=self._buffer,
+            refusals=self._refusals,
             tls=self._tls,
+            secret=self._secret,
         )
         conductor = Conductor(
             link,

@@ -46,6 +46,17 @@ HELD_BY = {
         "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
         "test_server_tls.py::test_a_server_takes_the_shards_and_the_names_that_its_settings_allow",
     ],
+    "Where `listen_secret` is set": [
+        "sources/test_secret.py::test_a_daemon_behind_a_bridge_with_the_secret_is_served",
+        "sources/test_secret.py::test_a_peer_without_the_secret_names_no_shard_and_the_log_says_so_once_a_minute",
+        "base/test_secret.py::test_another_secret_or_none_is_refused_whatever_the_chunks_are",
+    ],
+    "The secret is in a file": [
+        "base/test_secret.py::test_the_secret_is_one_word_in_a_file_that_others_cannot_read",
+        "kcl/test_bridge.py::test_a_secret_is_shown_before_the_daemons_first_line",
+        "kcl/test_command.py::test_it_runs_the_daemon_with_its_files_and_stops_it_in_order",
+        "sources/test_secret.py::test_a_server_without_a_secret_takes_bridges_that_show_one",
+    ],
     "A daemon that names a shard": [
         "sources/test_tls.py::test_only_shards_that_are_allowed_are_taken",
         "coordinator/test_coordinator_shards.py::test_a_name_that_the_stream_does_not_list_is_refused_and_holds_no_window",

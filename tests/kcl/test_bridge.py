@@ -394,6 +394,32 @@ def test_a_bridge_says_nothing_to_a_server_that_is_not_the_right_one(
     assert done.result().stderr.startswith(f"mldserver bridge: {address}: ")
 
 
+@pytest.mark.parametrize("name", ["c", "python", "c over TLS", "python over TLS"])
+def test_a_secret_is_shown_before_the_daemons_first_line(
+    name: str, files: Files, certificates: Certificates, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("  correct-horse-battery\r\n")
+    encrypted = "TLS" in name
+    shown = (certificates.ca, certificates.client, certificates.client) if encrypted else ()
+    tls = certificates.both()[0].context if encrypted else None
+    wanted = b"mldserver-secret correct-horse-battery\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        made = Bridged(program(name, files), listener, address, *shown, secret, tls=tls)
+    with made.process:
+        assert read_exactly(made.server, len(wanted)) == wanted
+        made.write(b'{"action":"initialize"}\n')
+        assert read_exactly(made.server, 24) == b'{"action":"initialize"}\n'
+        made.close_stdin()
+        made.server.close()
+        command = Path(f"/proc/{made.process.pid}/cmdline")
+        assert not command.exists() or b"correct-horse" not in command.read_bytes()
+    secret.unlink()
+    done = run(program(name, files), address, *map(str, shown), str(secret))
+    assert (done.returncode, done.stderr) == (1, f"mldserver bridge: {address}: No such file or directory\n")
+
+
 def test_a_bridge_without_openssl_speaks_no_clear_text_where_tls_was_asked_for(
     files: Files, certificates: Certificates
 ) -> None:
@@ -444,7 +470,7 @@ def test_without_a_server_it_exits_with_one_clear_line(
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"mldserver bridge: {address}: {reason}\n")
 
 
-@pytest.mark.parametrize("arguments", [(), ("7070",), ("host:",), ("a:1", "b:2"), (":7070",)])
+@pytest.mark.parametrize("arguments", [(), ("7070",), ("host:",), ("a:1", "b:2", "c:3"), (":7070",)])
 def test_a_bad_address_is_told_apart(command: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     done = run(command, *arguments)
     assert done.returncode == 2

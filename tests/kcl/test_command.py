@@ -92,6 +92,10 @@ def started(
     command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "eu-central-1"]
     command += ["--connect", f"127.0.0.1:{server.getsockname()[1]}", "--property", "maxRecords=7"]
     command += ["--java-option", "-Daws.secretAccessKey=hush", "--java-option", "-Xmx64m"]
+    secret = tmp_path / "secret"
+    secret.write_text("correct-horse-battery")
+    secret.chmod(0o600)
+    command += ["--listen-secret", str(secret)]
     process = subprocess.Popen(
         [*command, "--log-format", "json"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
     )
@@ -120,9 +124,10 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
     assert "streamName = s\n" in properties
     assert "maxRecords = 7\n" in properties
     (executable,) = (line for line in properties.splitlines() if line.startswith("executableName = "))
-    assert executable.endswith(f" 127.0.0.1:{server.getsockname()[1]}")
+    assert executable.endswith(f" 127.0.0.1:{server.getsockname()[1]} {seen.parent / 'secret'}")
     assert "<configuration>" in (seen / "logback.xml").read_text()
     events = logged(started)
+    assert "correct-horse" not in str(events) + properties
     assert [event["event"] for event in events] == ["kcl.starting", "kcl.log", "kcl.exited"]
     assert events[0]["command"][1:] == ["-Daws.secretAccessKey=…", "-Xmx64m"]
     assert (events[0]["retrieval"], events[0]["properties"]["retrievalMode"]) == ("polling", "POLLING")
@@ -163,6 +168,7 @@ def test_no_daemon_and_no_file_survives_a_killed_supervisor(
             ["--stream", "s", "--region", "r", "--tls-certificate", "/", "--tls-ca", "/"],
             "The certificate / cannot be used: Is a directory",
         ),
+        (["--stream", "s", "--region", "r", "--listen-secret", "/none"], "secret, /none, cannot be read"),
         (["--stream", "no credentials", "--region", "r"], "there are no AWS credentials"),
     ],
 )

@@ -345,6 +345,7 @@ async def serving(
     answer_deadline: float | None = None,
     tls: tuple[ServerTLS | None, ssl.SSLContext | None] = (None, None),
     allow_shards: Several[str] = (),
+    secret: bytes | None = None,
     **limits: Any,
 ) -> AsyncIterator[House]:
     runtime, intake = FakeRuntime(), FakeIntake()
@@ -359,6 +360,7 @@ async def serving(
         read_bytes=read_bytes,
         tls=tls[0],
         allow_shards=allow_shards,
+        secret=secret,
         random=lambda: 0.5,
     )
     running = asyncio.create_task(listener.run())

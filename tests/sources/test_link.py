@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.base.folding import Folding
 from mldserver.errors import HandlerHalted, ProtocolViolation
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import Initialize, ProcessRecords
@@ -67,7 +68,13 @@ def heard(link: Link, data: bytes) -> None:
 def made(budget: int = 1000, **limits: Any) -> tuple[Link, Transport]:
     transport = Transport()
     shown = Link(
-        "c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(budget), buffer=bytearray(1000)
+        "c1",
+        "peer",
+        limits=QUICK,
+        random=lambda: 0.5,
+        budget=ReadBudget(budget),
+        buffer=bytearray(1000),
+        refusals=Folding(lambda: 0),
     )
     transport.link = shown
     shown._close_seconds = limits.get("close_seconds", 5)
@@ -114,7 +121,15 @@ async def test_once_closed_every_command_does_nothing() -> None:
 
 
 async def test_a_link_that_never_got_its_transport_can_be_cut() -> None:
-    link = Link("c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(10), buffer=bytearray(10))
+    link = Link(
+        "c1",
+        "peer",
+        limits=QUICK,
+        random=lambda: 0.5,
+        budget=ReadBudget(10),
+        buffer=bytearray(10),
+        refusals=Folding(lambda: 0),
+    )
     link.cut()
     link.pause()
     link.resume()

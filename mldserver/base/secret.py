@@ -1,0 +1,74 @@
+"""The shared secret that bridges show a listener: its file, and the gate that reads it. The gate is synchronous.
+
+A bridge sends ``mldserver-secret WORD`` as a line of its own before the daemon's first line. A listener without a secret
+drops that line, so that bridges may have the secret first.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import stat
+from typing import TYPE_CHECKING, Final
+
+from mldserver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PREFIX: Final = b"mldserver-secret "
+LONGEST: Final = 1024
+"""Bytes of a secret's line."""
+_WORD: Final = re.compile(rb"[\x21-\x7e]{16,900}")
+"""Long enough that no one guesses it, and one line for the bridges."""
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret in a file. Blocking. Raises ConfigError where there is none, or others may read it."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            word = file.read(LONGEST).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"The file of the secret, {path}, cannot be read: {error.strerror}.",
+            advice="Check listen_secret.",
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"The file of the secret, {path}, may be read by others (mode {mode:o}).",
+            advice=f"Run `chmod 600 {path}`, and write another secret if somebody may have read it.",
+        )
+    if not _WORD.fullmatch(word):
+        raise ConfigError(
+            f"The file {path} does not hold a secret.",
+            advice="Write one word of 16 to 900 printable ASCII characters, for example with `openssl rand -hex 32`.",
+        )
+    return word
+
+
+class SecretGate:
+    """Bytes of a new connection in, those behind the secret out."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        """``secret``: what the peer must show; None: nothing."""
+        self._secret = secret
+        self._begun = b""
+        self.refused = ""
+        """Why the peer is refused; empty while it is not."""
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Return what follows the secret; None while that is not known, and when the peer is ``refused``."""
+        self._begun += data
+        if not self._begun.startswith(PREFIX[: len(self._begun)]):
+            if self._secret is None:
+                return self._begun
+            self.refused = "The peer did not show the secret of listen_secret."
+        elif len(self._begun) > len(PREFIX):
+            line, end, rest = self._begun.partition(b"\n")
+            if end and (self._secret is None or hmac.compare_digest(line.removeprefix(PREFIX), self._secret)):
+                return rest
+            if end or len(line) > LONGEST:
+                self.refused = "The peer showed another secret than that of listen_secret."
+        return None
