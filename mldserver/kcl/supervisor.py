@@ -45,6 +45,8 @@ JOIN_SECONDS: Final = 0.2
 LAST_SECONDS: Final = 3.0
 """How long a JVM that ends itself may take where the server still answers: other shards have connections, and may
 checkpoint. An answer takes milliseconds."""
+UNLEASED_SECONDS: Final = 3.0
+"""How long a JVM that has gained no lease yet may take to stop: while it starts, it ignores SIGTERM for up to half a minute."""
 ASK_SECONDS: Final = 0.25
 """Between two looks for a server that does not answer."""
 ANSWER_SECONDS: Final = 1.0
@@ -86,6 +88,8 @@ class Supervisor:
     _forced: asyncio.Event = field(default_factory=asyncio.Event)
     _doomed: asyncio.Event = field(default_factory=asyncio.Event)
     """The daemon that runs now has begun to end itself, unasked."""
+    _leased: bool = False
+    """The daemon that runs now has gained a lease, and may have something to checkpoint."""
     _killed: bool = False
     """The last daemon was killed by this supervisor."""
     _lead_released: bool = False
@@ -201,7 +205,7 @@ class Supervisor:
         """Run the daemon once; return its exit code (negative: the signal that ended it)."""
         self._starts += 1
         self._doomed.clear()
-        self._killed = False
+        self._killed = self._leased = False
         self._lead_released = False
         self._doing = f"the daemon runs (start {self._starts})"
         log.info("kcl.starting", start=self._starts, **self.told)
@@ -244,8 +248,12 @@ class Supervisor:
         else:
             if not self._forced.is_set():
                 child.signal(signal.SIGTERM)
-                await first_of(self._forced.wait(), self.clock.sleep(self.grace))
-            self._forced.set()
+                soon = min(UNLEASED_SECONDS, self.grace)
+                await first_of(self._forced.wait(), self.clock.sleep(soon))
+                if self._leased:
+                    await first_of(self._forced.wait(), self.clock.sleep(self.grace - soon))
+            if self._leased:
+                self._forced.set()
         self._killed = True
         child.kill()
 
@@ -265,7 +273,9 @@ class Supervisor:
         now = self.clock.steady_ms() / 1000
         for event in events:
             # What a daemon says while it falls is the same fault again, from each of its shards.
-            _write([verbatim(event)] if self._doomed.is_set() else self._digest.take(event, now))
+            lines = [verbatim(event)] if self._doomed.is_set() else self._digest.take(event, now)
+            self._leased = self._leased or any(line.event == "kcl.lease_gained" for line in lines)
+            _write(lines)
             if event.text == ENDS_ITSELF and not self._stopping.is_set():
                 self._doomed.set()
 

@@ -247,25 +247,25 @@ async def test_a_deploy_of_server_and_daemons_has_all_shards_back_within_30_s(
         two.address = one.address
         hosts = {"one": one, "two": two}
 
-        async def connected(since: int, limit: float) -> None:
+        async def connected(limit: float) -> None:
+            before = len(one.server_events("shard.opened"))
+            for name, host in hosts.items():
+                host.start_daemon(workerIdentifier=name)
+
             def reached() -> bool:
-                return len({event["shard"] for event in one.server_events("shard.opened")[since:]}) == 4
+                return len({event["shard"] for event in one.server_events("shard.opened")[before:]}) == 4
 
             await one.until("all shards are connected", reached, limit=limit)
 
         one.start_server()
-        for name, host in hosts.items():
-            host.start_daemon(workerIdentifier=name)
-        await connected(0, limit=600)
-        before = len(one.server_events("shard.opened"))
+        await connected(600)
         began = time.monotonic()
         # The daemons' JVMs die with the server, the leader among them; then their supervisors are restarted too.
         await one.end(one.server, number)
         one.start_server()
-        for name, host in hosts.items():
-            assert await host.end(host.daemon, number) in {0, -signal.SIGKILL}
-            host.start_daemon(workerIdentifier=name)
-        await connected(before, limit=30 - (time.monotonic() - began))
+        codes = await asyncio.gather(*(host.end(host.daemon, number) for host in hosts.values()))
+        assert set(codes) <= {0, -signal.SIGKILL}
+        await connected(30 - (time.monotonic() - began))
         print(f"all shards were back after {time.monotonic() - began:.1f} s")
         for host in hosts.values():
             assert await host.end(host.daemon) == 0

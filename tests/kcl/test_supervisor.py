@@ -145,15 +145,28 @@ async def test_stopping_sends_sigterm_and_waits_for_the_daemons_own_end(logged: 
     assert [event["text"] for event in events(logged, "kcl.log")] == ["bye"]
 
 
-async def test_a_daemon_that_outstays_its_grace_is_killed(logged: Logged, fifo: Path) -> None:
+GAINED = "MLD\\tINFO\\tx.Scheduler\\tCreated new shardConsumer for : ShardInfo(x, shardId=shardId-0, checkpoint={SequenceNumber: 7, x"
+
+
+@pytest.mark.parametrize(
+    ("leased", "code", "slept"), [(True, 3, [3.0, 9.0]), (False, 0, [3.0])], ids=["leased", "not leased"]
+)
+async def test_a_daemon_that_outstays_its_grace_is_killed_and_one_without_a_lease_sooner(
+    logged: Logged, fifo: Path, leased: bool, code: int, slept: list[float]
+) -> None:
     clock = HastyClock()
-    watched = supervisor(f"trap '' TERM; echo > {fifo}; while :; do sleep 100; done", clock, grace=12.0)
+    script = (
+        f"trap '' TERM; printf '{GAINED if leased else ''}\\n'; echo > {fifo}; while :; do sleep 100; done"
+    )
+    watched = supervisor(script, clock, grace=12.0)
     async with asyncio.TaskGroup() as tasks:
-        code = tasks.create_task(watched.run())
+        running = tasks.create_task(watched.run())
         await asyncio.to_thread(fifo.read_text)
+        while leased and not events(logged, "kcl.lease_gained"):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
         watched.stop()
-    assert code.result() == 3
-    assert clock.slept == [12.0]
+    assert running.result() == code
+    assert clock.slept == slept
     assert [event["exit_code"] for event in events(logged, "kcl.exited")] == [-signal.SIGKILL]
 
 
