@@ -206,6 +206,10 @@ class WindowRunner:
             group.create_task(self.steps.clean_up(), name="replaced outputs")
             for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work(), name="windows")
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._workers = None  # a group that ends takes no task any more
 
     def relieve(self, window_id: str) -> None:
         """Let others go on beside a window whose hook is slow, and maybe hangs: as many more as run anyway, at most."""

@@ -145,16 +145,16 @@ def where_failed(spark: SparkSession) -> str:
     with contextlib.suppress(Exception):  # see where_lost; and a JVM that is going says nothing
         for tasks in _stages(spark, unless="SUCCEEDED"):
             failed |= {_executor(task) for task in tasks if task.status() == "FAILED"}
-    return f" (Its tasks failed on {', '.join(sorted(failed))}.)" if failed else ""
+    return f"Its tasks failed on {', '.join(sorted(failed))}." if failed else ""
 
 
 def advice_on(message: str, segments: Iterable[str]) -> str:
     """Return what helps where Spark's ``message`` says that an executor lacks one of these files, or memory; else nothing."""
     names = (path.rpartition("/")[2] for path in segments)
     if any(sign in message for sign in _NOT_THERE) and any(name in message for name in names):
-        return f" An executor does not see the output folder. {REMOVE}"
+        return f"An executor does not see the output folder. {REMOVE}"
     if "OutOfMemoryError" in message:
-        return " Raise spark.executor.memory in spark_conf."
+        return "Raise spark.executor.memory in spark_conf."
     return ""
 
 

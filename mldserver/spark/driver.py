@@ -146,16 +146,22 @@ class Jobs:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.session.jvm.wait(_DEATH_SECONDS)
                     return  # not the job's failure: whoever watches the JVM ends this process, and so the job
-            fault, where = wire.describe(error), ""
+            fault, advice = wire.describe(error), ""
             closed = self.session.connect and CLOSED in fault.message
             if not (self.session.is_local or job.cancelled):
                 from mldserver.spark.counts import advice_on, where_failed  # noqa: PLC0415  # as in `_compute`
 
-                where = where_failed(self.session.spark)
                 jobs = job.run.jobs if isinstance(job.run, wire.Run) else ()
-                where += advice_on(wire.text_of(error), [path for each in jobs for path in each.segments])
+                segments = [path for each in jobs for path in each.segments]
+                said = wire.text_of(error)
+                advice = " ".join(filter(None, [where_failed(self.session.spark), advice_on(said, segments)]))
             answer = wire.FailedJob(
-                job.run.id, fault.error, f"{fault.message}{where}", fault.traceback, cancelled=job.cancelled
+                job.run.id,
+                fault.error,
+                fault.message,
+                fault.traceback,
+                cancelled=job.cancelled,
+                advice=advice,
             )
         with self._lock:
             del self._jobs[job.run.id]

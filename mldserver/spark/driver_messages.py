@@ -175,6 +175,8 @@ class FailedJob(channel.Message, frozen=True):
     traceback: str = ""
     """The user's own frames."""
     cancelled: bool = False
+    advice: str = ""
+    """Where its tasks failed, and what to do; never what the user's code, Spark or a database has said."""
 
 
 class Health(channel.Message, frozen=True):

@@ -259,7 +259,8 @@ class Life:
             if isinstance(done, wire.Done):
                 return done.outputs
             said = self._redacted(f"{done.error}: {done.message}")
-            failed = WindowFailed(said, traceback=self._redacted(done.traceback), **about)
+            traceback = self._redacted(done.traceback)
+            failed = WindowFailed(said, advice=done.advice, traceback=traceback, **about)
             failed.quotes = done.error not in _OWN_ERRORS
             raise failed
         finally:

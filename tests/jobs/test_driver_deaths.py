@@ -175,6 +175,8 @@ async def test_others_go_on_beside_a_window_whose_hook_is_slow(tmp_path: Path, l
         await pipeline.give(session, [(1, 40_000), (2, 50_000)])
         await pipeline.clock.advance(1)
     assert not pipeline.runner._slow
+    pipeline.runner.relieve(W[0])
+    assert not pipeline.runner._slow, "nobody works any more"
 
 
 async def test_no_more_than_one_is_computed_beside_each_that_may_hang(tmp_path: Path) -> None:

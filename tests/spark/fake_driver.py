@@ -97,7 +97,9 @@ class FakeDriver:
     def run(self, run: driver_messages.Run) -> None:
         name = run.job.window.id
         if name == "fails":
-            self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+            self.send(
+                driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py", advice="Remove it.")
+            )
         elif name == "dies":
             os._exit(9)
         elif name == "is killed":

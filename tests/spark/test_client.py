@@ -114,6 +114,7 @@ async def test_a_failed_job_is_told_with_the_users_traceback(bench: Callable[...
         with pytest.raises(WindowFailed, match="ValueError: no good") as caught:
             await it.engine.compute(job("fails"))
         assert caught.value.where == {"window": "fails", "traceback": "File my.py"}
+        assert caught.value.advice == "Remove it."
         assert caught.value.quotes
         assert (await it.engine.compute(job("w"))).rows == 5
 

@@ -190,7 +190,7 @@ def test_a_segment_that_is_gone_fails_the_window_whatever_the_settings_say_and_i
         context: Any = world.session.spark.sparkContext
         context._jsc.sc().listenerBus().waitUntilEmpty()
         told = where_failed(world.session.spark)
-        assert re.fullmatch(r" \(Its tasks failed on \S+ \(executor driver\)\.\)", told)
+        assert re.fullmatch(r"Its tasks failed on \S+ \(executor driver\)\.", told)
         assert advice_on(str(failed.value), ["/elsewhere/x.parquet"]) == ""
         assert advice_on(str(failed.value), job.segments).endswith(
             f"does not see the output folder. {REMOVE}"
