@@ -81,7 +81,12 @@ _BETWEEN: Final = re.compile(
     r"| *\+[-+]+( (\d+|\.\.\.) -+)?$"
 )
 _CAUSE: Final = re.compile(r"\s*(Caused by|Suppressed): ")
-_CLASS: Final = re.compile(r"(\s*(?:Caused by|Suppressed): )?([A-Za-z_][\w.$<>]*)(: |:?$)")
+_CLASS: Final = re.compile(
+    r"(\s*(?:Caused by|Suppressed): )?([A-Za-z_][\w.$<>]*(?:: [A-Za-z_][\w.]*(?:Error|Exception))?)(: |:?$)"
+)
+"""An error's class, or that of Spark's error and of the one that a function of the user's has raised."""
+_PLACE: Final = re.compile(r" \([^()\s]+:\d+, in [\w<>.]+\)$")
+"""Where a function of the user's has raised it, at the end of its line."""
 _OF_GROUP: Final = re.compile(r" *\| ?")
 """What goes ahead of the lines of an exception group."""
 
@@ -104,8 +109,9 @@ def without_messages(text: str) -> str:
             continue
         found = _CLASS.match(line) if class_ or _CAUSE.match(line) else None
         if found is not None:
-            message = found[3] == ": "
-            kept.append(f"{whole[: len(whole) - len(line) + found.end()]}{WITHHELD}" if message else whole)
+            place, head = _PLACE.search(line), whole[: len(whole) - len(line) + found.end()]
+            message = f"{head}{WITHHELD}{place[0] if place else ''}"
+            kept.append(message if found[3] == ": " else whole)
         code, marks, class_ = False, False, False
     return "\n".join(kept) or WITHHELD
 

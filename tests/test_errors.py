@@ -210,6 +210,14 @@ def test_javas_stack_without_messages_has_its_places_and_classes() -> None:
         ("KeyError", "KeyError"),
         ("mine.<locals>.Boom: 7", f"mine.<locals>.Boom: {errors.WITHHELD}"),
         ("a sentence about 7", errors.WITHHELD),
+        (
+            "Py4JJavaError: ValueError: 7 (job.py:3, in double)\nAn error occurred while calling o408.parquet.",
+            f"Py4JJavaError: ValueError: {errors.WITHHELD} (job.py:3, in double)",
+        ),
+        (
+            "PythonException: KeyError (job.py:3, in f)",
+            f"PythonException: {errors.WITHHELD} (job.py:3, in f)",
+        ),
         ("", errors.WITHHELD),
         (UDF.format("7", "\n  An exception was thrown:"), UDF.format(errors.WITHHELD, errors.WITHHELD)),
     ],

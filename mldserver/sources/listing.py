@@ -101,6 +101,10 @@ class ShardPolling:
                 # AWS: NextToken excludes StreamName.
                 request = {"NextToken": token} if token else {}
         except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
-            log.warning("stream.unlisted", stream=self._stream, error=type(error).__name__, what=str(error))
+            name, what, advice = type(error).__name__, str(error), {}
+            if getattr(error, "response", {}).get("Error", {}).get("Code") == "ResourceNotFoundException":
+                what = f"There is no stream {self._stream} in this account and region."
+                advice = {"advice": "Check the settings stream and region, and the credentials' account."}
+            log.warning("stream.unlisted", stream=self._stream, error=name, what=what, **advice)
             return None
         return listing

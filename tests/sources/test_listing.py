@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.sources import listing
@@ -100,6 +101,17 @@ async def test_a_failure_is_logged_and_the_same_client_is_asked_again(logged: li
     told = [entry for entry in logged if entry["event"] == "stream.unlisted"]
     expected = ("flights", "ConnectionError", "no route")
     assert [(event["stream"], event["error"], event["what"]) for event in told] == [expected] * 2
+
+
+async def test_a_stream_that_does_not_exist_is_named(logged: list[dict[str, Any]]) -> None:
+    def make() -> Any:
+        raise ClientError({"Error": {"Code": "ResourceNotFoundException", "Message": "gone"}}, "ListShards")
+
+    async with polling(make, lambda _listing: None):
+        pass
+    (told,) = [entry for entry in logged if entry["event"] == "stream.unlisted"]
+    assert told["what"] == "There is no stream flights in this account and region."
+    assert "region" in told["advice"]
 
 
 async def test_a_client_that_cannot_be_made_is_tried_again_and_never_fatal(
