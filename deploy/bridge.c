@@ -128,9 +128,15 @@ static SSL *tls; /* NULL: clear text */
 static void die_of_tls(void)
 {
     long verified = tls ? SSL_get_verify_result(tls) : X509_V_OK;
-    const char *reason = ERR_reason_error_string(ERR_peek_error()); /* NULL for the system's own */;
+    unsigned long error = ERR_peek_error();
+    const char *reason = ERR_reason_error_string(error); /* NULL for the system's own */
     if (verified != X509_V_OK)
         die(1, X509_verify_cert_error_string(verified));
+    if (reason && ERR_GET_REASON(error) >= SSL_AD_REASON_OFFSET) { /* an alert of the server's */
+        char refusal[256];
+        snprintf(refusal, sizeof refusal, "the server refuses this client: %s", reason);
+        die(1, refusal);
+    }
     die(1, reason ? reason : errno ? strerror(errno) : "the TLS connection broke");
 }
 

@@ -177,10 +177,18 @@ def main(arguments: list[str]) -> int:
         first = greeting(secret[0]) if secret else b""
         relay(connect(arguments[0], files), first)
     except OSError as error:  # first: a certificate that is refused is a ValueError too
-        return complain(1, arguments[0], error.strerror or error)
+        return complain(1, arguments[0], sentence(error))
     except ValueError as error:
         return complain(2, arguments[0], error)
     return 0
+
+
+def sentence(error: OSError) -> object:
+    """Return what is wrong, without the numbers of Python's own sources."""
+    reason = getattr(error, "reason", None) or ""
+    if "ALERT" in reason:
+        return f"the server refuses this client: {reason.replace('_', ' ').lower()}"
+    return error.strerror or error
 
 
 def complain(code: int, address: str, what: object) -> int:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from mldserver.admin.document import SCHEMA, Status
+from mldserver.base.tls import refusal_by_server
 from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless
@@ -217,6 +218,8 @@ class _Schema(msgspec.Struct):
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return refusal_by_server(error)
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
 
 

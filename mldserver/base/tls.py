@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ssl
 import time
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,50 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 log = structlog.get_logger("mldserver")
+
+
+_failures: ContextVar[list[ssl.SSLError] | None] = ContextVar("tls_failures", default=None)
+
+
+_UNDERSTOOD: Final = {"PEER_DID_NOT_RETURN_A_CERTIFICATE", "UNSUPPORTED_PROTOCOL", "NO_SHARED_CIPHER"}
+"""Why handshakes fail with peers that speak TLS. Others would not read an alert, nor close the connection because of it."""
+
+
+class _Answering(ssl.SSLObject):
+    """A server's side of one connection, which sends its alert before it fails.
+
+    asyncio and uvloop close the transport at once when a handshake fails, and drop the alert that says why. So the first
+    failure is shown to them as a wait for more: they send what is there then, and the alert with it. The client closes the
+    connection, or whatever it sends next meets the failure.
+    """
+
+    _failure: ssl.SSLError | None = None
+
+    def do_handshake(self) -> None:
+        """Go on with the handshake. Raises SSLWantReadError once before an error that the client can be told."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            self._failure = error
+            if (failures := _failures.get()) is not None:
+                failures.append(error)
+            if isinstance(error, ssl.SSLCertVerificationError) or error.reason in _UNDERSTOOD:
+                raise ssl.SSLWantReadError from error
+            raise
+
+
+def handshake_failures() -> list[ssl.SSLError]:
+    """Return a list to which the handshakes of connections that the present task accepts from now on add why they fail.
+
+    Their clients mostly close the connection first, so that the task itself gets no more than a ConnectionResetError.
+    """
+    failures: list[ssl.SSLError] = []
+    _failures.set(failures)
+    return failures
 
 
 class ServerTLS:
@@ -48,6 +93,7 @@ class ServerTLS:
         self._read_at = 0
         """Seconds since the epoch; 0: the files were not read again yet."""
         self.context = self._latest
+        self.context.sslobject_class = _Answering
         """For everything that listens, as long as the process lives."""
         # Called in every handshake, also of clients that name no server.
         self.context.sni_callback = self._renew
@@ -126,6 +172,25 @@ def handshake_failure(error: OSError) -> str:
         return f"the client's certificate is refused: {error.verify_message}"
     reason = getattr(error, "reason", None) or str(error)
     return _REASONS.get(reason, reason.replace("_", " ").lower() if reason.isupper() else reason)
+
+
+_REFUSALS: Final = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the server wants a certificate, and none was shown",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the server wants a certificate, or has no cipher in common with this client",
+    "TLSV1_ALERT_UNKNOWN_CA": "the server does not know the authority of the certificate that was shown",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the server says that the certificate that was shown has expired",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the server refuses the certificate that was shown",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the server refuses the certificate that was shown",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+}
+"""What a client learns most by OpenSSL's names, in words."""
+
+
+def refusal_by_server(error: ssl.SSLError) -> str:
+    """Return why a client's handshake failed, or its first read behind it, in words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the server's certificate is refused: {error.verify_message.rstrip('.')}"
+    return _REFUSALS.get(error.reason, error.reason.replace("_", " ").lower()) if error.reason else str(error)
 
 
 def names_of(peer: ssl.SSLObject | None) -> tuple[str, ...]:

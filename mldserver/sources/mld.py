@@ -18,7 +18,7 @@ import structlog
 
 from mldserver.base.folding import Folding
 from mldserver.base.listening import listen_tcp, listen_unix
-from mldserver.base.tls import handshake_failure
+from mldserver.base.tls import handshake_failure, handshake_failures
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
@@ -323,6 +323,7 @@ class MLDListener:
         task = asyncio.current_task()
         assert task is not None
         self._handshakes.add(task)
+        failures = handshake_failures()
         try:
             await loop.connect_accepted_socket(
                 lambda: link,
@@ -332,6 +333,7 @@ class MLDListener:
                 ssl_shutdown_timeout=self._limits.close_timeout_seconds,
             )
         except OSError as error:  # ssl.SSLError is one
+            error = failures[0] if failures else error
             if isinstance(error, ConnectionResetError):  # somebody only looks whether there is a server
                 link.log.debug("tls.failed", peer=link.peer, what="The peer went away in the handshake.")
             else:

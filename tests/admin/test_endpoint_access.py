@@ -13,8 +13,11 @@ from support.certificates import Certificates
 from support.raw_http import document
 
 from mldserver.admin import endpoint as module
+from mldserver.admin.http_client import Client as HttpClient
+from mldserver.admin.http_client import Refused
 from mldserver.base.listening import listen_tcp
 from mldserver.base.tls import ServerTLS, client_context
+from mldserver.config.kinds import TcpAddress
 
 if TYPE_CHECKING:
     import ssl
@@ -167,6 +170,33 @@ def test_who_steers_from_outside_is_named_by_the_certificate(tmp_path: Path) -> 
             plain = await server.client()
             plain.writer.write(b"GET /status HTTP/1.1\r\n\r\n")
             assert await plain.ended()
+
+    running(story())
+
+
+@pytest.mark.parametrize(
+    ("show", "why"),
+    [
+        (None, "the server wants a certificate, and none was shown"),
+        ("stranger", "the server does not know the authority of the certificate that was shown"),
+        ("expired", "the server says that the certificate that was shown has expired"),
+    ],
+)
+def test_the_command_line_says_why_the_endpoint_refuses_a_certificate(
+    tmp_path: Path, show: str | None, why: str
+) -> None:
+    files = Certificates(tmp_path)
+    files.write("expired", days=-1)
+    own = None if show is None else tmp_path / f"{show}.pem"
+
+    async def story() -> None:
+        listener = await listen_tcp("0.0.0.0", 0)
+        tls = ServerTLS(files.server, client_ca=files.ca)
+        async with served(tmp_path, listener=listener, tls=tls):
+            address = TcpAddress("127.0.0.1", listener.getsockname()[1])
+            asking = HttpClient(address, tls=client_context(own, None, files.ca), seconds=60)
+            with pytest.raises(Refused, match=rf"do not trust each other: {why}\. .*--certificate"):
+                await asyncio.to_thread(asking.status)
 
     running(story())
 

@@ -144,6 +144,12 @@ HELD_BY = {
         "sources/test_mld.py::test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices",
         "protocol/test_connection_fuzz.py::test_whatever_the_peer_sends_nothing_raises_and_eof_closes",
     ],
+    "When a handshake fails": [
+        "sources/test_tls.py::test_without_a_certificate_of_ours_no_shard_is_named_and_the_log_says_once_why",
+        "sources/test_tls.py::test_a_client_is_told_by_an_alert_why_it_is_turned_away",
+        "kcl/test_bridge.py::test_a_bridge_that_the_server_turns_away_ends_with_a_sentence",
+        "admin/test_endpoint_access.py::test_the_command_line_says_why_the_endpoint_refuses_a_certificate",
+    ],
     "A handshake that does not end": [
         "sources/test_tls.py::test_a_handshake_that_never_ends_gives_its_slot_back_in_time",
         "sources/test_tls.py::test_a_stop_does_not_wait_for_handshakes",

@@ -420,6 +420,33 @@ def test_a_secret_is_shown_before_the_daemons_first_line(
     assert (done.returncode, done.stderr) == (1, f"mldserver bridge: {address}: No such file or directory\n")
 
 
+@pytest.mark.parametrize(
+    ("show", "why"), [("stranger", "tlsv1 alert unknown ca"), ("expired", "alert certificate expired")]
+)
+async def test_a_bridge_that_the_server_turns_away_ends_with_a_sentence(
+    encrypted: tuple[str, ...], certificates: Certificates, show: str, why: str
+) -> None:
+    certificates.write("expired", days=-1)
+    mine = str(certificates.folder / f"{show}.pem")
+    async with asyncio.timeout(LIMIT), serving(tls=(certificates.both()[0], None)) as house:
+        process = await asyncio.create_subprocess_exec(
+            *encrypted,
+            house.address,
+            *(str(certificates.ca), mine, mine),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(INITIALIZE).encode() + b"\n")
+        out, told = await process.communicate()
+        await house.empty()
+    assert (process.returncode, out) == (1, b"")
+    assert re.fullmatch(
+        f"mldserver bridge: {house.address}: the server refuses this client: .*{why}\n", told.decode()
+    ), told
+
+
 def test_a_bridge_without_openssl_speaks_no_clear_text_where_tls_was_asked_for(
     files: Files, certificates: Certificates
 ) -> None:

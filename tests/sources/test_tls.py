@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 import socket
 import ssl
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +15,7 @@ import uvloop
 from support.certificates import Certificates
 
 from mldserver.base.clock import SystemClock
-from mldserver.base.tls import ServerTLS, client_context
+from mldserver.base.tls import ServerTLS, client_context, refusal_by_server
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from tests.sources.house import QUICK, serving
 
@@ -105,6 +106,52 @@ def test_without_a_certificate_of_ours_no_shard_is_named_and_the_log_says_once_w
     (failed,) = told(logged, "tls.failed")
     assert (failed["level"], failed["times"]) == ("warning", 1)
     assert failed["what"] == f"The handshake failed: {why}."
+
+
+def hears(address: str, context: ssl.SSLContext) -> str:
+    """Return the alert by which a client is turned away, in words."""
+    host, port = address.rsplit(":", 1)
+    plain = socket.create_connection((host, int(port)), timeout=20)
+    with plain, pytest.raises(ssl.SSLError) as raised:
+        _speak(context.wrap_socket(plain, server_hostname=host))
+    return refusal_by_server(raised.value)
+
+
+def _speak(secure: ssl.SSLSocket) -> None:
+    with secure:
+        with contextlib.suppress(BrokenPipeError):
+            secure.sendall(b"{}\n")
+        secure.recv(1)
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize(
+    ("show", "words"),
+    [
+        ("stranger", "the server does not know the authority of the certificate that was shown"),
+        ("expired", "the server says that the certificate that was shown has expired"),
+        (
+            "",
+            "the server wants a certificate, (and none was shown|or has no cipher in common with this client)",
+        ),
+    ],
+)
+def test_a_client_is_told_by_an_alert_why_it_is_turned_away(
+    on: Any, files: Certificates, show: str, words: str, newest: ssl.TLSVersion
+) -> None:
+    files.write("expired", days=-1)
+    tls, stranger = files.both(show)
+    stranger.maximum_version = newest
+    alerts: list[str] = []
+
+    async def story() -> None:
+        async with serving(tls=(tls, None)) as house:
+            alerts.append(await asyncio.to_thread(hears, house.address, stranger))
+            await house.empty()
+
+    on(story())
+    (alert,) = alerts
+    assert re.fullmatch(words, alert)
 
 
 def refuses(address: str, context: ssl.SSLContext) -> None:
