@@ -46,7 +46,15 @@ _OUTWARD: Final = frozenset(
         # The real stream's shards are none of the fake one's.
         *("source", "from", "stream", "region", "endpoint_url", "list_shards_interval"),
         # Nobody connects but the fake daemon, and nobody looks.
-        *("allow_shards", "tls_certificate", "tls_key", "tls_client_ca", "tls_names", "insecure"),
+        *(
+            "allow_shards",
+            "listen_secret",
+            "tls_certificate",
+            "tls_key",
+            "tls_client_ca",
+            "tls_names",
+            "insecure",
+        ),
         *("admin", "admin_token_file"),
     }
 )

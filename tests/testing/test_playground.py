@@ -117,6 +117,7 @@ OUTWARD: dict[str, Any] = {
     "endpoint_url": "http://localhost:4566",
     "list_shards_interval": "1 min",
     "allow_shards": "production-*",
+    "listen_secret": "/etc/mldserver/secret",
     "tls_certificate": "/etc/mldserver/server.pem",
     "tls_key": "/etc/mldserver/server.key",
     "tls_client_ca": "/etc/mldserver/clients-ca.pem",
