@@ -145,6 +145,7 @@ THE_USERS = {
         "grace",
         "accept_gap",
         "new_ledger",
+        "log_error_messages",
         "log_level",
         "spark_conf",
         "spark_properties_file",
