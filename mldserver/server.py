@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import signal
 import uuid
 from dataclasses import replace
@@ -71,6 +72,8 @@ T = TypeVar("T")
 
 _LET_GO_SECONDS: Final = 1.0
 """How long connections may take to end, at the very end, while the runtime still runs; after a forced stop each part."""
+_OWN_FILES: Final = 256
+"""Beside connections: workers, segments that are written, the ledger, Spark, the admin endpoint."""
 _DRAIN: Final = "drain"
 """The reason of a stop."""
 _TELL_SECONDS: Final = 5.0
@@ -145,6 +148,7 @@ class Server:
             out=str(self.settings.out),
             settings=self.settings.given(),
         )
+        self._raise_open_files()
         signals: dict[signal.Signals, Callable[[], None]] = {
             signal.SIGHUP: self._hang_up,
             signal.SIGUSR1: reopen,
@@ -156,6 +160,23 @@ class Server:
             code = EXIT_FORCED
         log.info("server.stopped", exit_code=code, seconds=(self._clock.steady_ms() - began_ms) / 1000)
         return code
+
+    def _raise_open_files(self) -> None:
+        """Let the process have the files that its settings need, as far as the system allows; name the limit where it does not."""
+        needed = self.settings.connection_limit + _OWN_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if resource.RLIM_INFINITY != soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < needed:
+            log.warning(
+                "server.few_files",
+                limit=most,
+                needed=needed,
+                what=f"This process may have {most} files open; {self.settings.connection_limit} connections and its own need {needed}.",
+                did="The server goes on. Without descriptors connections are refused, and no segment can be written.",
+                advice="Raise LimitNOFILE (systemd), the container's nofile limit or `ulimit -Hn`; or lower connection_limit.",
+            )
 
     async def _live(self) -> int:
         """Start, work until stopped, close what there is, and show all of it; return the exit code."""
@@ -198,7 +219,7 @@ class Server:
                 path=str(error.filename or self.settings.out),
             ) from error
         if self._endpoint is not None:
-            await aside(self._endpoint.make_token, name="mldserver-token")
+            await aside(self._endpoint.make_files, name="mldserver-token")
         if self._drain:
             await parts.ledger.drain()
         self._begun = parts

@@ -19,7 +19,7 @@ class World:
     spark: bool = True
     spark_trouble: str | None = None
     halted: tuple[str, ...] = ()
-    flush_failing: bool = False
+    flush_failing: str = ""
     stuck: bool = False
     held_by: str | None = "shard-7"
     held_by_server: str | None = None
@@ -76,8 +76,8 @@ def test_what_is_broken_is_told_once_until_it_is_green_again(green_before: bool)
     assert not world.readiness.green.is_set()
     world.spark, world.trouble = True, None
     assert told(world.look()) == "ready"
-    world.flush_failing = True
-    assert "rows cannot be made durable" in told(world.look())
+    world.flush_failing = "No space left on device."
+    assert told(world.look()) == "rows cannot be made durable: No space left on device"
 
 
 def test_what_breaks_while_spark_is_away_is_told_too() -> None:

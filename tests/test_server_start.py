@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -370,3 +371,29 @@ def test_a_server_inside_somebodys_thread_lives_and_ends_without_signals(
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(run, life()).result(800) == EXIT_CLEAN
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "told_of"),
+    [
+        ((256, 65536), [(1280, 65536)], False),
+        ((65536, 65536), [], False),
+        ((256, resource.RLIM_INFINITY), [(1280, resource.RLIM_INFINITY)], False),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), [], False),
+        ((256, 1024), [(1024, 1024)], True),
+    ],
+)
+async def test_too_few_files_are_raised_or_named_at_the_start(
+    limits: tuple[int, int],
+    raised: list[tuple[int, int]],
+    told_of: bool,
+    tmp_path: Path,
+    logged: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: done.append(wanted))
+    Server(quick(tmp_path / "out", "plain"), engine=LocalEngine())._raise_open_files()
+    assert done == raised
+    assert ["Raise LimitNOFILE" in each["advice"] for each in logged] == [True] * told_of

@@ -281,6 +281,11 @@ class Status(_Part, frozen=True, kw_only=True):
     budgets: dict[str, Budget] = {}
     """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk)."""
     resident_bytes: int = 0
+    cpu_seconds: float = 0.0
+    """CPU time of the server's process, its threads included."""
+    open_files: int = 0
+    """File descriptors that the server's process has open; 0: the system does not say."""
+    open_files_limit: int = 0
     stream_ended: bool = False
     unread_shards: int = 0
     """Shards that have not ended, where none has been connected for longer than a daemon's restart takes; 0 before that."""

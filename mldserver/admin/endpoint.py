@@ -4,6 +4,7 @@
     GET  /livez    the server's loop turns     GET  /events    the same, as server-sent events
     GET  /readyz   200, or 503 with reasons    GET  /metrics   for Prometheus
     GET  /history  the last hour, for the page
+    GET  /healthz  the same as /livez
     POST /act/NAME {"argument": "…"}: carried out by the server
 
 Whatever clients do is bounded: connections (the oldest gives way), a deadline for each step, headers, bodies, streams, and
@@ -21,12 +22,14 @@ import struct
 import sys
 import traceback
 from base64 import b64decode, b64encode
+from collections import Counter
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import structlog
 from aiohttp import hdrs, web
 
 from mldserver.admin import metrics
@@ -55,6 +58,13 @@ if TYPE_CHECKING:
 
     AskServer = Callable[[str, str, str], Awaitable[Answered]]
 
+log = structlog.get_logger("mldserver")
+
+_COUNTED: Final = frozenset({401, 403, 404})
+"""Statuses of refused requests that the log counts: no credential, a wrong one, no such path."""
+_SHOWN: Final = 200
+"""Characters of a path in the log."""
+_TELL_SECONDS: Final = 60.0
 _MOST_CONNECTIONS: Final = 200
 _MOST_STREAMS: Final = 50
 _MOST_ACTS: Final = 8
@@ -85,9 +95,14 @@ _PAGE: Final = Path(__file__).with_name("page.html")
 
 _READS: Final = {
     "/livez": Act.LIVE,
+    "/healthz": Act.LIVE,
     "/readyz": Act.LIVE,
     **dict.fromkeys(("/", "/status", "/events", "/history", "/metrics"), Act.READ),
 }
+
+
+_FOR_METRICS: Final = ("/metrics", "/healthz", "/readyz")
+"""What the address for metrics alone serves, to any client."""
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,8 +125,9 @@ class _Refused(Exception):
 class Connection:
     """A client, from the accept to the end."""
 
-    def __init__(self, endpoint: Endpoint, peer_socket: socket.socket) -> None:
+    def __init__(self, endpoint: Endpoint, peer_socket: socket.socket, *, metrics_only: bool = False) -> None:
         self._endpoint = endpoint
+        self.metrics_only = metrics_only
         self._socket = peer_socket
         self._loop = asyncio.get_running_loop()
         self.gone = asyncio.Event()
@@ -124,7 +140,7 @@ class Connection:
 
     async def run(self) -> None:
         """Serve the client until it goes, its time is over, or this is cancelled."""
-        server, tls = self._endpoint.server, self._endpoint.tls
+        server, tls = self._endpoint.server, None if self.metrics_only else self._endpoint.tls
         handler = server()
         server.serving[handler] = self
         try:
@@ -253,6 +269,10 @@ class Endpoint:
         self._news = Flag()
         """Set when there is a newer document."""
         self._streams = self._acts = 0
+        self._refused: Counter[str] = Counter()
+        """Refused requests that were not logged yet, by their status."""
+        self._latest_refused: dict[str, str] = {}
+        self._refusal = asyncio.Event()
 
     def take(self, document: bytes) -> None:
         """Take a document: nothing is older than this from now on. Empty: the server lives, and has none newer."""
@@ -264,11 +284,15 @@ class Endpoint:
             news, self._news = self._news, Flag()
             news.set()
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Accept clients until cancelled. To what is too many the oldest gives way that has asked nothing yet, or the oldest."""
+    async def serve(self, listener: socket.socket, *, metrics_only: bool = False) -> None:
+        """Accept clients until cancelled. At the limit close the oldest client that has asked nothing yet, else the oldest.
+
+        ``metrics_only``: any client may ask, in plain HTTP, for metrics and health, and for nothing else.
+        """
         listener.setblocking(False)
-        self.listener = Listener.UNIX
-        if listener.family != socket.AF_UNIX:
+        if not metrics_only and listener.family == socket.AF_UNIX:
+            self.listener = Listener.UNIX
+        elif not metrics_only:
             host = listener.getsockname()[0]
             self.listener = Listener.LOOPBACK if is_loopback(host) else Listener.REMOTE
         async with asyncio.TaskGroup() as group:
@@ -282,7 +306,7 @@ class Endpoint:
                     continue
                 if len(clients) >= _MOST_CONNECTIONS:
                     clients.pop(min(clients, key=lambda client: client.asked)).cancel()
-                client = Connection(self, peer_socket)
+                client = Connection(self, peer_socket, metrics_only=metrics_only)
                 clients[client] = group.create_task(client.run())
                 clients[client].add_done_callback(partial(clients.pop, client))
 
@@ -297,17 +321,42 @@ class Endpoint:
             response = await self._answer(request, connection)
         except _Refused as error:
             response = error.response
+            self._note_refusal(response.status, request.path, connection)
         except Exception:  # noqa: BLE001  # a bug in here costs one answer
             traceback.print_exc()
             response = _json(500, error="The endpoint has failed; the server's log says how.")
         connection.extend(_IDLE_SECONDS)
         return response
 
+    def _note_refusal(self, status: int, path: str, connection: Connection) -> None:
+        if status in _COUNTED:
+            self._refused[str(status)] += 1
+            shown = path[:_SHOWN].encode(errors="replace").decode()
+            self._latest_refused = {"path": shown, "who": connection.peer[0]}
+            self._refusal.set()
+
+    async def tell_refusals(self) -> None:
+        """Log refused requests, at most once a minute, until cancelled."""
+        while True:
+            await self._refusal.wait()
+            self._refusal.clear()
+            counts, self._refused = self._refused, Counter()
+            log.warning(
+                "admin.refused", requests=sum(counts.values()), statuses=dict(counts), **self._latest_refused
+            )
+            await asyncio.sleep(_TELL_SECONDS)
+
     async def _answer(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
         """Raises _Refused."""
         path, headers = request.path, request.headers
         if sum(len(name) + len(value) for name, value in request.raw_headers) > _HEADER_BYTES:
             raise _Refused(431, "The request's headers are too long.")
+        if connection.metrics_only:
+            if path not in _FOR_METRICS:
+                raise _Refused(404, f"There is no {path} here, but {', '.join(_FOR_METRICS)}.")
+            self._check_method(request.method, path, ("GET", "HEAD"))
+            await self._take_what_waits()
+            return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=False)
         foreign = browser_refusal(
             self.listener,
             path,
@@ -329,23 +378,29 @@ class Endpoint:
         if wanted is None:
             raise _Refused(404, f"There is no {path} here, but {', '.join(_READS)} and /act/NAME.")
         allowed = ("POST",) if wanted is Act.STEER else ("GET", "HEAD")
-        if request.method not in allowed:
-            raise _Refused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
+        self._check_method(request.method, path, allowed)
         if wanted is Act.STEER:
             return await self._steer(request, connection, who)
         if path == "/events" and request.method == "GET":
             return await self._stream(request, connection)
-        for _ in range(5 if self._loop.time() - self._taken >= _SILENT_SECONDS else 0):
-            # It may be this process that stood still: a document that waits already is taken first.
-            await asyncio.sleep(0)
+        await self._take_what_waits()
         may_read = self._may(self.listener, credential, Act.READ) is None
         return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=may_read)
+
+    def _check_method(self, method: str, path: str, allowed: tuple[str, ...]) -> None:
+        if method not in allowed:
+            raise _Refused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
+
+    async def _take_what_waits(self) -> None:
+        """Let a document that waits already be taken first: it may be this process that stood still."""
+        for _ in range(5 if self._loop.time() - self._taken >= _SILENT_SECONDS else 0):
+            await asyncio.sleep(0)
 
     def _read(self, path: str, accept: str, *, may_read: bool) -> web.Response:
         silent = self._loop.time() - self._taken
         turns = silent < _SILENT_SECONDS
         still = f"the server's event loop has not turned for {silent:.0f} s"
-        if path == "/livez":
+        if path in {"/livez", "/healthz"}:
             return _json(
                 200 if turns else 503, live=turns, **({} if turns or not may_read else {"reason": still})
             )

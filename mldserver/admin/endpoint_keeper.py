@@ -69,9 +69,17 @@ _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 _TOKEN: Final = "_mldserver/admin.token"  # noqa: S105  # a file's name
 
 
+_ADDRESS: Final = "_mldserver/admin.address"
+
+
 def token_file(settings: Settings) -> Path:
     """Return where the token is: a file of the operator's, or one that the server makes."""
     return settings.admin_token_file or home(settings) / _TOKEN
+
+
+def address_file(settings: Settings) -> Path:
+    """Return where a server says at which address its endpoint listens, for commands that are given `--out` alone."""
+    return home(settings) / _ADDRESS
 
 
 class AdminEndpoint:
@@ -99,6 +107,8 @@ class AdminEndpoint:
         )
         self.address: str | None = None
         """Where it listens, with the real port; None: it does not."""
+        self.metrics_address = ""
+        """Where metrics alone are served; empty: nowhere."""
         self._made: os.stat_result | None = None
         """The Unix socket that it has made."""
         self._child: ChildProcess | None = None
@@ -127,10 +137,25 @@ class AdminEndpoint:
         if listener is None:
             yield
             return
+        listeners = [listener]
+        if (place := self._settings.metrics_listen) is not None:
+            assert isinstance(place, TcpAddress), "the settings allow no other"
+            try:
+                listeners.append(await listen_tcp(*place))
+            except (OSError, UnicodeError) as error:
+                listener.close()
+                raise _no_listener("metrics_listen", place, error) from error
+            self.metrics_address = str(TcpAddress(*listeners[1].getsockname()[:2]))
+        log.info(
+            "admin.listening",
+            address=self.address,
+            metrics=self.metrics_address,
+            token_file=str(token_file(self._settings)) if self._by_token else "",
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._keep(group, listener, carry_out), name="admin"),
+                    group.create_task(self._keep(group, listeners, carry_out), name="admin"),
                     group.create_task(self._feed(status, pause or self._clock.sleep), name="status"),
                 ]
                 try:
@@ -144,7 +169,22 @@ class AdminEndpoint:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(self._made, self._place.path.lstat()):
                         self._place.path.unlink()
-            listener.close()
+            for each in listeners:
+                each.close()
+            await aside(self._remove_address, name="mldserver-address")
+
+    def make_files(self) -> None:
+        """Write where the endpoint listens, then ``make_token``. Blocking. Raises as that does."""
+        if self.address is not None:
+            with contextlib.suppress(OSError):  # commands are given --admin then
+                address_file(self._settings).write_text(f"{self.address}\n", "utf-8")
+        self.make_token()
+
+    def _remove_address(self) -> None:
+        # Another server of the folder may have written its own since.
+        with contextlib.suppress(OSError):
+            if address_file(self._settings).read_text("utf-8").strip() == self.address:
+                address_file(self._settings).unlink()
 
     def make_token(self) -> None:
         """See that the token's file is there, and this user's alone. Blocking. Raises OperatorError for one that was given.
@@ -171,33 +211,30 @@ class AdminEndpoint:
         try:
             listener = listen_unix(place.path) if isinstance(place, UnixAddress) else await listen_tcp(*place)
         except (OSError, UnicodeError) as error:
-            what = (
-                f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}."
-            )
-            advice = "Give another address with --admin, or `none`."
-            if isinstance(error, OSError) and "admin" not in self._settings.origins:
-                log.warning("admin.unavailable", what=what, did="The server goes on without.", advice=advice)
+            problem = _no_listener("admin", place, error)
+            by_default = "admin" not in self._settings.origins and self._settings.metrics_listen is None
+            if isinstance(error, OSError) and by_default:
+                log.warning("admin.unavailable", **problem.told() | {"did": "The server goes on without."})
                 return None
-            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            raise (NotThereYet if taken else OperatorError)(what, advice=advice) from error
+            raise problem from error
         if isinstance(place, TcpAddress):
             place = TcpAddress(*listener.getsockname()[:2])
         else:
             self._made = place.path.lstat()
         self.address = str(place)
-        steered_by = str(token_file(self._settings)) if self._by_token else ""
-        log.info("admin.listening", address=self.address, token_file=steered_by)
         return listener
 
     # The process.
 
-    async def _keep(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> None:
+    async def _keep(
+        self, group: asyncio.TaskGroup, listeners: list[socket.socket], carry_out: CarryOut
+    ) -> None:
         """Have a process; when it ends, have another."""
         again = Backoff(1.0, _AGAIN_SECONDS, free=1)
         while True:
             began_ms = self._clock.steady_ms()
             try:
-                end = await self._live(group, listener, carry_out)
+                end = await self._live(group, listeners, carry_out)
             except OSError as error:  # no process, or no descriptor, to be had
                 end = str(error)
             if self._clock.steady_ms() - began_ms > 60_000:  # noqa: PLR2004  # a minute: it was of use
@@ -206,7 +243,9 @@ class AdminEndpoint:
             log.warning("admin.lost", reason=end, delay_seconds=delay)
             await self._clock.sleep(delay)
 
-    async def _live(self, group: asyncio.TaskGroup, listener: socket.socket, carry_out: CarryOut) -> str:
+    async def _live(
+        self, group: asyncio.TaskGroup, listeners: list[socket.socket], carry_out: CarryOut
+    ) -> str:
         """Run one process to its end, and return how it ended."""
         printed = Printed()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -240,7 +279,7 @@ class AdminEndpoint:
         assert child.end is not None, "it was started with a socket"
         channel = Channel[FromEndpoint](child.end, FromEndpoint, receive=receive, ended=ended)
         try:
-            channel.send(self._start, (os.dup(listener.fileno()),))
+            channel.send(self._start, tuple(os.dup(each.fileno()) for each in listeners))
             self._child, self._channel = child, channel
             self._taken.set()
             await first_of(child.wait(), gone.wait())
@@ -300,6 +339,15 @@ class AdminEndpoint:
         except UnicodeEncodeError:
             data = msgspec.json.encode(encodable(msgspec.to_builtins(document)))
         return self._hide(data.decode()).encode()
+
+
+def _no_listener(setting: str, place: Address, error: Exception) -> OperatorError:
+    """Return why an address cannot be listened on; NotThereYet where another process has it."""
+    taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return (NotThereYet if taken else OperatorError)(
+        f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}.",
+        advice=f"Give another address with --{setting.replace('_', '-')}, or `none`.",
+    )
 
 
 def _log_lines(printed: Printed, lines: list[str]) -> bool:

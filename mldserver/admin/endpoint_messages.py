@@ -1,6 +1,6 @@
 """What the server and the endpoint's process say to each other (``children/channel.py`` carries it).
 
-server → endpoint    Start with the listening socket beside it; then Document once a second, Answered once for each
+server → endpoint    Start with the listening sockets beside it: the endpoint's, and the one for metrics alone if there is one; then Document once a second, Answered once for each
                      Ask, and Renew when certificates are to be read again; the end of the socket ends the process
 endpoint → server    Taken once for each Document, and Ask at any time
 """

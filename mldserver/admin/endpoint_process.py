@@ -56,7 +56,7 @@ class Child:
         self._end = end
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answered]] = {}
-        self._started: asyncio.Queue[tuple[Start, socket.socket]] = asyncio.Queue()
+        self._started: asyncio.Queue[tuple[Start, list[socket.socket]]] = asyncio.Queue()
         self._tls: ServerTLS | None = None
         self._renewed = asyncio.Event()
         self._documents: asyncio.Queue[bytes] = asyncio.Queue()
@@ -66,7 +66,7 @@ class Child:
         """Serve until the server's end."""
         self._channel = Channel(self._end, ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0))
         structlog.configure(processors=[structlog.processors.add_log_level, self._log])
-        start, listener = await self._started.get()
+        start, (listener, *for_metrics) = await self._started.get()
         entitle(start.pipeline, "admin endpoint")
         self._tls = start.tls()
         endpoint = Endpoint(
@@ -79,6 +79,9 @@ class Child:
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(endpoint.serve(listener))
+            for other in for_metrics:
+                group.create_task(endpoint.serve(other, metrics_only=True))
+            group.create_task(endpoint.tell_refusals())
             group.create_task(self._read_again())
             while True:
                 document = await self._documents.get()
@@ -113,7 +116,8 @@ class Child:
     def _receive(self, message: ToEndpoint, files: Descriptors) -> None:
         match message:
             case Start():
-                self._started.put_nowait((message, socket.socket(fileno=files.pop(0))))
+                listeners = [socket.socket(fileno=files.pop(0)) for _ in tuple(files)]
+                self._started.put_nowait((message, listeners))
             case Document():
                 self._documents.put_nowait(message.status)
             case Renew():

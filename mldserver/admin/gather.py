@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
+import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,6 +50,7 @@ _OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
 _OF_ALL: Final = ("duplicates", "retries", "skipped", "discarded", "checkpoints")
 """Totals that a source knows: of each shard, and of all together."""
 _SAMPLES: Final = 65
+_OPEN_FILES: Final = Path("/proc/self/fd")
 _STATM: Final = Path("/proc/self/statm")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -108,7 +111,7 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
         hint = "see its latest window.slow or window.failed"
         found.append((f"window {window} has been worked on for {seconds / 60:.0f} minutes: {hint}", True))
     if status.flush_failing:
-        found.append(("rows cannot be made durable: see the latest flush.failed", True))
+        found.append((f"rows cannot be made durable: {status.flush_failing.rstrip('.')}", True))
     if status.stuck:
         who = "the watermark" if status.held_by is None else f"shard {status.held_by}"
         where = "" if status.held_by_server is None else f" at server {status.held_by_server}"
@@ -209,9 +212,12 @@ class Gatherer:
             "log_level": logging.getLevelName(Logger.level).lower(),
             "loop_lag_seconds": self._late_ms / 1000,
             "resident_bytes": 0,
+            "cpu_seconds": time.process_time(),
+            "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         with contextlib.suppress(OSError):  # a system that does not say
             common["resident_bytes"] = int(_STATM.read_text().split()[1]) * _PAGE
+            common["open_files"] = sum(1 for _ in _OPEN_FILES.iterdir())
         self._late_ms = 0
         doing = f"the server {doing}"
         if parts is None or wrong:

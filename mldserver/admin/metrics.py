@@ -49,6 +49,12 @@ event_loop_lag_seconds  loop_lag_seconds
     The longest that the event loop was late within the last second.
 resident_memory_bytes  resident_bytes
     Memory of the server's process.
+cpu_seconds_total  cpu_seconds
+    CPU time of the server's process, its threads included.
+open_files  open_files
+    File descriptors that the server's process has open.
+open_files_limit  open_files_limit
+    How many it may have.
 log_lines_lost_total  totals.log_lines_lost
     Lines that the log has lost.
 reloads_total  totals.reloads

@@ -28,6 +28,7 @@ from mldserver.cli.ledger_tool import (
     table,
 )
 from mldserver.config.kinds import TcpAddress, is_local
+from mldserver.config.kinds import address as parse_address
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mldserver.admin.document import Shard, Status
+    from mldserver.config.kinds import Address
+    from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState
 
 EXIT_NOT_READY: Final = 3
@@ -98,6 +101,8 @@ class At(Where):
                 f"admin = none ({settings.origin('admin')}): there is no endpoint to ask.",
                 advice="Name the server's with --admin.",
             )
+        if self.admin is None and "admin" not in settings.origins:
+            address = _told_address(settings) or address
         in_clear = is_local(address) or settings.insecure
         if self.ca is not None or self.certificate is not None or not in_clear:
             certificate, key = settings.tls_certificate, settings.tls_key
@@ -127,6 +132,16 @@ class At(Where):
         in_ledger = pipeline_of(ledger_file(settings)) if isinstance(settings.ledger, SqlitePlace) else None
         named = settings.pipeline if {"pipeline", "handler"} & settings.origins.keys() else None
         return self.pipeline or in_ledger or named
+
+
+def _told_address(settings: Settings) -> Address | None:
+    """Return where a server of this output folder says that its endpoint listens; None: none says so."""
+    from mldserver.admin.endpoint_keeper import address_file  # noqa: PLC0415  # `--help` must not wait for it
+
+    try:
+        return parse_address.parse(address_file(settings).read_text("utf-8").strip())
+    except (OSError, ValueError):
+        return None
 
 
 HERE: Final = At()

@@ -16,7 +16,7 @@ import structlog
 from mldserver.base.java_properties import from_text
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.base.uris import redacted
-from mldserver.config.kinds import OnKeyFailure, is_local, pairs
+from mldserver.config.kinds import OnKeyFailure, UnixAddress, is_local, pairs
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, Settings, specs
 from mldserver.errors import ConfigError
@@ -215,6 +215,16 @@ def _check_security(settings: Settings) -> None:
                 f"{name} ({settings.origin(name)}) means nothing without {needs}.",
                 advice=f"Set {needs} too, or leave {name} out.",
             )
+    if isinstance(settings.metrics_listen, UnixAddress):
+        raise ConfigError(
+            f"metrics_listen = {settings.metrics_listen} ({settings.origin('metrics_listen')}) is not host:port.",
+            advice="Give an address that Prometheus reaches, as 0.0.0.0:9464.",
+        )
+    if settings.metrics_listen is not None and settings.admin is None:
+        raise ConfigError(
+            f"metrics_listen ({settings.origin('metrics_listen')}) means nothing without the admin endpoint.",
+            advice="Leave admin = none out: by default it is on loopback.",
+        )
     proven = settings.tls_certificate is not None and settings.tls_client_ca is not None
     for name, address in (("listen", settings.listen), ("admin", settings.admin)):
         if not (proven or settings.insecure or address is None or is_local(address)):

@@ -142,6 +142,8 @@ class SecuritySettings:
 
     admin: Address | None = setting(kinds.optional(kinds.address), TcpAddress("127.0.0.1", 7071))
     """Where a running server is seen and steered; none: nowhere."""
+    metrics_listen: Address | None = rare(kinds.optional(kinds.address), None)
+    """Another address, which serves `/metrics`, `/healthz` and `/readyz` to any client, and nothing else: for Prometheus and probes."""
     admin_token_file: Path | None = setting(kinds.optional(kinds.folder), None)
     """A file with the token for the admin endpoint; none: the server makes one for steering, beside its ledger."""
     tls_certificate: Path | None = setting(kinds.optional(kinds.folder), None)

@@ -357,8 +357,8 @@ class Cycle:
     """Awaited after each, whether or not it failed."""
     interval_ms: int
     clock: Clock
-    failing: bool = False
-    """Whether the latest has failed."""
+    failing: str = ""
+    """Why the latest has failed; empty: it has not."""
     _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _waiters: list[tuple[str, asyncio.Future[None]]] = field(init=False, default_factory=list)
 
@@ -392,15 +392,16 @@ class Cycle:
                 raise
             except (LedgerError, OSError) as error:
                 # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.
-                failures, self.failing = failures + 1, True
+                failures, told = failures + 1, told_of(error)
+                self.failing = str(told.get("what") or error)
                 self._waiters = waiters + self._waiters
                 delay = backoff(failures, 1.0, _LONGEST_SECONDS)
-                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
+                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told)
                 await self.after()
                 await self.clock.sleep(delay)
                 self._asked.set()
                 continue
-            failures, self.failing = 0, False
+            failures, self.failing = 0, ""
             for _, waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)

@@ -58,7 +58,8 @@ class CoordinatorStatus:
     servers: int
     """Servers on the ledger, this one included; others that only drain are left out."""
     stream_ended: bool
-    flush_failing: bool
+    flush_failing: str
+    """Why rows cannot be made durable; empty: they can."""
     flushes: int
     segments: int
     """Files of rows that were registered, and next what they took."""

@@ -33,6 +33,8 @@ server.unready  error  reason
     Readiness went red; ``reason`` says what waits for what.
 server.stopping  info  reason connections
     No more connections; each shard finishes its request.
+server.few_files  warning  limit needed
+    The process may have fewer files open than its settings need, and the system lets it have no more: raise LimitNOFILE.
 server.waiting  info  waiting_for seconds
     Shutdown (or start) still waits for these.
 pipeline.drained  info  set_aside
@@ -51,12 +53,15 @@ tls.failed  debug|warning  peer times
     No TLS connection came about: a certificate is missing or none of ours, or the peer does not speak TLS.
 tls.refused  error
     A certificate that was to be read again cannot be used: the one before it stays.
-admin.listening  info  address token_file
-    The server is seen and steered there; ``token_file`` holds the token for steering, and is empty where none counts.
+admin.listening  info  address metrics token_file
+    The server is seen and steered there; ``metrics`` is the address for metrics alone (`metrics_listen`), if there is one; ``token_file`` holds the token for steering, and is empty where none counts.
 admin.unavailable  warning
     The default address cannot be listened on, as when another process has it: the server goes on without an admin endpoint.
 admin.token_unusable  warning
     The server cannot make its token file, or keep it from others: over loopback nobody steers it, and nothing else is concerned.
+admin.refused  warning  requests statuses path who
+    Requests of the last minute that the admin endpoint refused: 401 and 403 for want of the right token or certificate, 404 for a path
+    that is not there. ``path`` and ``who`` are of the latest.
 admin.lost  warning  reason delay_seconds
     The admin endpoint's process ended; a fresh one starts after the delay. Nothing else is concerned.
 admin.failed  error  traceback

@@ -28,6 +28,7 @@ from mldserver.base.listening import listen_unix
 from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
+from mldserver.cli.status import At
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
@@ -497,3 +498,72 @@ async def test_in_real_life_the_endpoint_outlives_its_process_and_tells_of_a_ser
         with contextlib.suppress(ProcessLookupError):
             server.kill()
         await server.wait()
+
+
+async def test_the_address_for_metrics_serves_them_and_health_to_any_client_and_nothing_else(
+    tmp_path: Path, logged: Logged
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    given = settings(tmp_path, metrics_listen=ANYWHERE, admin_token_file=tmp_path / "token")
+    async with shown(given) as one:
+        await one.live()
+        where = one.endpoint.metrics_address
+        assert events(logged, "admin.listening")[0]["metrics"] == where
+        while (metrics := await asked(where, "/metrics")).code == 503:
+            await one.clock.sleep(1)
+        assert b"mldserver_ready" in metrics.body
+        assert (await asked(where, "/metrics", Host="departures.example:9464")).code == 200
+        assert (await asked(where, "/healthz")).code == 200
+        assert (await asked(where, "/readyz")).json.keys() == {"ready"}, (
+            "why it is not ready is not for everybody"
+        )
+        for path in ("/", "/status", "/events", "/history", "/livez", "/act/pause"):
+            assert (await asked(where, path, Authorization="Bearer secret")).code == 404
+        assert (await asked(where, "/act/pause", "POST", Authorization="Bearer secret")).code == 404
+        assert (await asked(where, "/metrics", "POST")).code == 405
+        assert (await one.ask("/metrics")).code == 401
+
+
+async def test_an_address_for_metrics_that_is_taken_ends_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = settings(tmp_path, metrics_listen=TcpAddress(*taken.getsockname()))
+        with pytest.raises(NotThereYet, match="cannot listen on") as error:
+            async with AdminEndpoint(given, Clock()).serving(status, nothing_to_do):
+                pass
+        assert "--metrics-listen" in error.value.advice
+
+
+async def test_requests_that_are_refused_are_counted_in_the_log_once_a_minute(
+    tmp_path: Path, logged: Logged
+) -> None:
+    async with shown(settings(tmp_path)) as one:
+        await one.live()
+        for _ in range(3):
+            assert (await one.ask("/nothing")).code == 404
+            assert (await one.ask("/status", Authorization="Bearer wrong")).code == 401
+        while not events(logged, "admin.refused"):
+            await one.clock.sleep(1)
+        (refused,) = events(logged, "admin.refused")
+        assert (refused["requests"], refused["statuses"], refused["path"]) == (1, {"404": 1}, "/nothing")
+        assert refused["who"].startswith("127.0.0.1 port")
+
+
+async def test_commands_find_an_endpoint_at_any_address_by_the_output_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLDSERVER_ADMIN", raising=False)
+    (tmp_path / "out").mkdir()
+    given = settings(tmp_path / "out")
+    here = At(out=str(tmp_path / "out"))
+    async with shown(given) as one:
+        one.endpoint.make_files()
+        assert one.endpoint.address is not None
+        for client in (here.client(), here.client(steers=True)):
+            assert str(client.address) == one.endpoint.address
+        assert str(At(out=str(tmp_path / "out"), admin="127.0.0.1:9").client().address) == "127.0.0.1:9"
+        monkeypatch.setenv("MLDSERVER_ADMIN", "127.0.0.1:8")
+        assert str(here.client().address) == "127.0.0.1:8"
+        monkeypatch.delenv("MLDSERVER_ADMIN")
+    assert str(here.client().address) == "127.0.0.1:7071", "it has stopped"

@@ -77,7 +77,7 @@ async def process_record(record):
 '''
 AT = 1_700_000_000
 """Seconds since the epoch: a window begins."""
-STILL = {"start_time_seconds", "budget_limit_bytes"}
+STILL = {"start_time_seconds", "budget_limit_bytes", "open_files_limit"}
 """What stays as it is for as long as a server runs."""
 
 
@@ -184,6 +184,7 @@ async def test_what_a_shard_brings_moves_from_its_connection_to_the_published_wi
 ) -> None:
     async with watched(quick(tmp_path / "out", handler, attempts=2)) as watch, child(watch) as one:
         await watch.moved("status_timestamp_seconds", "connections", "connections_accepted_total", "shards")
+        await watch.moved("cpu_seconds_total", "open_files")
         await one.batch(*({"wish": wish} for wish in ("poison", "discard", "again", "hang", "")), lag_ms=5000)
         await watch.moved(
             "batches_total", "records_total", "received_bytes_total", "rows_total", "shard_lag_seconds"

@@ -67,6 +67,16 @@ def test_the_settings_are_settings_and_the_output_lies_on_the_volume(tmp_path: P
     assert str(settings.admin) == "127.0.0.1:7071"
 
 
+def test_prometheus_may_scrape_the_port_for_metrics_and_nothing_else_may_be_reached() -> None:
+    (port,) = CONTAINERS["server"]["ports"]
+    config = tomllib.loads(one("ConfigMap")["data"]["mldserver.toml"])
+    assert config["metrics_listen"] == f"0.0.0.0:{port['containerPort']}"
+    annotations = one("StatefulSet")["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(port["containerPort"])
+    (rule,) = one("NetworkPolicy")["spec"]["ingress"]
+    assert rule["ports"] == [{"port": port["name"]}]
+
+
 def test_it_is_left_the_time_to_stop_in_order(tmp_path: Path) -> None:
     settings = resolve({"handler": "h"}, environ={}, folder=tmp_path, config=None)
     daemon = DaemonSettings(stream="s", app="a", region="r", executable="e", worker="w")

@@ -57,6 +57,9 @@ HELD_BY = {
         "kcl/test_command.py::test_it_runs_the_daemon_with_its_files_and_stops_it_in_order",
         "sources/test_secret.py::test_a_server_without_a_secret_takes_bridges_that_show_one",
     ],
+    "Whoever reaches `metrics_listen`": [
+        "admin/test_endpoint_keeper.py::test_the_address_for_metrics_serves_them_and_health_to_any_client_and_nothing_else",
+    ],
     "A daemon that names a shard": [
         "sources/test_tls.py::test_only_shards_that_are_allowed_are_taken",
         "coordinator/test_coordinator_shards.py::test_a_name_that_the_stream_does_not_list_is_refused_and_holds_no_window",
