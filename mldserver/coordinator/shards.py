@@ -219,6 +219,8 @@ class ShardSession:
         self.alive = True
         self.finishing = False
         """Whether no batch follows."""
+        self.ended = False
+        """Whether the shard's end is durable."""
 
     @property
     def after(self) -> Sequence | None:
@@ -232,14 +234,19 @@ class ShardSession:
             self._shards.watermark.began(self.shard_id, came_ms)
 
     def busy(self) -> None:
-        """Note that the shard is not silent until it is ``answered``."""
+        """Note that the shard is not silent, or its end not over, until it is ``answered``."""
         if self.alive:
             self._shards.watermark.busy(self.shard_id)
+        elif self.ended:
+            self._shards.watermark.ending(self.shard_id)
 
     def answered(self) -> None:
         """Note that the daemon was answered: from now on the shard's silence counts."""
+        watermark, now_ms = self._shards.watermark, self._shards.clock.steady_ms()
         if self.alive:
-            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
+            watermark.free(self.shard_id, now_ms)
+        elif self.ended:
+            watermark.end_answered(self.shard_id, now_ms)
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Take a batch's rows; return whether the daemon may be answered, or is to wait until it is ``admitted``."""
@@ -317,7 +324,8 @@ class ShardSession:
                     await checkpoint()
                 backpressure.draining.discard(self.shard_id)
                 await backpressure.release()
-        self.answered()
+        if self.alive:
+            shards.watermark.answered(self.shard_id, shards.clock.steady_ms())
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""
@@ -353,7 +361,7 @@ class ShardSession:
         shards.buffer.add(end)
         if not await self._flushed("shard_ended"):
             return False
-        self.alive = False
+        self.alive, self.ended = False, True
         shards.sessions.end(self, shards.clock.steady_ms())
         log.info("shard.ended", shard=self.shard_id, position=str(self.position.durable))
         return True

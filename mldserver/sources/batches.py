@@ -188,8 +188,8 @@ class Batches:
     def _line_began(self, began: bool) -> None:  # noqa: FBT001  # a callback
         """Note the first bytes of a line: however long the rest takes, the shard is not silent."""
         self._since_ms = self._clock.steady_ms() if began else None
-        if began and self._open is not None and not self.under_way.batches:
-            self._open.intake.busy()
+        if self._open is not None:
+            (self._open.intake.busy if began else self._open.intake.answered)()
 
     def _may_be_ahead(self, shard: OpenShard, count: int = 0, size: int = 0) -> bool:
         """Whether all that is under way, and so many batches and bytes more, may be answered before it is done."""
@@ -306,8 +306,7 @@ class Batches:
             return
         checkpoint = await self.checkpoint()
         self._link.answer()
-        if not self.under_way.batches:
-            self.opened.intake.answered()
+        self.opened.intake.answered()
         kill_point("batch.answered")
         if done is not None:
             self._note(done, self._clock.steady_ms(), checkpoint)

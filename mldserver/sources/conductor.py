@@ -280,14 +280,18 @@ class Conductor:
                 )
             await self._runtime.notify(self.shard_id, Hook.SHARD_ENDED)
             self._settled = self._ended = await shard.end()
+            shard.busy()  # its children come only once the daemon has stored the end
         if not self._settled:
             raise self._owned_elsewhere()
         kill_point("shard.end_durable")
-        outcome = await self._link.checkpoint(None)
-        kill_point("shard.end_stored")
-        self._batches.progress.interval.checkpoints += outcome is CheckpointOutcome.STORED
-        if outcome in {CheckpointOutcome.STORED, CheckpointOutcome.STOPPED}:
-            self._link.answer()
+        try:
+            outcome = await self._link.checkpoint(None)
+            kill_point("shard.end_stored")
+            self._batches.progress.interval.checkpoints += outcome is CheckpointOutcome.STORED
+            if outcome in {CheckpointOutcome.STORED, CheckpointOutcome.STOPPED}:
+                self._link.answer()
+        finally:
+            shard.answered()
 
     def _owned_elsewhere(self) -> PeerError:
         return PeerError(

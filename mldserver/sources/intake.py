@@ -88,10 +88,13 @@ class ShardIntake(Protocol):
         """
 
     def busy(self) -> None:
-        """Note that a request comes in, or that the daemon is asked for a checkpoint: until ``answered`` it is not silent."""
+        """Note that a request comes in, or that the daemon is asked for a checkpoint: until ``answered`` it is not silent.
+
+        After ``end``: that the daemon is asked to store the end. Children that are not known yet come after that.
+        """
 
     def answered(self) -> None:
-        """Note that the daemon was answered: from now on its silence counts. ``take`` and ``admitted`` imply it."""
+        """Note that the daemon was answered: what made the shard ``busy`` is over."""
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Take a batch's rows; return whether the daemon may be answered, or is to wait until the shard is ``admitted``.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
 _READ_BYTES: Final = 1 << 16
+_CHECKPOINT: Final = b'{"action":"checkpoint"'
+"""How the answer to a checkpoint begins."""
 
 
 class DaemonHangs(Exception):
@@ -56,6 +58,8 @@ class Habits:
     """``callProcessRecordsEvenForEmptyRecordList``."""
     idle_seconds: float = 0.05
     """Between two reads of a shard without news (``idleTimeBetweenReadsInMillis``)."""
+    checkpoint_seconds: float = 0.0
+    """How long the lease table takes to store a checkpoint."""
     close_patience_seconds: float = 10.0
     """How long the server may take to close after the last status before it counts as a violation."""
     raise_on_hang: bool = True
@@ -142,6 +146,8 @@ class ShardSession:
         try:
             while True:
                 if data := self.core.data_to_send():
+                    if self.habits.checkpoint_seconds and data.startswith(_CHECKPOINT):
+                        await self.clock.sleep(self.habits.checkpoint_seconds)
                     writer.write(data)
                     await writer.drain()
                 if self.core.outstanding is None:

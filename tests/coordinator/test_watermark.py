@@ -348,6 +348,21 @@ def test_a_shard_whose_daemon_has_not_been_answered_yet_is_not_silent() -> None:
     stream = Stream().arrived().connect("a", tells_lag=False).batch("a", 500, lag_ms=None)
     stream.watermark.busy("a")
     assert stream.wait(10 * IDLE).ms == 500
+    stream.watermark.answered("a", stream.now)
+    assert stream.wait(10 * IDLE).ms == 500, "of a batch only"
+    stream.watermark.free("a", stream.now)
+    assert stream.ms == 500
+    assert (stream.wait(IDLE).ms or 0) > 500
+
+
+def test_an_end_that_the_daemon_stores_still_holds_the_watermark_and_the_settle_time_follows() -> None:
+    stream = Stream().connect("a", "b").settled().batch("a", 500).batch("b", 900)
+    stream.end("a").watermark.ending("a")
+    assert stream.wait(10 * SETTLE).view.holder == Holder(None, "settling")
+    stream.watermark.end_answered("a", stream.now)
+    stream.watermark.end_answered("b", stream.now)
+    assert stream.wait(SETTLE - 1).view.holder == Holder(None, "settling")
+    assert stream.wait(1).ms == 900
 
 
 def test_batches_that_waited_for_their_turn_carry_a_shard_no_further_than_their_bytes() -> None:

@@ -43,6 +43,17 @@ class Arrival:
         return make_row(record)
 
 
+class Slowly:
+    """Windows by arrival time; an asynchronous hook."""
+
+    schema = SCHEMA
+    windows = tumbling("5 s")
+
+    async def process_record(self, record: Record) -> Row | None:
+        await asyncio.sleep(record.json()["slow"])
+        return make_row(record)
+
+
 class Column:
     """Windows by a column that is out of order, sometimes by more than is allowed; an asynchronous hook."""
 

@@ -31,10 +31,12 @@ Key = tuple[str, tuple[int, int]]
 """A record: its shard and its place there, (sequence number, sub-sequence number)."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SIZE_MS = {"Arrival": 5000, "Column": 4000}
+SIZE_MS = {"Arrival": 5000, "Slowly": 5000, "Column": 4000}
 """Of the windows that have bounds (``handlers.py``)."""
 SLACK_MS = 2000
 """Lateness and disorder of ``Column``."""
+AHEAD_MS = 5_000
+"""How far a row may run ahead of its arrival, and count."""
 QUIET_MS = 30_000
 MAX_ROWS = 7
 """Of the windows that have none."""
@@ -71,6 +73,8 @@ class _Window:
     attempt: int = 0
     """Which attempt was published last."""
     late: list[Key] = field(default_factory=list)
+    bytes: int = 0
+    """What their segments take, but for those of the late dataset."""
 
     def revision(self, number: int) -> Counter[Key]:
         """Return the rows of a revision, counted from 1."""
@@ -116,6 +120,7 @@ class Outputs:
 
     def _registered(self, flush: Flush, now_ms: int) -> None:
         self.letters_ever |= {key_of(letter) for letter in flush.dead_letters}
+        held = self._held_ahead(now_ms)
         for segment in flush.segments:
             name = segment.window_id
             window, rows = self.windows.setdefault(name, _Window()), self.written[segment.path]
@@ -127,19 +132,57 @@ class Outputs:
                 self._tell(f"{name}: rows are registered twice: {_some(Counter(again))}")
             self.rows.update(rows)
             if str(segment.kind) == "late":
-                self._may_be_late(name, window, now_ms)
+                if window.cuts or self.plan.handler != "Column":
+                    self._may_be_late(name, window, now_ms)
+                else:
+                    self._may_be_left_out(name, rows, held)
                 window.late += rows
                 continue
             if (str(segment.kind) == "recompute") is not bool(window.cuts):
                 self._tell(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
+            if not window.cuts and self._is_ahead(name, now_ms) and self._is_full(held):
+                self._tell(f"{name}: rows of a far window are kept beside {held}")
             window.rows += rows
+            window.bytes += segment.bytes
+
+    def _is_ahead(self, name: str, now_ms: int) -> bool:
+        """Whether a window begins further ahead than a row may run ahead of its arrival."""
+        return self.plan.handler == "Column" and _starts_ms(name) > now_ms + AHEAD_MS
+
+    def _held_ahead(self, now_ms: int) -> tuple[int, int]:
+        """Return how many windows that are ahead are open, and what they take."""
+        if self.plan.handler != "Column":
+            return 0, 0
+        ahead = [
+            window
+            for name, window in self.windows.items()
+            if window.rows and not window.cuts and self._is_ahead(name, now_ms)
+        ]
+        return len(ahead), sum(window.bytes for window in ahead)
+
+    def _is_full(self, held: tuple[int, int]) -> bool:
+        """Whether nothing more may be kept of windows that are ahead, as far as can be told from outside."""
+        known = self.plan.servers == 1 and (self.plan.form.name != "V1" or not self.plan.clocks_differ)
+        return known and held[1] >= self.plan.disk_bytes // 10
+
+    def _may_be_left_out(self, name: str, rows: Iterable[Key], held: tuple[int, int]) -> None:
+        """Rows go to the late dataset though their window was never cut where they are ahead and there are too many."""
+        if self.plan.form.name == "V1":
+            return  # it does not tell when its records arrived
+        for shard, (number, sub) in rows:
+            record = next(each for each in self.stream.shards[shard].records if each.order == (number, sub))
+            ahead_ms = orjson.loads(record.data or b"")["at"] - record.arrival_ms
+            if ahead_ms <= AHEAD_MS:
+                self._tell(f"{name}: late rows, and it was never cut; {ahead_ms} ms ahead")
+        # What was near when it was kept, or is by the arrivals that the server knows, may count too.
+        if not sum(window.bytes for window in self.windows.values()) >= self.plan.disk_bytes // 10:
+            self._tell(f"{name}: rows of a far window are left out beside {held}")
 
     def _may_be_late(self, name: str, window: _Window, now_ms: int) -> None:
         """Rows go to the late dataset when their window is cut and, where it would be computed again, not retained."""
         if not window.cuts or self.plan.handler == "Runs":
             self._tell(f"{name}: late rows, and it was never cut")
-        # How long a window is retained goes by the time of day: there may be nobody else left who remembers.
-        if self.plan.late == "recompute" and not (self.plan.clocks_differ and self.plan.retention == "10 s"):
+        if self.plan.late == "recompute":
             shown = len(window.shown_ms) == len(window.cuts)
             if not shown or window.shown_ms[-1] + RETENTION_MS[self.plan.retention] > now_ms:
                 self._tell(f"{name}: late rows beside a window that is retained")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mldserver.testing.daemon import Form
 
 HANDLERS = ("Arrival", "Column", "Runs")
+DISK = 50 << 30
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,22 @@ class Plan:
     clock_steps: int
     """How often somebody sets a server's time of day."""
 
+    checkpoint_seconds: float
+    """How long the daemon takes to store a checkpoint."""
+    slowest: float
+    """For how many seconds a call of the handler takes, at most."""
+    disk_bytes: int
+    """What segments may take."""
+    days: bool
+    """Whether somebody who sets a clock may set it by days."""
+    outage: float
+    """For how many seconds no daemon runs; longer than shards may be missing."""
+
+    @property
+    def by_arrival(self) -> bool:
+        """Whether windows are cut on arrival times."""
+        return self.handler in {"Arrival", "Slowly"}
+
     @property
     def calm(self) -> bool:
         """Every tenth world has no faults: there the daemon has nothing at all to complain of."""
@@ -125,7 +142,9 @@ def make_plan(seed: int) -> Plan:
     form = dice.choice((Form.KCL3, Form.KCL3, Form.V2, Form.V1))
     on_failure = dice.choice(("dead_letter",) * 6 + (("skip",) if calm else ("skip", "halt")))
     parks = on_failure == "dead_letter" and dice.random() < 0.3
-    return Plan(
+    # By dice of their own: what came later leaves the worlds before as they were.
+    more = random.Random(f"{seed}/more")
+    plan = Plan(
         seed=seed,
         servers=dice.choice((1, 1, 1, 1, 1, 2, 2, 2, 3)),
         fixed_name=dice.random() < 0.5,
@@ -183,4 +202,20 @@ def make_plan(seed: int) -> Plan:
         ahead=dice.choice((0.0, 0.0, 10.0, -3600.0)) if listed or form is not Form.V1 else 0.0,
         clock_steps=some(3, 0.4) if listed or form is not Form.V1 else 0,
         moves_fail=trouble * rate(0.15, 0.5),
+        checkpoint_seconds=more.choice((0.0, 0.0, 2.0, 9.0)),
+        slowest=3.0,
+        disk_bytes=DISK,
+        days=False,
+        outage=0.0,
     )
+    if plan.handler == "Arrival" and more.random() < (0.7 if calm else 0.3):
+        # Batches wait behind others, for longer than it takes a shard to be idle.
+        plan = replace(plan, handler="Slowly", slowest=more.choice((3.0, 15.0)))
+    if plan.handler == "Column" and more.random() < 0.3:
+        plan = replace(plan, future=more.uniform(0.2, 0.6), disk_bytes=more.choice((150_000, DISK)))
+    if plan.form is not Form.V1 and plan.clocks_differ and more.random() < 0.5:
+        # By days: retention is longer.
+        plan = replace(plan, days=True, ahead=more.choice((plan.ahead, 172_800.0)))
+    if not calm and more.random() < 0.15:
+        plan = replace(plan, outage=30.0)
+    return plan

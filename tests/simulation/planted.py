@@ -10,10 +10,12 @@ import pyarrow as pa
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.open_windows import CutWindows, WindowKey
+from mldserver.coordinator.core.open_windows import CutWindows, OpenWindows, WindowKey
 from mldserver.coordinator.core.sessions import ShardPosition
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flusher
+from mldserver.coordinator.progress import Reports
+from mldserver.coordinator.shards import ShardSession
 from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.windows import tumbling_id
@@ -174,6 +176,41 @@ class CountsTwice(SqliteStore):
         return super().transact(transaction, read)
 
 
+class Impatient(ShardSession):
+    """Takes a daemon for silent that stores a checkpoint."""
+
+    def busy(self) -> None:
+        pass
+
+
+class CountsFromTheWork(ShardSession):
+    """Takes batches that waited for their turn for received when their turn has come."""
+
+    def began(self, received_ms: int | None = None) -> None:
+        super().began()
+
+
+class KeepsAllAhead(OpenWindows):
+    """Keeps rows of however many windows that are far ahead."""
+
+    def leave_out_ahead(self, *_: object) -> frozenset[str]:
+        return frozenset()
+
+
+class HostsTime(SqliteLedger):
+    """Lets windows expire by its host's clock."""
+
+    def time_ms(self) -> int:
+        return self._clock.now_ms()
+
+
+class AlwaysGreen(Reports):
+    """Finds nothing wrong where no shard is read."""
+
+    def note_unread(self, *_: object, **__: object) -> None:
+        pass
+
+
 def _on(store: type[SqliteStore]) -> type[SqliteLedger]:
     """Return a ledger whose store is another."""
 
@@ -199,4 +236,9 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "nobody is held": {Backpressure: NeverHolds},
     "children without their parents' times": {Lineage: Orphans},
     "a watermark that goes back": {Watermark: GoesBack},
+    "silence while a checkpoint is stored": {ShardSession: Impatient},
+    "a receipt when the work begins": {ShardSession: CountsFromTheWork},
+    "windows far ahead without a bound": {OpenWindows: KeepsAllAhead},
+    "retention by a host's clock": {SqliteLedger: HostsTime},
+    "readiness without a daemon": {Reports: AlwaysGreen},
 }

@@ -66,6 +66,8 @@ class Supervised:
     server: Server | None = None
     asked: Server | None = None
     """The latest that was asked to stop."""
+    unread: tuple[float, int] | None = None
+    """Since when no daemon runs, and in which life that was; None: one does."""
     address: str | None = None
     """Where it listens; None while it does not."""
 
@@ -142,9 +144,21 @@ class Supervised:
             broken = list(positions.broken)
             with contextlib.suppress(RuntimeError):  # it has not started yet
                 broken += progress.look(server.status())
+                broken += self._is_red(server)
             if broken:
                 raise Violated("; ".join(broken))
             await self.clock.sleep(_WATCH_SECONDS)
+
+    def _is_red(self, server: Server) -> list[str]:
+        """Once no daemon has run for longer than shards may be missing, readiness is red, unless the server stalls itself."""
+        positions, plan = self.faults.positions, self.plan
+        if self.unread is None or self.unread[1] != self.lives or plan.stalls:
+            return []
+        seconds = asyncio.get_running_loop().time() - self.unread[0]
+        unread = sorted(positions.durable.keys() - positions.ended)
+        if seconds < plan.outage - 4 or not unread or not server.is_ready:
+            return []
+        return [f"{self.name} is ready, {seconds:.1f} s after the daemon of {unread} has died"]
 
     async def finished(self) -> None:
         """Return when everything is published, in whichever life that is."""

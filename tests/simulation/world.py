@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 LONGEST_SECONDS = 2 * 3600.0
 """A world that has not come to its end by then never will."""
+MISSING_SECONDS = 12
 _NOWHERE = "127.0.0.1:1"
 
 
@@ -65,7 +66,15 @@ class Daemon(FakeMLD):
     servers: list[Supervised]
     dice: random.Random
 
+    def stay_away(self, seconds: float) -> None:
+        """Kill the JVM; its supervisor starts it again after so long."""
+        self._backoff = seconds
+        self.kill()
+
     def _seat(self, shard_id: str) -> ShardSession:
+        self._backoff = 1.0
+        for server in self.servers:
+            server.unread = None
         addresses = [each.address for each in self.servers if each.address is not None]
         self.address = self.dice.choice(addresses or [_NOWHERE])
         return super()._seat(shard_id)
@@ -95,7 +104,13 @@ class World:
         self.mld = Daemon(
             self.stream,
             _NOWHERE,
-            habits=Habits(form=plan.form, seed=plan.seed, max_records=plan.max_records, idle_seconds=0.7),
+            habits=Habits(
+                form=plan.form,
+                seed=plan.seed,
+                max_records=plan.max_records,
+                idle_seconds=0.7,
+                checkpoint_seconds=plan.checkpoint_seconds,
+            ),
             leases=self.leases,
             clock=self.clock,
             supervised=True,
@@ -141,6 +156,9 @@ class World:
             "late": plan.late,
             "recompute_delay": "2 s",
             "max_ahead": "5 s",
+            "segment_disk_bytes": str(plan.disk_bytes),
+            "missing_limit": f"{MISSING_SECONDS} s" if plan.outage else "10 min",
+            "answer_deadline": "2 s" if plan.handler == "Slowly" else "20 s",
             "retention": plan.retention,
             "on_failure": plan.on_failure,
             "on_key_failure": "park" if plan.parks else "continue",
@@ -202,9 +220,9 @@ class World:
     def _payload(self, number: int) -> bytes:
         at = self.clock.now_ms() - self.dice.randint(0, self.dice.choice((100, 1500, 9000)))
         if self.faults.hit(self.plan.future):
-            at += self.dice.choice((60_000, 70 * 365 * 86_400_000))
+            at += self.dice.choice((60_000, 70 * 365 * 86_400_000, 86_400_000 + number * 4000))
             self.faults.tell("dated ahead", str(number))
-        slow = self.dice.choice((0.0, 0.0, 0.0, 0.01, 3.0))
+        slow = self.dice.choice((0.0, 0.0, 0.0, 0.01, self.plan.slowest))
         fails = self._fate()
         none = not fails and self.faults.hit(self.plan.rowless)
         return orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow, "none": none})
@@ -218,6 +236,7 @@ class World:
         acts += [self._drop] * plan.drops + [self._lose] * plan.lost_leases
         acts += [self._stall] * plan.stalls + [self._restart] * plan.restarts
         acts += [self._step_clock] * plan.clock_steps
+        acts += [self._stay_away] * bool(plan.outage)
         seconds = plan.seconds + plan.pause
         moments = [(dice.uniform(0, seconds), n, act) for n, act in enumerate(acts)]
         if plan.pause and plan.troubled:
@@ -245,13 +264,20 @@ class World:
         server.restart()
 
     def _step_clock(self) -> None:
-        server, seconds = self.dice.choice(self.servers), self.dice.choice((-3600.0, -8.0, 10.0, 3600.0))
+        steps = (-172_800.0, -8.0, 10.0, 172_800.0) if self.plan.days else (-3600.0, -8.0, 10.0, 3600.0)
+        server, seconds = self.dice.choice(self.servers), self.dice.choice(steps)
         self.faults.tell("clock set", f"{server.name} by {seconds} s")
         server.clock.step(seconds)
 
     def _kill_jvm(self) -> None:
         self.faults.tell("jvm killed", f"life {self.mld.life}")
         self.mld.kill()
+
+    def _stay_away(self) -> None:
+        self.faults.tell("daemon away", f"for {self.plan.outage} s")
+        self.mld.stay_away(self.plan.outage)
+        for server in self.servers:
+            server.unread = self.loop.time(), server.lives
 
     def _drop(self) -> None:
         if shards := sorted(self.mld.active_shards):
@@ -295,7 +321,7 @@ class World:
         broken = self.positions.broken + self.outputs.check(letters, self.operator.purged)
         self.faults.told["revised"] = self.outputs.revisions
         exact = self.plan.form is not Form.V1 or not self.plan.clocks_differ
-        if self.plan.calm and self.plan.handler == "Arrival" and exact and self.outputs.late:
+        if self.plan.calm and self.plan.by_arrival and exact and self.outputs.late:
             broken.append(f"{self.outputs.late} rows are late for no reason")
         broken += [text for text in self.mld.violations if not self._excused(text)]
         broken += [f"{each.shard_id} is not ended" for each in state.shards.values() if not each.ended]

@@ -129,26 +129,31 @@ class FakeShard:
 
     received: list[int | None] = field(default_factory=list)
     """When the batches came that were begun."""
-    silent: bool = True
-    """Whether its silence counts."""
+    working: bool = False
+    asked: bool = False
 
     def began(self, received_ms: int | None = None) -> None:
         self.calls.append("began")
         self.received.append(received_ms)
-        self.silent = False
+        self.working = True
 
     def busy(self) -> None:
-        self.silent = False
+        self.asked = True
 
     def answered(self) -> None:
-        self.silent = True
+        self.asked = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether its silence counts."""
+        return not self.working and not self.asked
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         self.calls.append("accept")
         self.last = outcome.outline.last or self.after
         if self.gate.is_set():
             self.taken()
-            self.silent = True
+            self.working = False
         return self.gate.is_set()
 
     paused: bool = False

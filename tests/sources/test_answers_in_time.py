@@ -112,6 +112,39 @@ async def test_a_shard_is_not_silent_while_its_daemon_stores_a_checkpoint(slow: 
     assert slow.shard.silent
 
 
+async def test_nor_is_one_whose_checkpoint_is_stored_still_when_the_work_on_its_batch_ends(
+    slow: Slow,
+) -> None:
+    slow.shard.durable = Sequence(1)
+    await slow.daemon.process(2)
+    asked = await slow.clock.drive(slow.daemon.receive(), step=1)
+    assert asked["action"] == "checkpoint", "before the answer that is given early"
+    await slow.accepted(1)
+    assert not slow.shard.silent
+    await slow.daemon.send({**asked, "error": None})
+    await slow.daemon.answered("processRecords")
+    assert slow.shard.silent
+
+
+async def test_a_shards_end_is_not_over_while_its_daemon_stores_it(slow: Slow) -> None:
+    """Its children come only then, and may not be known yet."""
+    await slow.daemon.send(END)
+    asked = await slow.daemon.receive()
+    assert asked["action"] == "checkpoint"
+    assert not slow.shard.silent
+    await slow.daemon.send({**asked, "error": None})
+    await slow.daemon.answered("shardEnded")
+    assert slow.shard.silent
+
+
+async def test_an_end_whose_connection_is_cut_meanwhile_holds_nothing_any_more(slow: Slow) -> None:
+    await slow.daemon.send(END)
+    await slow.daemon.receive()
+    await slow.daemon.close()
+    await slow.house.empty()
+    assert slow.shard.silent
+
+
 @pytest.mark.parametrize("message", [STOPPING, LOST, END])
 async def test_a_shard_is_not_silent_while_a_hook_runs_for_its_daemon(
     slow: Slow, message: dict[str, Any]

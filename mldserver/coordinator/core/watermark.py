@@ -74,6 +74,9 @@ class _ShardClock:
     rowless_since_ms: int | None = None
     """Arrival time of its last row; while it has given none, of its first record."""
     in_request: bool = False
+    """Whether a batch is worked on."""
+    asked: bool = False
+    """Whether its daemon has a request pending that is no batch, or stores a checkpoint."""
     answered_ms: int = 0
     last_row_ms: int = 0
     """When its last row came, by this server's clock."""
@@ -139,6 +142,8 @@ class Watermark:
         self._lineage = lineage
         self._shards: dict[str, _ShardClock] = {}
         self._settle_until_ms = now_ms + rules.settle_time_ms
+        self._ending: set[str] = set()
+        """Shards whose ends their daemons store just now."""
         self._watermark_ms: int | None = None
         self._arrival: tuple[int, int] | None = None
         """The arrival time that says most of AWS's clock, and the steady time at which it was known."""
@@ -162,6 +167,16 @@ class Watermark:
     def settle(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
         self._settle_until_ms = now_ms + self.rules.settle_time_ms
+
+    def ending(self, shard_id: str) -> None:
+        """The daemon stores a shard's end: its children, which may not be known yet, come no earlier than it is answered."""
+        self._ending.add(shard_id)
+
+    def end_answered(self, shard_id: str, now_ms: int) -> None:
+        """The daemon was answered for a shard's end, or is gone: from now on the settle time counts."""
+        if shard_id in self._ending:
+            self._ending.remove(shard_id)
+            self.settle(now_ms)
 
     def connect(
         self,
@@ -218,8 +233,13 @@ class Watermark:
         del clock.received[: -PREFETCH - 1]
 
     def busy(self, shard_id: str) -> None:
-        """A request without records comes, or the daemon is asked for a checkpoint: until ``answered`` it is not silent."""
-        self._shards[shard_id].in_request = True
+        """A request without records comes, or the daemon is asked for a checkpoint: until ``free`` it is not silent."""
+        self._shards[shard_id].asked = True
+
+    def free(self, shard_id: str, now_ms: int) -> None:
+        """The daemon was answered, whatever is worked on still: from now on its silence counts."""
+        clock = self._shards[shard_id]
+        clock.asked, clock.answered_ms = False, now_ms
 
     def observed(
         self,
@@ -258,7 +278,7 @@ class Watermark:
                 clock.advance(self.aws_ms(clock.received[-1] - _VISIBLE_MS))
 
     def answered(self, shard_id: str, now_ms: int) -> None:
-        """A batch was answered: from now on the shard's silence counts."""
+        """The work on a batch is over: from now on the shard's silence counts, unless it is ``busy``."""
         clock = self._shards.get(shard_id)
         if clock is not None:
             clock.in_request, clock.answered_ms = False, now_ms
@@ -309,7 +329,7 @@ class Watermark:
                 carried = clock.arrival_ms - delay_ms - self.rules.idle_time_ms
                 value = carried if value is None else max(value, carried)
             values.append((value, _holder(shard_id, value)))
-        if now_ms < self._settle_until_ms:
+        if now_ms < self._settle_until_ms or self._ending:
             return View(self._watermark_ms, Holder(None, "settling"))
         if values:
             return self._least(values)
@@ -367,13 +387,13 @@ class Watermark:
             return True
         # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
         # that it lags is not idle, its next fetch is only slow.
-        silent_ms = 0 if clock.in_request else now_ms - clock.answered_ms
+        silent_ms = 0 if clock.in_request or clock.asked else now_ms - clock.answered_ms
         return not (clock.tells_lag and clock.lag_ms) and silent_ms >= self.rules.idle_time_ms
 
     def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
         """Whether a shard that keeps up has given no row for the idle time."""
         # What it is at may be a row, unless all it ever gives is none, and nothing else tells how far it is.
-        may_give = clock.in_request and not (delay_ms is None and self._rowless(clock))
+        may_give = (clock.in_request or clock.asked) and not (delay_ms is None and self._rowless(clock))
         if may_give or now_ms - clock.last_row_ms < self.rules.idle_time_ms:
             return False
         lags = clock.tells_lag if clock.lag_ms is None else clock.lag_ms > 0
