@@ -163,12 +163,17 @@ class Worker:
     async def watch_leader(self) -> None:
         """Log when shards wait because no worker leads the application. Runs until it is cancelled."""
         watch = LeaderWatch()
-        while True:
-            await self._clock.sleep(LOOK_SECONDS)
-            # The daemon's own log reports faults of AWS.
-            with contextlib.suppress(BotoCoreError, ClientError, OSError):
-                async with asyncio.timeout(RELEASE_SECONDS), aws_client("dynamodb", **self._where) as client:
-                    await self._look(watch, client)
+        failures = (BotoCoreError, ClientError, OSError)
+        await self._clock.sleep(LOOK_SECONDS)
+        # The daemon's own log reports faults of AWS.
+        with contextlib.suppress(*failures):
+            # One client for all looks: making one takes a fifth of a second.
+            async with aws_client("dynamodb", **self._where) as client:
+                while True:
+                    with contextlib.suppress(*failures):
+                        async with asyncio.timeout(RELEASE_SECONDS):
+                            await self._look(watch, client)
+                    await self._clock.sleep(LOOK_SECONDS)
 
     async def _look(self, watch: LeaderWatch, client: Any) -> None:
         lock = await self._read_lock(client)
