@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _DUMP_SECONDS: Final = 5.0
 """How long a hanging process may take to dump where it hangs."""
+_ABORTED: Final = "Fatal Python error: Aborted"
+"""How the dump begins."""
 _FRAME: Final = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 """A frame of ``faulthandler``'s dump."""
 _RAISED: Final = re.compile(r'^[ |+]*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -191,6 +193,8 @@ def check_handler(
             report = msgspec.json.decode(result.read_bytes(), type=Report)
         else:
             report = Report((_unfinished(code, text, timeout, doing),))
+            if code is None:  # the dump was asked for; its place is in the finding
+                text = text.partition(_ABORTED)[0]
     return replace(report, output=text[-_OUTPUT_LIMIT:])
 
 
