@@ -102,7 +102,9 @@ class ShardPolling:
                 request = {"NextToken": token} if token else {}
         except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
             name, what, advice = type(error).__name__, str(error), {}
-            if getattr(error, "response", {}).get("Error", {}).get("Code") == "ResourceNotFoundException":
+            if (
+                "(ResourceNotFoundException)" in what
+            ):  # as botocore writes it: its classes load with the client
                 what = f"There is no stream {self._stream} in this account and region."
                 advice = {"advice": "Check the settings stream and region, and the credentials' account."}
             log.warning("stream.unlisted", stream=self._stream, error=name, what=what, **advice)

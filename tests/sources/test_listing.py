@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, HTTPClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.sources import listing
@@ -112,6 +112,16 @@ async def test_a_stream_that_does_not_exist_is_named(logged: list[dict[str, Any]
     (told,) = [entry for entry in logged if entry["event"] == "stream.unlisted"]
     assert told["what"] == "There is no stream flights in this account and region."
     assert "region" in told["advice"]
+
+
+async def test_a_failure_without_an_answer_is_never_fatal(logged: list[dict[str, Any]]) -> None:
+    def make() -> Any:
+        raise HTTPClientError(error="no route")
+
+    async with polling(make, lambda _listing: None):
+        pass
+    (told,) = [entry for entry in logged if entry["event"] == "stream.unlisted"]
+    assert told["error"] == "HTTPClientError"
 
 
 async def test_a_client_that_cannot_be_made_is_tried_again_and_never_fatal(

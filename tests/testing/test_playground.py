@@ -129,7 +129,9 @@ OUTWARD: dict[str, Any] = {
     "source": "dynamodb://orders?region=eu-central-1",
     "from": "latest",
 }
-FIXED = {"handler", "out", "listen", "log_file", "log_format", "settle_time", "flush_interval"}
+FIXED = {"handler", "out", "listen", "log_file", "log_format", "settle_time", "flush_interval"} | {
+    "log_error_messages"
+}
 THE_USERS = {
     # How the handler is run, and how long what may take and how much it may be.
     *("on_failure", "on_key_failure", "failure_rules", "attempts", "max_age", "retry_base", "retry_cap"),
