@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,18 @@ class World:
                 case _:
                     await self.clock.sleep(self.random.choice([0.0, 0.3, 1.0, 3.0]))
 
+    def hide_an_ancestor(self, token: str) -> None:
+        """Let listings leave out a shard that was read before a token, for a while."""
+        shards = self.fake.shards
+        parent = self.random.choice(json.loads(token)["shards"])["parent"]
+        ancestors = []
+        while parent is not None:
+            ancestors.append(shards[parent])
+            parent = shards[parent].parent
+        if ancestors:
+            hidden = self.random.choice(ancestors)
+            hidden.visible_ms = self.clock.steady_ms() + self.random.choice([500, 3000, 40_000])
+
     async def follow(self) -> None:
         """Read on to the end, now and then from a token in another stream, as after a crash."""
         position = "trim_horizon"
@@ -82,6 +95,8 @@ class World:
                 if self.random.random() < 0.5:
                     await self.clock.sleep(self.random.choice([0.0, 0.1, 2.0]))
                 position = stream.token
+            if self.random.random() < 0.3:
+                self.hide_an_ancestor(position)
 
     async def story(self, steps: int) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -90,6 +105,7 @@ class World:
             self.fake.disable()
             await following
         for token, count in self.random.sample(self.tokens, min(2, len(self.tokens))):
+            self.hide_an_ancestor(token)
             async with self.stream(token) as stream:
                 rest = [_place(change) async for change in stream]
             assert sorted(rest) == sorted(map(_place, self.read[count:])), "not what a token had left"
