@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
+from mldserver.base.disk import others_can_read
 from mldserver.base.secret import read_secret
 from mldserver.base.service import keep_memory
 from mldserver.base.threads import aside
@@ -33,7 +34,7 @@ from mldserver.handler.spec import HandlerKind
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.sqlite import SqliteLedger
-from mldserver.output.layout import SERVERS, SPARK, server_tag
+from mldserver.output.layout import PRIVATE, SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
@@ -368,6 +369,18 @@ def _store_at(uri: str, shown: str, what: str, *, home: Path | None = None) -> O
             "pyarrow.fs.FileSystem.from_uri.",
             path=shown,
         ) from error
+
+
+def exposed(settings: Settings) -> dict[Path, str]:
+    """Return what every user of this host can read and should not, with what it holds. Blocking."""
+    found: dict[Path, str] = {}
+    if isinstance(settings.out, Path):
+        found |= {settings.out / PRIVATE: "ledger and segments", settings.out / FOLDER: "dead letters"}
+    if isinstance(settings.ledger, SqlitePlace) and settings.ledger.path is not None:
+        found[settings.ledger.path] = "the ledger, with dead letters"
+    if settings.file is not None and settings.has_secrets_in_file():
+        found[settings.file] = "passwords"
+    return {path: what for path, what in found.items() if others_can_read(path)}
 
 
 def _locks(settings: Settings) -> ServerLocks | None:

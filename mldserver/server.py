@@ -35,7 +35,7 @@ import structlog
 from mldserver import __version__
 from mldserver.admin.acts import carry_out
 from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
-from mldserver.assembly import Parts, Surroundings, assemble
+from mldserver.assembly import Parts, Surroundings, assemble, exposed
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
 from mldserver.base.service import Report, Service, handling
@@ -218,6 +218,13 @@ class Server:
                 advice="Check its path, its rights and the room on its disk, or name another with --out.",
                 path=str(error.filename or self.settings.out),
             ) from error
+        for path, holds in (await aside(partial(exposed, self.settings), name="mldserver-rights")).items():
+            log.warning(
+                "file.exposed",
+                path=str(path),
+                what=f"Every user of this host can read {path}: {holds}.",
+                advice=f"Run `chmod o= {path}`.",
+            )
         if self._endpoint is not None:
             await aside(self._endpoint.make_files, name="mldserver-token")
         if self._drain:

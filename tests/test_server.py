@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import sqlite3
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +17,16 @@ import pyarrow.dataset as ds
 import pytest
 from support.serving import connect, no_aws, quick, serving, until
 
+from mldserver.assembly import exposed
+from mldserver.base.disk import others_can_read
 from mldserver.config.kinds import TcpAddress, UnixAddress
-from mldserver.config.resolve import ledger_file
+from mldserver.config.resolve import ledger_file, resolve
 from mldserver.errors import WindowFailed
 from mldserver.server import EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""
@@ -356,3 +360,64 @@ async def test_a_second_stop_forces_and_the_exit_code_says_so(
     assert life.result() == EXIT_FORCED
     assert not server.is_ready
     assert "server.unready" not in {entry["event"] for entry in logged}, "an orderly stop alarms nobody"
+
+
+@pytest.fixture
+def public(handler: str) -> Iterator[Path]:
+    """A folder that every user of the host can read, under the usual umask."""
+    before = os.umask(0o022)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+    os.umask(before)
+
+
+async def test_other_users_read_published_windows_and_nothing_else_of_the_folder(
+    public: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    out, stream = public / "out", FakeStream(1, start_ms=START_MS)
+    for number in range(60):
+        stream.put(event(number, poison=True) if number == 7 else event(number), "key")
+    stream.end()
+    given = quick(out, handler, dead_letters="jsonl", log_file=None)
+    async with serving(given, stream=stream) as server:
+        await play(server, lambda address: FakeMLD(stream, address))
+        async with asyncio.timeout(800):
+            await server.finished()
+    readable = {path.relative_to(out) for path in out.rglob("*") if others_can_read(path)}
+    assert {path.parts[0].partition("=")[0] for path in readable} == {"window"}
+    assert {path.suffix for path in readable} == {"", ".parquet"}
+    assert list((out / "_dead_letters").rglob("*.jsonl"))
+    ledger = out / "_mldserver" / "ledger.sqlite"
+    assert {file.stat().st_mode & 0o777 for file in ledger.parent.glob("ledger.sqlite*")} == {0o600}
+    assert not [entry for entry in logged if entry["event"] == "file.exposed"]
+    # An operator who opens it to others, executors under another user, say, keeps what was chosen, and is told of it.
+    ledger.parent.chmod(0o755)
+    async with serving(given, stream=stream) as server:
+        await server.listening()
+    assert ledger.parent.stat().st_mode & 0o777 == 0o755
+    (told,) = (entry for entry in logged if entry["event"] == "file.exposed")
+    assert told["advice"] == f"Run `chmod o= {ledger.parent}`."
+
+
+def test_a_settings_file_with_passwords_that_others_can_read_is_told(public: Path) -> None:
+    file = public / "mldserver.toml"
+    file.write_text(
+        "handler = 'h'\nsink = 'jdbc:postgresql://h/d'\nsink_table = 't'\nsink_options = { password = 'x' }\n"
+    )
+
+    def told(**environ: str) -> dict[Path, str]:
+        return exposed(resolve({}, environ=environ, folder=public))
+
+    assert told() == {file: "passwords"}
+    file.chmod(0o640)
+    assert told() == {}
+    file.write_text("handler = 'h'\nsink = 'jdbc:postgresql://h/d'\nsink_table = 't'\n")
+    file.chmod(0o644)
+    assert told(MLDSERVER_SINK_OPTIONS="password=x") == {}
+    kept = public / "kept" / "ledger.sqlite"
+    kept.parent.mkdir()
+    kept.touch()
+    assert told(MLDSERVER_LEDGER=f"sqlite:{kept}") == {kept: "the ledger, with dead letters"}
+    kept.parent.chmod(0o700)
+    assert told(MLDSERVER_LEDGER=f"sqlite:{kept}") == {}

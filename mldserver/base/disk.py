@@ -9,9 +9,11 @@ others). Python has no wrapper for it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +42,38 @@ def make_folder(folder: Path) -> None:
             return  # where this user may not even look, nothing of it was made
         if each.is_mount():
             return
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only its user may enter. One that is there keeps its mode: an operator may share it. Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        try:
+            folder.mkdir(0o700)
+        except FileNotFoundError:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700)
+
+
+def make_private_file(path: Path) -> None:
+    """Make an empty file that only its user may read and write. One that is there stays as it is. Raises OSError."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def umask() -> int:
+    """Return this process's umask. A file that another thread makes meanwhile is for its user alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def others_can_read(path: Path) -> bool:
+    """Return whether any user of the host can read a file, or list a folder, and come to it; False where it is not there."""
+    try:
+        whole = path.resolve(strict=True)
+        above = (folder.stat().st_mode & stat.S_IXOTH for folder in whole.parents)
+        return bool(whole.stat().st_mode & stat.S_IROTH) and all(above)
+    except OSError:
+        return False
 
 
 _HERE = -100

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from mldserver.base.clock import SystemClock
-from mldserver.base.disk import make_folder, sync
+from mldserver.base.disk import make_folder, make_private, sync
 from mldserver.cli.ledger_tool import (
     HERE,
     AsJson,
@@ -272,7 +272,9 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         settings, ledger, store = _places(where)
         if folder.exists() and any(folder.iterdir()):
             raise OperatorError(f"{folder} is not empty.", advice="Name a folder that is new.")
+        make_private(folder)
         make_folder(folder)
+        make_private(folder / _FILES)
         part = folder / f"{_LEDGER}.part"
         for _ in range(_TRIES):
             copy_whole(ledger, part)

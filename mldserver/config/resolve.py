@@ -60,7 +60,8 @@ def resolve(
     """
     if config is None and (named := environ.get(CONFIG_VARIABLE)):
         config = folder / named
-    raw = _from_file(config or folder / CONFIG_FILE, required=config is not None)
+    file = config or folder / CONFIG_FILE
+    raw = _from_file(file, required=config is not None)
     raw |= _from_environment(environ)
     raw = {name: value for name, value in raw.items() if name not in leave_out}
     # A parameter that would be a word of Python's ends with an underscore.
@@ -70,7 +71,7 @@ def resolve(
     if "cache_dir" not in values:
         values["cache_dir"] = cache_folder(environ)
     origins = {name: raw[name].origin for name in specs() if name in raw}
-    settings = Settings(**values, origins=origins)
+    settings = Settings(**values, origins=origins, file=file)
     if handler_required and not settings.handler:
         raise ConfigError(
             "No handler was named.",

@@ -342,6 +342,8 @@ class Settings(
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """For settings that were given: where, in words."""
+    file: Path | None = field(default=None, compare=False, repr=False)
+    """Where the settings file is, if there is one."""
 
     def __post_init__(self) -> None:
         if not self.pipeline:
@@ -366,6 +368,13 @@ class Settings(
             safe = show(redacted_pairs(value)) if isinstance(value, Mapping) else redacted(show(value))
             shown[name] = f"{safe} ({origin})"
         return shown
+
+    def has_secrets_in_file(self) -> bool:
+        """Return whether a setting that the settings file gives holds a secret."""
+        if self.file is None:
+            return False
+        of_file = [name for name, origin in self.origins.items() if origin.startswith(self.file.name)]
+        return any(_secrets_in(getattr(self, specs()[name].field)) for name in of_file)
 
     def secrets(self) -> set[str]:
         """Return the secrets that URLs and pairs of any setting hold, so that the log can be searched for them."""

@@ -229,6 +229,7 @@ class FolderDestination:
         return ()
 
     def _write(self, letters: tuple[DeadLetter, ...]) -> None:
+        self.output.keep_private(self.folder)
         for path, data in files(letters, self.pipeline, self.kind):
             self.output.replace(f"{self.folder}/{path}", data)
 

@@ -57,7 +57,7 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING, Final
 
-from mldserver.base.disk import make_folder
+from mldserver.base.disk import make_folder, make_private_file
 from mldserver.errors import (
     InternalError,
     LedgerError,
@@ -180,6 +180,10 @@ def connect(
         except OSError as error:
             what = f"The folder {path.parent} cannot be made: {error.strerror}."
             raise folder_error(error)(what, path=str(path)) from error
+        if former is None:
+            # SQLite gives the files beside it the same mode. What fails here SQLite tells below.
+            with contextlib.suppress(OSError):
+                make_private_file(path)
     if (created_ms is None or former is not None) and not path.exists():
         raise _missing(path)
     with contextlib.ExitStack() as undo:
@@ -208,6 +212,7 @@ def copy_whole(path: Path, target: Path) -> None:
     if not path.exists():
         raise _missing(path)
     target.unlink(missing_ok=True)
+    make_private_file(target)
     try:
         with (
             contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,

@@ -220,6 +220,8 @@ recovery.done  info  shards windows_published windows_restarted files_deleted la
     What the start found in the ledger and did.
 recovery.quarantined  warning  count path
     Files in the output folder were not written for this ledger: they were moved to ``path``, not deleted.
+file.exposed  warning  path
+    Every user of this host can read a folder or a file that holds rows, dead letters or passwords.
 ledger.accepted  warning
     Folder and ledger did not belong together; ``--new-ledger`` said to go on with both.
 ledger.not_shortened  warning

@@ -39,7 +39,7 @@ LINGER_SECONDS: Final = 0.02
 """How long lines that are not urgent may wait for more: waking the thread for each would cost the event loop more than
 the line itself, for then both want the interpreter at the same time."""
 
-_MODE = 0o644
+_MODE = 0o640
 _END = ord("\n")
 _PER_LINE: Final = 200
 """Bytes that a line takes in memory beside its own."""

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from mldserver.base.disk import exchange, make_folder, sync
+from mldserver.base.disk import exchange, make_folder, make_private, sync
 from mldserver.base.uris import NOTHING_RENAMED, opened, spark_uri
-from mldserver.output.layout import SPARK
+from mldserver.output.layout import PRIVATE, SPARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -99,9 +99,16 @@ class OutputStore:
     def prepare(self, *folders: str, durable: bool = False) -> None:
         """Make the folder, and the named ones in it; ``durable``: no power cut takes these away again."""
         for folder in ("", *folders):
+            if folder == PRIVATE:
+                self.keep_private(folder)
             self._fs.create_dir(self._absolute(folder), recursive=True)
             if durable and folder and self.local:
                 make_folder(Path(self._absolute(folder)))
+
+    def keep_private(self, folder: str) -> None:
+        """Make a local folder that only this user may enter, unless it is there."""
+        if self.local:
+            make_private(Path(self._absolute(folder)))
 
     def write(self, path: str, rows: pa.Table) -> int:
         """Write rows as one Parquet file and return its size in bytes once it is safe on disk.

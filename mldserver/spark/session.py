@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mldserver.base.disk import umask
 from mldserver.base.java_properties import as_text
 from mldserver.base.uris import secrets_of
 from mldserver.errors import OperatorError
@@ -118,6 +119,10 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     ours["spark.driver.defaultJavaOptions"] = " ".join(quoted)
     ours["spark.ui.enabled"] = "true" if start.ui else "false"
     ours["spark.sql.warehouse.dir"] = str(Path(start.scratch) / "warehouse")
+    if not start.out:
+        # Hadoop has an umask of its own, 022: published windows would be open under a tighter one, and executors of another
+        # user could not write under a wider one.
+        ours["spark.hadoop.fs.permissions.umask-mode"] = f"{umask():03o}"
     if start.concurrency > 1:
         # Windows that run at the same time share the cores instead of queueing behind the first.
         ours["spark.scheduler.mode"] = "FAIR"

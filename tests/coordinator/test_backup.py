@@ -345,6 +345,9 @@ def test_a_backup_with_links_or_damaged_files_is_refused(
 
 
 def test_a_backup_that_is_whole_is_restored(tmp_path: Path, monday: Path, ledger: Any) -> None:
+    assert {path.stat().st_mode & 0o077 for path in (monday, monday / "files", monday / "ledger.sqlite")} == {
+        0
+    }
     ledger("restore", "monday")
     assert files(tmp_path / "out") == files(monday)
 

@@ -95,6 +95,18 @@ HELD_BY = {
         "admin/test_endpoint_access.py::test_a_unix_socket_is_its_users_who_is_known_by_the_kernel",
         "admin/test_endpoint_access.py::test_another_user_of_the_host_is_told_nothing_on_the_unix_socket",
     ],
+    "Ledger, segments, staged outputs": [
+        "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
+        "coordinator/test_backup.py::test_a_backup_that_is_whole_is_restored",
+    ],
+    "A folder that is there keeps": [
+        "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
+        "test_server.py::test_a_settings_file_with_passwords_that_others_can_read_is_told",
+    ],
+    "Published windows and late rows": [
+        "spark/test_session.py::test_local_files_of_spark_follow_the_umask_of_the_server",
+        "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
+    ],
     "On loopback anyone on the host": [
         "admin/test_endpoint_access.py::test_over_loopback_it_is_the_token_that_counts",
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",

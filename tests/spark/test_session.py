@@ -42,6 +42,16 @@ def test_what_the_user_sets_wins() -> None:
     assert conf["spark.x"] == "1"
 
 
+def test_local_files_of_spark_follow_the_umask_of_the_server() -> None:
+    name, before = "spark.hadoop.fs.permissions.umask-mode", os.umask(0o027)
+    try:
+        assert defaults(start("spark://h:7077"), cores=1)[name] == "027"
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    assert name not in defaults(start(out="s3://bucket/out"), cores=1)
+
+
 def test_small_local_data_gets_small_local_settings() -> None:
     conf = defaults(start(), cores=3)
     assert conf["spark.sql.shuffle.partitions"] == "3"
