@@ -129,8 +129,8 @@ OUTWARD: dict[str, Any] = {
     "source": "dynamodb://orders?region=eu-central-1",
     "from": "latest",
 }
-FIXED = {"handler", "out", "listen", "log_file", "log_format", "settle_time", "flush_interval"} | {
-    "log_error_messages"
+FIXED = {"handler", "out", "listen", "settle_time", "flush_interval"} | {
+    *("log_error_messages", "log_file", "log_format"),
 }
 THE_USERS = {
     # How the handler is run, and how long what may take and how much it may be.
@@ -147,7 +147,6 @@ THE_USERS = {
         "grace",
         "accept_gap",
         "new_ledger",
-        "log_error_messages",
         "log_level",
         "spark_conf",
         "spark_properties_file",
