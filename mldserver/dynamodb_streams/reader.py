@@ -3,7 +3,8 @@
 The reader requests the page after a page with records at once. Five empty pages in a row cross any gap of an open shard.
 So a reader that is behind the tip requests five without a pause; then it is at the tip, and pauses for a poll interval
 before each request. A reader that was at the tip within the last minute has no long gap before it: it pauses after the
-first empty page. Only the fifth proves the tip in both cases. While no record comes, the pause grows to a tenth of the
+first empty page. So does one that has just read a record of the last minute: where changes never pause for long, five
+empty pages in a row never come. Only the fifth proves the tip in all cases. While no record comes, the pause grows to a tenth of the
 quiet time, up to ``longest_seconds``.
 
 An iterator lives for 15 minutes. It is renewed behind the last sequence number that was read; before the first one,
@@ -114,7 +115,12 @@ class ShardReader:
         self._empty = 0
         """Empty pages in a row."""
         self._tip_ms: int | None = None
-        """Steady time of the latest request that found nothing while the reader was caught up; None: it never was."""
+        """Steady time of the latest request that found the tip, or a record that had just been written; None: none has.
+
+        If this host's clock is wrong, gaps are crossed more slowly, or a shard is polled at the full rate.
+        """
+        self._arrival_ms: int | None = None
+        """When the latest record was created."""
         self._record_ms = clock.steady_ms()
         """Steady time of the latest page with records."""
         self._looked_ms = api.now_ms()
@@ -191,7 +197,7 @@ class ShardReader:
                 records = self._wanted(raw)
                 self._looked_ms, self.asked_ms = now_ms, None
                 self._iterator, self._ended = following, following is None
-                at_tip = self._is_tip(raw, began_ms) and not self._ended
+                at_tip = self._is_tip(raw, began_ms, now_ms) and not self._ended
                 return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 
@@ -202,10 +208,12 @@ class ShardReader:
             self.asked_ms = began_ms
         return began_ms, self._api.now_ms()
 
-    def _is_tip(self, raw: list[dict[str, Any]], began_ms: int) -> bool:
+    def _is_tip(self, raw: list[dict[str, Any]], began_ms: int, now_ms: int) -> bool:
         """Count a page, and return whether it proves the tip."""
         if raw:
             self._empty, self._record_ms = 0, began_ms
+            if now_ms - (self._arrival_ms or 0) < _SHORT_GAP_MS:
+                self._tip_ms = began_ms
             return False
         self._empty += 1
         if self._empty >= _AT_TIP or self._is_caught_up(began_ms):
@@ -225,6 +233,7 @@ class ShardReader:
         if records:
             self.after = records[-1].sequence_number
             self._place = After(self.after)
+            self._arrival_ms = records[-1].arrival_ms
         if (since_ms := self._since_ms) is None:
             return records
         # AWS cuts times to whole seconds: one that is cut may have been in any part of its second.

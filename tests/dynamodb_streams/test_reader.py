@@ -204,15 +204,19 @@ async def test_at_the_tip_a_page_with_records_is_followed_by_one_empty_request(c
     assert gaps == [250, 1000, 250, 1000, 1000, 1000, 1000]
 
 
-async def test_one_change_a_second_costs_fewer_than_two_requests_a_second(clock: VirtualClock) -> None:
-    script, due = Script(clock), deque(range(2000, 62_000, 1000))
+@pytest.mark.parametrize("first_ms", [0, 2000], ids=["from the start", "from the tip"])
+async def test_one_change_a_second_costs_fewer_than_two_requests_a_second(
+    clock: VirtualClock, first_ms: int
+) -> None:
+    script, due = Script(clock), deque(range(first_ms, 62_000, 1000))
     shard = reader(script)
-    await read(clock, shard, 1)
+    if first_ms:
+        await read(clock, shard, 1)
 
     async def follow() -> None:
         while due:
             if due[0] <= clock.steady_ms():
-                script.pages.append([raw(due.popleft())])
+                script.pages.append([raw(due[0] + 1, NOW_MS + due.popleft())])
             await shard.next()
 
     await clock.drive(follow(), step=0.25)
