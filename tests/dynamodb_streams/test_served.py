@@ -205,9 +205,9 @@ async def test_the_lag_grows_while_nothing_can_be_read(tmp_path: Path, handler: 
             return (seen[-1] or 0) > 3500
 
         await until(grown)
-        high = [lag for lag in seen if lag is not None and lag > 700]
+        high = [lag for lag in seen if lag is not None and lag > 1500]  # less may be the machine
         assert high == sorted(high), "it does not begin again when the shard is opened again"
         fake.fail_no_more()
         if trouble == "pause":
             await server.carry_out("resume", "")
-        await until(lambda: (lag_ms() or 9999) < 700)
+        await until(lambda: (lag_ms() or 9999) < 1500)
