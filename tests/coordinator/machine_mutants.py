@@ -27,13 +27,13 @@ def register_without_fences(patch: pytest.MonkeyPatch) -> None:
     """Positions move whoever has the shard, and wherever it stands."""
     register = SqliteStore.register
 
-    def unfenced(store: SqliteStore, flush: Flush, *, now_ms: int) -> FlushResult:
+    def unfenced(store: SqliteStore, flush: Flush) -> FlushResult:
         shards = store.peek().shards
         positions = tuple(
             replace(each, epoch=shards[each.shard_id].epoch, previous=shards[each.shard_id].position)
             for each in flush.positions
         )
-        return register(store, replace(flush, positions=positions), now_ms=now_ms)
+        return register(store, replace(flush, positions=positions))
 
     patch.setattr(SqliteStore, "register", unfenced)
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from coordinator.outcomes import outcome
+from coordinator.pipeline import RULES, Pipeline
 
+from mldserver.config.settings import WindowSettings
+from mldserver.coordinator.backpressure import Backpressure
+from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core import flush
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import Holder, View, Watermark
 from mldserver.coordinator.membership import Membership
+from mldserver.errors import WindowFailed
 from mldserver.ledger.contract import BatchProgress, LedgerState, PositionUpdate, SegmentKind
+from mldserver.output import joined
+from mldserver.output.layout import SEGMENTS, is_joined
+from mldserver.output.store import Garbage, OutputStore
 from mldserver.records import Sequence
-from mldserver.testing import VirtualClock
+from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from mldserver.ledger.contract import ServerState
 
@@ -241,3 +251,179 @@ async def test_a_view_that_is_told_of_a_shard_that_it_does_not_count_is_found(
     monkeypatch.setattr(Membership, "opening", opening)
     with pytest.raises(AssertionError):
         await a_view_is_told_only_while_it_counts_on_every_shard()
+
+
+async def a_view_is_not_told_while_a_shard_is_opened(out: Path) -> None:
+    """The ledger may take long to open it, and its rows may be older than what the view says."""
+    pipeline, told = Pipeline(out), list[str]()
+
+    def hook(name: str, after: bool) -> None:
+        if name == "open_shard" and not after:
+            told.append(pipeline.coordinator._membership._state().reason)
+
+    async with pipeline.life():
+        await pipeline.give(await pipeline.open("a"), [(1, 1000)])
+        await pipeline.clock.advance(5)
+        assert pipeline.coordinator._membership._state().reason == "behind"
+        pipeline.faults.hook = hook
+        await pipeline.open("b")
+    assert told == ["settling"]
+
+
+async def test_a_view_is_not_told_while_a_shard_is_opened(tmp_path: Path) -> None:
+    await a_view_is_not_told_while_a_shard_is_opened(tmp_path)
+
+
+async def test_a_view_that_is_told_while_a_shard_is_opened_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Membership, "opening", lambda _: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        await a_view_is_not_told_while_a_shard_is_opened(tmp_path)
+
+
+# Heartbeats.
+
+
+async def no_two_beats_are_equal() -> None:
+    """By their difference other servers see that this one lives, though time stands still."""
+    ledger = Beats()
+    membership = member(ledger)
+    for _ in range(3):
+        await membership.sync()
+    assert len({each.beat_ms for each in ledger.heard}) == 3
+
+
+async def test_no_two_beats_are_equal() -> None:
+    await no_two_beats_are_equal()
+
+
+async def test_two_beats_that_are_equal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = Membership._state
+
+    def stale(membership: Membership) -> ServerState:
+        return replace(state(membership), beat_ms=membership.ledger.time_ms())
+
+    monkeypatch.setattr(Membership, "_state", stale)
+    with pytest.raises(AssertionError):
+        await no_two_beats_are_equal()
+
+
+# What a cycle flushes.
+
+
+async def what_comes_during_the_sync_waits_for_the_next_cycle(out: Path) -> None:
+    """The merge clock that a sync brings need not lie behind rows which its shard has from another server by then."""
+    pipeline, given, durable = Pipeline(out), list[bool](), list[Any]()
+
+    def hook(name: str, after: bool) -> None:
+        if name == "sync" and after and not given:
+            made = outcome("a", [(2, 2000)], after=session.after)
+            session.began()
+            given.append(session.take(made, pipeline.clock.steady_ms()))
+        elif name == "register" and after:
+            durable.append(pipeline.state().shards["a"].position)
+
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000)])
+        pipeline.faults.hook = hook
+        await pipeline.clock.advance(5)
+        pipeline.faults.hook = None
+    assert durable[:2] == [Sequence(1), Sequence(2)]
+
+
+async def test_what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path: Path) -> None:
+    await what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path)
+
+
+async def test_a_snapshot_that_is_taken_after_the_sync_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    of_a_cycle: Callable[..., Any] = Coordinator._flush
+
+    async def late(coordinator: Coordinator, _: object, reason: str) -> bool:
+        complete: bool = await of_a_cycle(coordinator, coordinator.buffer.snapshot(), reason)
+        return complete
+
+    monkeypatch.setattr(Coordinator, "_flush", late)
+    with pytest.raises(AssertionError):
+        await what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path)
+
+
+# A disk that no window can free.
+
+
+async def everyone_waits_where_no_open_window_can_free_the_disk(out: Path) -> None:
+    """What fills it is of a window that was set aside: the shard that holds the watermark would only add to it."""
+    pipeline = Pipeline(
+        out,
+        engine=lambda: LocalEngine(fail=lambda _: WindowFailed("It cannot be computed.")),
+        policy=WindowSettings(window_attempts=1, window_on_failure="dead_letter"),
+        rules=replace(RULES, segment_disk_bytes=1),
+    )
+    async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000)])
+        await pipeline.cycle()
+        assert not coordinator._backpressure.held, "its window may close, if it goes on"
+        giving = group.create_task(pipeline.give(session, [(2, 25_000)]))
+        await pipeline.clock.advance(4)
+        assert (coordinator.status().windows_set_aside, coordinator.status().windows_open) == (1, 1)
+        coordinator._backpressure.weigh()
+        held = coordinator._backpressure.held
+        await session.finish()
+        await giving
+    assert held == {"a"}
+
+
+async def test_everyone_waits_where_no_open_window_can_free_the_disk(tmp_path: Path) -> None:
+    await everyone_waits_where_no_open_window_can_free_the_disk(tmp_path)
+
+
+async def test_a_disk_that_nothing_frees_and_that_fills_further_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weigh = Backpressure.weigh
+
+    def hopeful(pressure: Backpressure) -> None:
+        pressure.settled_bytes = 0
+        weigh(pressure)
+
+    monkeypatch.setattr(Backpressure, "weigh", hopeful)
+    with pytest.raises(AssertionError):
+        await everyone_waits_where_no_open_window_can_free_the_disk(tmp_path)
+
+
+# Joined files.
+
+
+async def joined_files_go_when_their_window_is_published(out: Path) -> None:
+    """Retention deletes what the ledger names, and it names none of them."""
+    pipeline = Pipeline(out, recompute=True)
+    store = OutputStore(str(out))
+
+    def joined_now() -> list[str]:
+        return [path for path, _ in store.files(SEGMENTS) if is_joined(path)]
+
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        for number in range(1, 2 * joined.TOGETHER + 1):
+            await pipeline.give(session, [(number, 1000 + number)])
+            await pipeline.cycle()
+        assert joined_now()
+        await pipeline.give(session, [(100, 25_000)])
+        await pipeline.clock.advance(5)
+        assert pipeline.published(), "its segments are retained"
+        left = joined_now()
+    assert left == []
+
+
+async def test_joined_files_go_when_their_window_is_published(tmp_path: Path) -> None:
+    await joined_files_go_when_their_window_is_published(tmp_path)
+
+
+async def test_joined_files_that_stay_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Garbage, "add_unfinished", lambda *_: None)
+    with pytest.raises(AssertionError):
+        await joined_files_go_when_their_window_is_published(tmp_path)

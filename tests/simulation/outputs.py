@@ -204,6 +204,8 @@ class Outputs:
         receipts = self.plan.form.name == "V1" and self.plan.clocks_differ
         if window.cuts or self.plan.handler == "Runs" or receipts:
             return
+        if self.plan.outage and any(shard.closed for shard in self.stream.shards.values()):
+            return  # once every shard has ended or was left out for too long, the stream counts as over
         due_ms = _starts_ms(name) + SIZE_MS[self.plan.handler]
         due_ms += SLACK_MS if self.plan.handler == "Column" else 0
         letters = {(shard, number) for shard, (number, _) in self.letters_ever}

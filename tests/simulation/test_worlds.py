@@ -34,6 +34,11 @@ ELSEWHERE = {
     "nobody is held": "coordinator/test_machine.py",
     "children without their parents' times": "coordinator/test_machine.py",
     "a watermark that goes back": "coordinator/test_machine.py",
+    "silence while a checkpoint is stored": "sources/test_answers_in_time.py",
+    "a receipt when the work begins": "sources/test_answers_in_time.py",
+    "windows far ahead without a bound": "coordinator/test_future.py",
+    "retention by a host's clock": "coordinator/test_clocks.py",
+    "readiness without a daemon": "coordinator/test_coordinator_windows.py",
 }
 """Where every day's run finds a bug. Worlds look for it in the long lane; the first of them shows each of the others."""
 
@@ -89,6 +94,9 @@ def test_every_world_keeps_every_promise(long: bool) -> None:
         "redriven",
         "purged",
         "revised",
+        "daemon away",
+        "dated ahead",
+        "clock set",
     }
     if count >= 30:
         # The seeds of every day make every kind. Of the rarest a few worlds have one each: thirty others may lack some.
