@@ -183,13 +183,6 @@ class Impatient(ShardSession):
         pass
 
 
-class CountsFromTheWork(ShardSession):
-    """Takes batches that waited for their turn for received when their turn has come."""
-
-    def began(self, received_ms: int | None = None) -> None:
-        super().began()
-
-
 class KeepsAllAhead(OpenWindows):
     """Keeps rows of however many windows that are far ahead."""
 
@@ -237,7 +230,6 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "children without their parents' times": {Lineage: Orphans},
     "a watermark that goes back": {Watermark: GoesBack},
     "silence while a checkpoint is stored": {ShardSession: Impatient},
-    "a receipt when the work begins": {ShardSession: CountsFromTheWork},
     "windows far ahead without a bound": {OpenWindows: KeepsAllAhead},
     "retention by a host's clock": {SqliteLedger: HostsTime},
     "readiness without a daemon": {Reports: AlwaysGreen},

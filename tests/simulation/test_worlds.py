@@ -35,7 +35,6 @@ ELSEWHERE = {
     "children without their parents' times": "coordinator/test_machine.py",
     "a watermark that goes back": "coordinator/test_machine.py",
     "silence while a checkpoint is stored": "sources/test_answers_in_time.py",
-    "a receipt when the work begins": "sources/test_answers_in_time.py",
     "windows far ahead without a bound": "coordinator/test_future.py",
     "retention by a host's clock": "coordinator/test_clocks.py",
     "readiness without a daemon": "coordinator/test_coordinator_windows.py",
