@@ -55,7 +55,7 @@ _OUTWARD: Final = frozenset(
             "tls_names",
             "insecure",
         ),
-        *("admin", "admin_token_file"),
+        *("admin", "admin_token_file", "metrics_listen"),
     }
 )
 """Settings that reach out of a run's folder. ``cache_dir`` does too, but what lies there only saves time."""

@@ -26,7 +26,7 @@ class Cycles:
         self.turns = Cycle(self.cycle, after=self.after, interval_ms=interval_ms, clock=self.clock)
         self.reasons: list[str] = []
         self.began_ms: list[int] = []
-        self.failed = False
+        self.failed = ""
         self.errors: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -35,7 +35,7 @@ class Cycles:
         self.reasons.append(reason)
         self.began_ms.append(self.clock.now_ms())
         await self.gate.wait()
-        self.failed = bool(self.errors)
+        self.failed = str(self.errors[0]) if self.errors else ""
         if self.failed:
             raise self.errors.pop(0)
 
