@@ -48,7 +48,7 @@ app = App(
 Needs Java 17 or later and the extra: `pip install 'mldserver[kcl]'`. AWS credentials are found as every AWS SDK finds
 them. The daemon is started once the server answers; it leases the stream's shards and opens one connection for each.
 When one of them ends, the daemon ends too, and is started again after a delay that doubles up to a minute. Run one on
-every host that should share the work.
+every host that should share the work: each host keeps its worker identifier, under which a restarted daemon renews its leases.
 
 Stream, region, log level and format, and Java may also come from `MLDSERVER_…` variables or `mldserver.toml`;
 `--connect` is then where the server listens. The log file may not: it would be the server's. On another host than the
