@@ -229,18 +229,21 @@ def test_each_document_is_shown_as_it_comes_and_what_was_opened_stays_open(
     with serving(tmp_path, [failing()]) as stage:
         browser.open(stage.url)
         browser.until_health("Not ready")
+        assert browser.run("return document.querySelectorAll('#letters-list > li').length") == 2, (
+            "two classes"
+        )
+        assert "29 since the start" in browser.text("#letters-list")
         browser.driver.find_element("css selector", "#letters summary").click()
+        browser.driver.find_element("css selector", "#letters ul ul summary").click()
         assert "in on_record" in browser.text("#letters pre")
         news = DeadLetter(at_ms=NOW + 900, shard="s", sequence="1", error="OSError: new", attempts=3)
         later = failing(NOW + 1_000)
         letters = replace(later.dead_letters, latest=(*later.dead_letters.latest, news))
         stage.show(replace(later, dead_letters=letters, shards=later.shards[:2]))
-        browser.until("document.querySelectorAll('#letters li').length === 6")
-        assert "OSError: new" in browser.text("#letters li:first-child")
-        assert browser.run("return [...document.querySelectorAll('details')].map((each) => each.open)") == [
-            *(False, True),
-            *[False] * 4,
-        ]
+        browser.until("document.querySelectorAll('#letters ul ul li').length === 6")
+        assert browser.text("#letters-list > li:first-child").count("OSError") == 1, "folded"
+        opened = "return [...document.querySelectorAll('#letters details')].map((each) => each.open)"
+        assert browser.run(opened) == [*[False] * 2, *(True, True), *[False] * 5]
         assert browser.run("return document.querySelectorAll('#shards-table tbody tr').length") == 2
 
 
