@@ -218,7 +218,7 @@ def _totals(at_ms: int, rate: int) -> Totals:
 def _batches(at_ms: int, slower: int) -> Histogram:
     """How long the batches took until an instant; of late ``slower`` buckets longer."""
     seconds = (at_ms - (NOW - 2 * HOUR)) / 1000
-    shares = (0, 310, 380, 220, 70, 40, 4, 2, 0, 0, 0, 0, 0, 0, 0, 0)
+    shares = (0, 310, 380, 220, 70, 40, 4, 2, *(len(SECONDS) - 7) * (0,))
     late = max(0.0, seconds - 6_000) if slower else 0.0
     early = seconds - late
     counts = [
