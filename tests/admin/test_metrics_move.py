@@ -259,9 +259,17 @@ async def test_what_goes_wrong_around_a_shard_moves_too(
 
 async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path, handler: str) -> None:
     engine = LocalEngine(fail=lambda _: WindowFailed("No."))
-    settings = quick(tmp_path / "out", handler, window_attempts=2, window_on_failure="dead_letter")
+    settings = quick(
+        tmp_path / "out",
+        handler,
+        window_attempts=2,
+        window_retry_base=0.5,
+        window_retry_cap=0.5,
+        window_on_failure="dead_letter",
+    )
     async with watched(settings, engine) as watch, child(watch) as one:
         await one.batch({"wish": "poison"}, {}, {"second": 25})
+        await watch.moved("window_oldest_age_seconds")
         await watch.moved("window_failures_total", "windows_set_aside_total", "dead_letters_waiting")
         parts = watch.server._parts
         assert parts is not None
@@ -343,6 +351,7 @@ async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler
     )
     async with watched(quick(tmp_path / "out", handler), engine) as watch:
         await watch.server.ready()
+        await watch.moved("spark_jvm_resident_memory_bytes")
         watch.before = watch.now()
         computing = asyncio.create_task(engine.compute(job("hangs")))
         await watch.moved("spark_jobs")
