@@ -25,8 +25,8 @@ from mldserver.cli.ledger import create_ledger
 from mldserver.cli.ledger_tool import Where
 from mldserver.config.locations import RemoteOut
 from mldserver.config.resolve import resolve
+from mldserver.engine_jobs import WindowJob
 from mldserver.handler.inspection import load_spec
-from mldserver.jobs.engine import WindowJob
 from mldserver.ledger.contract import Commit
 from mldserver.output.layout import OUTPUTS, SEGMENTS, attempt_path
 from mldserver.output.manifest import MANIFESTS, current_files

@@ -21,7 +21,7 @@ from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 
 if TYPE_CHECKING:
-    from mldserver.jobs.engine import WindowJob, WindowResult
+    from mldserver.engine_jobs import WindowJob, WindowResult
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""

@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from mldserver.base.uris import SCHEMES, local_path, redacted
 from mldserver.config.kinds import as_text, folder, kind, listed
 from mldserver.errors import ConfigError
-from mldserver.spark.sinks import SINKS, find
-from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.sinks import SINKS, find
+from mldserver.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -236,7 +236,7 @@ def globs(raw: object) -> tuple[str, ...]:
     metavar="SINK",
 )
 def sink(raw: object) -> SinkSpec | None:
-    """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``spark/sinks/__init__.py``)."""
+    """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``sinks/__init__.py``)."""
     if raw is None or isinstance(raw, SinkSpec):
         return raw
     word, colon, target = as_text(raw).partition(":")

@@ -20,12 +20,12 @@ from mldserver.config.kinds import OnKeyFailure, UnixAddress, is_local, pairs
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, Settings, specs
 from mldserver.errors import ConfigError
-from mldserver.spark.sinks import find
+from mldserver.sinks import find
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.sinks.sink import SinkSpec
 
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"

@@ -38,7 +38,7 @@ from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, Sourc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.sinks.sink import SinkSpec
 
 ENV_PREFIX: Final = "MLDSERVER_"
 MIB: Final = 2**20

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mldserver.dynamodb_streams.change import Change, NotAChange
+from mldserver.change import Change, NotAChange
 
 if TYPE_CHECKING:
     from mldserver.dynamodb_streams.stream import Stream

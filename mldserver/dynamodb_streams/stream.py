@@ -22,7 +22,7 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
-from mldserver.dynamodb_streams.change import Change
+from mldserver.change import Change
 from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.merge import Merge
 from mldserver.dynamodb_streams.positions import ShardPosition, Token, parse_position

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.dynamodb_streams.change import KINDS, Change, Kind, deserializer
+from mldserver.change import KINDS, Change, Kind, deserializer
 from mldserver.records import Batch
 
 if TYPE_CHECKING:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from mldserver.windows import Window  # noqa: TC001  # a job that crosses is read by its annotations
+from mldserver.engine_jobs import WindowJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from mldserver.engine_jobs import PublishJob, WindowResult
 
 Deadline = float | Literal["by_size"] | None
 """Seconds of one job, or by what it has to do, or None, for ever: the setting ``window_deadline``."""
@@ -22,56 +24,6 @@ _SECONDS_PER_ROW: Final = 5 / 1000
 """Deadlines by size are to end what hangs, never what is slow. Two slow cores took 12 s for 10 million rows of 60 MiB,
 2.4 s for the smallest windows and 15 s for the one of most segments; Python functions on rows take five times as long,
 and ten times that is allowed. A database takes 2,000 rows a second over one slow connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowJob:
-    """One attempt at one window: plain values only, since it crosses a process border."""
-
-    window: Window
-    attempt: int
-    segments: tuple[str, ...]
-    """Absolute paths (or URIs) of the window's Parquet files."""
-    staging: str
-    """Absolute path (or URI) of a directory that does not exist yet; the output goes there, nowhere else."""
-    rows: int
-    """Rows in the segments."""
-    bytes: int
-    """Bytes of the segments: what the number of partitions is chosen from."""
-    out: str = field(default="", repr=False)
-    """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
-    older: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
-    handler's present schema too."""
-    sizes: tuple[int, ...] = ()
-    """Bytes of each of them, in any order; empty where they need not be shared evenly."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowResult:
-    """A finished attempt."""
-
-    files: tuple[str, ...]
-    """Names of the data files, relative to ``staging``; empty when the pipeline wrote for itself."""
-    rows: int
-    seconds: float
-    """From the job's arrival at the engine to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishJob:
-    """One committed output, to be written into the table that windows are published into."""
-
-    window: Window
-    staging: str
-    """Absolute path (or URI) of the directory that holds the output."""
-    files: tuple[str, ...]
-    """Names of its data files, relative to ``staging``; empty for a revision that has nothing to show."""
-    rows: int
-    out: str = field(default="", repr=False)
-    """As in WindowJob."""
-    ledger: str = ""
-    """The id of the ledger that holds the window: its revisions count there."""
 
 
 def deadline_seconds(deadline: Deadline, jobs: Iterable[WindowJob | PublishJob]) -> float | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.base.kill_points import kill_point
-from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
+from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output import joined
 from mldserver.output.layout import attempt_path, writer_tag, written

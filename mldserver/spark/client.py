@@ -27,20 +27,21 @@ from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, in_time
 from mldserver.base.uris import redacted
 from mldserver.children.process import resident_bytes
+from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
-from mldserver.jobs.engine import EngineFacts, PublishJob, WindowJob, WindowResult, deadline_seconds
+from mldserver.jobs.engine import EngineFacts, deadline_seconds
+from mldserver.sinks import is_tested
+from mldserver.sinks.sink import Owner
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, probe
 from mldserver.spark.session import environment, is_connect, is_local
-from mldserver.spark.sinks import is_tested
-from mldserver.spark.sinks.sink import Owner
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from mldserver.jobs.engine import Deadline
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.sinks.sink import SinkSpec
 
 log = structlog.get_logger("mldserver")
 

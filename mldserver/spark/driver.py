@@ -33,19 +33,19 @@ from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.handler.kept_modules import KeptModules
+from mldserver.sinks import find
+from mldserver.sinks.sink import check_result
 from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.health import CLOSED, STOPPED, Watch
 from mldserver.spark.java import keep
 from mldserver.spark.session import Session, open_session
-from mldserver.spark.sinks import find
-from mldserver.spark.sinks.sink import check_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from mldserver.jobs.engine import WindowJob
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.engine_jobs import WindowJob
+    from mldserver.sinks.sink import SinkSpec
     from mldserver.spark.window_job import Pipeline
     from mldserver.windows import Window
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from mldserver.children import channel
+from mldserver.engine_jobs import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
 from mldserver.handler.loader import is_library, relative
-from mldserver.jobs.engine import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
-from mldserver.spark.sinks.sink import Owner, SinkSpec  # noqa: TC001  # msgspec reads them
+from mldserver.sinks.sink import Owner, SinkSpec  # noqa: TC001  # msgspec reads them
 
 if TYPE_CHECKING:
     from types import FrameType

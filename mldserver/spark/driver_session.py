@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
-    from mldserver.jobs.engine import PublishJob, WindowJob
+    from mldserver.engine_jobs import PublishJob, WindowJob
 
 log = structlog.get_logger("mldserver")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pyarrow.fs import FileSystem
 
-    from mldserver.jobs.engine import WindowJob
+    from mldserver.engine_jobs import WindowJob
     from mldserver.spark.driver_messages import Output
 
 MOST_BYTES: Final = 64 * 1024 * 1024

@@ -19,12 +19,12 @@ from pyarrow import fs
 from pyspark.errors import AnalysisException
 
 from mldserver.base.uris import reach
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.jobs.engine import WindowJob
+from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import inspect_output, where_lost
 from mldserver.spark.driver_messages import WARM_UP, lost_connection, message
 from mldserver.spark.session import is_local
-from mldserver.spark.sinks.sink import escaped
 from mldserver.spark.window_job import (
     WRITTEN_BYTES,
     Pipeline,

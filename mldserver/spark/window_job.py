@@ -30,6 +30,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.errors import HandlerInvalid
+from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import (
     REMOVE,
     Count,
@@ -40,7 +41,6 @@ from mldserver.spark.counts import (
     inspect_output,
 )
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.sinks.sink import escaped
 from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from mldserver.jobs.engine import WindowJob
+    from mldserver.engine_jobs import WindowJob
     from mldserver.windows import Window
 
 META_DDL = (

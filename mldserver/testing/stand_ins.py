@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from mldserver.base.clock import SystemClock
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import reach
+from mldserver.engine_jobs import WindowResult
 from mldserver.errors import WindowFailed
-from mldserver.jobs.engine import EngineFacts, WindowResult
+from mldserver.jobs.engine import EngineFacts
 from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from mldserver.base.clock import Clock
-    from mldserver.jobs.engine import PublishJob, WindowJob
+    from mldserver.engine_jobs import PublishJob, WindowJob
     from mldserver.windows import Window
 
     OnTable = Callable[[pa.Table, Window], pa.Table]

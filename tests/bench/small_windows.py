@@ -22,7 +22,7 @@ from bench.rounds import in_turn
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.output.manifest import current_files
 from mldserver.output.store import OutputStore
 from mldserver.windows import Tumbling, Window

@@ -32,7 +32,7 @@ from bench.rounds import against, in_turn, medians
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.ledger.contract import Segment, SegmentKind
 from mldserver.output import joined
 from mldserver.output.layout import segment_path

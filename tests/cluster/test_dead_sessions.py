@@ -10,8 +10,8 @@ from cluster.test_on_a_cluster import ROWS, engine, running, segments
 from support.cluster import spark_parts
 from support.serving import until
 
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import DriverLost
-from mldserver.jobs.engine import WindowJob
 from mldserver.windows import Window
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 from support.cluster import CONF, NOT_BLINDED, can_blind, spark_parts
 from support.serving import until
 
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import WindowFailed
-from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 

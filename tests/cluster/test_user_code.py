@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.cluster import CONF, spark_parts
 
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerInvalid, OperatorError
-from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 

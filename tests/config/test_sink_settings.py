@@ -7,7 +7,7 @@ import pytest
 
 from mldserver.config.resolve import resolve
 from mldserver.errors import ConfigError
-from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
     from mldserver.config.settings import Settings

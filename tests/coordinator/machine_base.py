@@ -26,7 +26,7 @@ from mldserver.windows import Tumbling, batches
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from mldserver.jobs.engine import WindowJob
+    from mldserver.engine_jobs import WindowJob
 
 T = TypeVar("T")
 

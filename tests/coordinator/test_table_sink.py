@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.jobs.engine import PublishJob
+    from mldserver.engine_jobs import PublishJob
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

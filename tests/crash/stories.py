@@ -16,7 +16,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from support.sqlite_table import read_table
 
-from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.sinks.sink import SinkSpec
 from mldserver.testing import FakeStream
 
 if TYPE_CHECKING:

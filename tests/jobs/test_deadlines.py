@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.jobs.engine import PublishJob, WindowJob, allowed_seconds, deadline_seconds
+from mldserver.engine_jobs import PublishJob, WindowJob
+from mldserver.jobs.engine import allowed_seconds, deadline_seconds
 from mldserver.windows import Window
 
 WINDOW = Window("w", None, None)

@@ -17,7 +17,7 @@ from mldserver.testing import LocalEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.jobs.engine import WindowJob, WindowResult
+    from mldserver.engine_jobs import WindowJob, WindowResult
 
 
 def lost(blame: Any) -> DriverLost:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.config.settings import WindowSettings
-    from mldserver.jobs.engine import WindowJob
+    from mldserver.engine_jobs import WindowJob
     from mldserver.ledger.book import Draft
 
 

@@ -9,8 +9,8 @@ import pytest
 from coordinator.pipeline import Crash, Pipeline, named
 
 from mldserver.config.settings import WindowSettings
+from mldserver.engine_jobs import WindowResult
 from mldserver.errors import WITHHELD, DriverLost, LedgerError, WindowFailed
-from mldserver.jobs.engine import WindowResult
 from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import writer_tag
 from mldserver.testing import LocalEngine
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.jobs.engine import WindowJob
+    from mldserver.engine_jobs import WindowJob
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
 
     from mldserver.base.clock import Clock
-    from mldserver.jobs.engine import WindowJob
+    from mldserver.engine_jobs import WindowJob
 
 _R = TypeVar("_R")
 

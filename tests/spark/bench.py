@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.processes import group_members
 
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 

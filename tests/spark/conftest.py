@@ -1,47 +1,13 @@
-"""A Spark session in the tests' own process, as one who reads the output has it; and a Java that only says its version."""
+"""A Java that only says its version."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.postgres import JAR
-from support.spark_classes import spark_cache
-
-from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import environment, open_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from mldserver.spark.session import Session
-
-
-@pytest.fixture(scope="session")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """One JVM for all tests of this process that need a session: a start costs ten seconds of a processor."""
-    scratch = tmp_path_factory.mktemp("spark")
-    conf = {"spark.driver.extraJavaOptions": f"-Dderby.system.home={scratch}"}
-    if JAR.exists():
-        conf["spark.jars"] = str(JAR)
-    archive = next(map(str, spark_cache(scratch).glob("*.jsa")), None)
-    start = Start("", "", "local[2]", str(scratch), conf=conf, quick=True, archive=archive)
-    before = dict(os.environ)
-    os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
-    try:
-        session = open_session(start)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    gateway = session.spark.sparkContext._gateway
-    assert gateway is not None
-    yield session
-    session.spark.stop()
-    gateway.shutdown()
-    gateway.proc.stdin.close()
-    gateway.proc.wait()
 
 
 @pytest.fixture

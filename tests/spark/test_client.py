@@ -14,13 +14,13 @@ from spark.bench import Bench, job
 from support.serving import until
 
 from mldserver.base.clock import SystemClock
+from mldserver.engine_jobs import WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, NotThereYet, OperatorError, WindowFailed
-from mldserver.jobs.engine import WindowResult
+from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark import client, driver_messages
 from mldserver.spark.driver_messages import Health, Start
 from mldserver.spark.driver_session import Life
 from mldserver.spark.java import probe
-from mldserver.spark.sinks.sink import Owner, SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

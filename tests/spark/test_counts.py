@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.spark import window_job
 from mldserver.spark.counts import REMOVE, CountsDiffer, Work, advice_on, inspect_output, where_failed
 from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from mldserver.children.channel import decode, encode
-from mldserver.jobs.engine import PublishJob, WindowJob
+from mldserver.engine_jobs import PublishJob, WindowJob
+from mldserver.sinks.sink import SinkSpec
 from mldserver.spark import driver_messages
-from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.windows import Window
 
 HOUR = Window(

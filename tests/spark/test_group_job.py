@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.window_job import Pipeline, free_name, run_windows
 from mldserver.windows import Window

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.s3 import bucket
 
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.output.store import OutputStore
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.nearby import MOST_BYTES, suits, through_disk

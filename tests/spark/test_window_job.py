@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from support.s3 import bucket
 
 from mldserver.base.uris import opened
-from mldserver.jobs.engine import WindowJob
+from mldserver.engine_jobs import WindowJob
 from mldserver.output.store import OutputStore
 from mldserver.runtime.interface import META_COLUMNS
 from mldserver.spark import window_job

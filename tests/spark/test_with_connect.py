@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.cluster import NOT_BLINDED, can_blind, spark_parts
 
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError, WindowFailed
-from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 

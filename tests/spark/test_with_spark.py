@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 from support.spark_classes import spark_cache
 
+from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.jobs.engine import PublishJob, WindowJob
+from mldserver.sinks.sink import SinkSpec
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class World:
             "ui": True,
             "work_dir": root / "work [1]",
             "cache_dir": spark_cache(root),
-            "python_path": (str(HERE), str(HERE / "packages")),
+            "python_path": (str(HERE), str(HERE.parent / "sinks" / "packages")),
             "sink": SinkSpec("toy", str(root / "toys"), "", {"indent": "1"}),
             "quick": True,
             "archive_after": None,

@@ -48,7 +48,6 @@ QUICK: Final = (
     "runtime",
     "sources",
     "dynamodb_streams/test_beginning.py",
-    "dynamodb_streams/test_change.py",
     "dynamodb_streams/test_merge.py",
     "dynamodb_streams/test_positions.py",
     "dynamodb_streams/test_reader.py",
@@ -56,6 +55,7 @@ QUICK: Final = (
     "dynamodb_streams/test_sharing.py",
     "dynamodb_streams/test_streams_api.py",
     "ledger",
+    "test_change.py",
     "test_errors.py",
     "test_records.py",
 )
@@ -124,7 +124,7 @@ SERVICES: Final = (
     "admin/test_page.py",
     "admin/test_page_behaviour.py",
     "cluster",
-    "spark/test_postgres.py",
+    "sinks/test_postgres.py",
     "spark/test_with_connect.py",
 )
 """What starts a Spark cluster, a Spark Connect server, PostgreSQL or a browser: a lane of its own beside the day's. A single
@@ -154,6 +154,7 @@ LONGEST: Final = (
     # One Spark session serves all that need only that.
     (
         "spark",
+        "sinks",
         "cli/test_demo.py",
         "coordinator/test_bounded.py",
         "coordinator/test_month.py",

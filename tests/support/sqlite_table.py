@@ -18,7 +18,7 @@ from mldserver.testing import LocalEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.jobs.engine import PublishJob
+    from mldserver.engine_jobs import PublishJob
 
 __all__ = ["TableEngine", "publish_into", "read_table"]
 

@@ -11,12 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from mldserver import Window
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.jobs.engine import Engine, WindowJob
 from mldserver.testing import LocalEngine, VirtualClock
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from mldserver.jobs.engine import Engine
 
 WINDOW = Window("w1", datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC))
 

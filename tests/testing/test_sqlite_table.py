@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.sqlite_table import publish_into, read_table
 
-from mldserver.jobs.engine import PublishJob
+from mldserver.engine_jobs import PublishJob
 from mldserver.windows import Window
 
 if TYPE_CHECKING:

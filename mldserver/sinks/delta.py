@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.uris import local_path
-from mldserver.spark.sinks.sink import (
+from mldserver.sinks.sink import (
     WINDOW,
     check_made_here,
     existing,
@@ -24,8 +24,8 @@ from mldserver.spark.sinks.sink import (
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import Owner, SinkSpec
+    from mldserver.engine_jobs import PublishJob
+    from mldserver.sinks.sink import Owner, SinkSpec
 
 _NO_TABLE: Final = frozenset(
     {

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import OperatorError
-from mldserver.jobs.engine import PublishJob
-from mldserver.spark.sinks import find, jdbc
-from mldserver.spark.sinks.database import connected
-from mldserver.spark.sinks.sink import Owner, SinkSpec, must_note, staged
+from mldserver.sinks import find, jdbc
+from mldserver.sinks.database import connected
+from mldserver.sinks.sink import Owner, SinkSpec, must_note, staged
 from mldserver.windows import Window
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import (
+from mldserver.sinks.sink import (
     LEDGER,
     PIPELINE,
     WINDOW,
@@ -27,8 +27,8 @@ from mldserver.spark.sinks.sink import (
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import Owner, SinkSpec
+    from mldserver.engine_jobs import PublishJob
+    from mldserver.sinks.sink import Owner, SinkSpec
 
 _TABLE = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
 _WINDOW: Final = "mldserver.window"

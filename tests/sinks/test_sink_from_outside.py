@@ -1,5 +1,5 @@
 """A package that is no part of ours registers a sink, and the settings read it. The driver publishes into it in
-``test_with_spark.py``."""
+``spark/test_with_spark.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from mldserver.config.resolve import resolve, sink_of
 from mldserver.errors import ConfigError, OperatorError
+from mldserver.sinks.sink import SinkSpec
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.sinks.sink import SinkSpec
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final, Protocol
 
-from mldserver.spark.sinks import delta, iceberg, jdbc
+from mldserver.sinks import delta, iceberg, jdbc
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql import SparkSession
 
-    from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import Owner, SinkSpec
+    from mldserver.engine_jobs import PublishJob
+    from mldserver.sinks.sink import Owner, SinkSpec
 
 GROUP: Final = "mldserver.sinks"
 """The group of entry points by which a package registers its sinks."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.jobs.engine import PublishJob
+    from mldserver.engine_jobs import PublishJob
 
 WINDOW: Final = "_window"
 """Column of the window's id, text."""
@@ -41,7 +41,7 @@ class SinkSpec:
     """A place that windows are published into: plain values only, since it crosses a process border."""
 
     format: str
-    """The sink's name (``spark/sinks/__init__.py``)."""
+    """The sink's name (``sinks/__init__.py``)."""
     target: str
     """As the sink's ``parse`` returned it; it may hold a password."""
     table: str = ""

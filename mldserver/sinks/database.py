@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.sinks.sink import SinkSpec
 
 _OF_SPARK: Final = frozenset(
     {

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.spark.sinks.sink import Owner, must_note, owner_of, staged
+from mldserver.sinks.sink import Owner, must_note, owner_of, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.engine_jobs import PublishJob
+    from mldserver.sinks.sink import SinkSpec
 
 
 def parse(target: str) -> str:

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.postgres import JAR, Postgres, serving
 
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import DriverLost, NotThereYet, OperatorError
-from mldserver.jobs.engine import PublishJob
+from mldserver.sinks import jdbc
+from mldserver.sinks.database import DatabaseError, connected
+from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.sinks import jdbc
-from mldserver.spark.sinks.database import DatabaseError, connected
-from mldserver.spark.sinks.sink import Owner, SinkSpec
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
+    from mldserver.sinks.database import Database
     from mldserver.spark.session import Session
-    from mldserver.spark.sinks.database import Database
 
 pytestmark = pytest.mark.slow
 

@@ -28,17 +28,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.spark.sinks.database import DatabaseError, connected, last_name, suffixed
-from mldserver.spark.sinks.sink import REVISION, WINDOW, Owner, check_made_here, must_note, owner_of, staged
+from mldserver.sinks.database import DatabaseError, connected, last_name, suffixed
+from mldserver.sinks.sink import REVISION, WINDOW, Owner, check_made_here, must_note, owner_of, staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.jobs.engine import PublishJob
-    from mldserver.spark.sinks.database import Database
-    from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.engine_jobs import PublishJob
+    from mldserver.sinks.database import Database
+    from mldserver.sinks.sink import SinkSpec
 
 _URL = re.compile(r"[A-Za-z0-9]+:\S.*")
 _NONE: Final = "none"

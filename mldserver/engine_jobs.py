@@ -1,0 +1,57 @@
+"""What an engine is asked to do with a window, and its answer. Plain values only: they cross a process border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mldserver.windows import Window  # noqa: TC001  # a job that crosses is read by its annotations
+
+
+@dataclass(frozen=True, slots=True)
+class WindowJob:
+    """One attempt at one window."""
+
+    window: Window
+    attempt: int
+    segments: tuple[str, ...]
+    """Absolute paths (or URIs) of the window's Parquet files."""
+    staging: str
+    """Absolute path (or URI) of a directory that does not exist yet; the output goes there, nowhere else."""
+    rows: int
+    """Rows in the segments."""
+    bytes: int
+    """Bytes of the segments: what the number of partitions is chosen from."""
+    out: str = field(default="", repr=False)
+    """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
+    older: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
+    handler's present schema too."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each of them, in any order; empty where they need not be shared evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """A finished attempt."""
+
+    files: tuple[str, ...]
+    """Names of the data files, relative to ``staging``; empty when the pipeline wrote for itself."""
+    rows: int
+    seconds: float
+    """From the job's arrival at the engine to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishJob:
+    """One committed output, to be written into the table that windows are published into."""
+
+    window: Window
+    staging: str
+    """Absolute path (or URI) of the directory that holds the output."""
+    files: tuple[str, ...]
+    """Names of its data files, relative to ``staging``; empty for a revision that has nothing to show."""
+    rows: int
+    out: str = field(default="", repr=False)
+    """As in WindowJob."""
+    ledger: str = ""
+    """The id of the ledger that holds the window: its revisions count there."""
