@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mldserver.coordinator.core.flush import Buffer
+from mldserver.coordinator.shards import ShardSession
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
 from mldserver.testing.fake_stream import SHARD_END
@@ -108,10 +109,19 @@ class Memory:
     """Where to tell."""
     short: int = 0
     """How often more came than there was room for."""
+    finishing: set[tuple[str, int]] = field(default_factory=set)
+    """Shards, under the epoch of a session that was told to finish: their batches that were answered already are not held any more."""
 
-    def buffer(self) -> WatchedBuffer:
-        """Stand in for the class of buffers."""
-        return WatchedBuffer(self)
+    def stand_ins(self) -> dict[object, object]:
+        """Return what stands in for the classes of buffers and of sessions."""
+        finishing = self.finishing
+
+        class WatchedSession(ShardSession):
+            async def finish(self) -> None:
+                finishing.add((self.shard_id, self.epoch))
+                await super().finish()
+
+        return {Buffer: lambda: WatchedBuffer(self), ShardSession: WatchedSession}
 
 
 class WatchedBuffer(Buffer):
@@ -127,7 +137,9 @@ class WatchedBuffer(Buffer):
         memory, before = self._memory, self.bytes
         number, size = super().add(batch), _weigh(batch)
         source = batch.shard_id, bool(batch.redriven)
-        self._largest[source] = max(size, self._largest.get(source, 0))
+        # What is in flight at an orderly stop was answered before there was no room: all of it comes in.
+        add = self._largest.get(source, 0) if (batch.shard_id, batch.epoch) in memory.finishing else 0
+        self._largest[source] = max(size + add, self._largest.get(source, 0))
         held = list(self._batches.values())  # a snapshot would be a cycle to it
         taken = sum(map(_weigh, held))
         sources = {(each.shard_id, bool(each.redriven)) for each in held}

@@ -41,7 +41,6 @@ from support.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
 from mldserver.assembly import ledger_of
 from mldserver.base.threads import WorkerThread
 from mldserver.config.resolve import resolve
-from mldserver.coordinator.core.flush import Buffer
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
 from mldserver.testing.daemon import Form
@@ -358,7 +357,7 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
         OutputStore: store,
         WorkerThread: VirtualWorker,
         ThreadPoolExecutor: VirtualExecutor,
-        Buffer: memory.buffer,
+        **memory.stand_ins(),
     }
     handlers.failed.clear()
     with _folder() as folder, stand_ins(replaced | dict(planted or {})):
