@@ -67,7 +67,7 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
     if isinstance(error, MldserverError):
         return error.told()
     return {
-        "what": str(error),
+        "what": str(error) or type(error).__name__,
         "did": "Rows stay where they are and are tried again; no position moves.",
         "advice": "Make room on the output folder's disk, or mend what the error names.",
     }

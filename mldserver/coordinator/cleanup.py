@@ -235,13 +235,14 @@ class Retention:
         shards: tuple[str, ...] = ()
         if self._pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
             keep, ended_ms = self.listed or frozenset(), self.rules.shard_retention_ms
+            window_ms, aws_ms = self.rules.retention_ms + _HEARD_MS, self.watermark.aws_ms(now_ms)
             pruned = await self.ledger.prune(
-                windows_before_ms=time_ms - self.rules.retention_ms - _HEARD_MS,
+                windows_before_ms=time_ms - window_ms,
                 shards_before_ms=0 if self.listed is None else time_ms - ended_ms,
                 keep_shards=keep,
                 limit=_PRUNED,
-                # Windows that the stream has not come to yet are kept, whatever the ledger's time is.
-                ends_before_ms=self.watermark.aws_ms(now_ms),
+                # Windows that the stream has not left behind are kept, whatever the ledger's time is.
+                ends_before_ms=0 if aws_ms is None else aws_ms - window_ms,
             )
             self._pruning, self._pruned_ms = pruned >= _PRUNED, now_ms
             if self.listed is not None:

@@ -393,7 +393,7 @@ class Cycle:
             except (LedgerError, OSError) as error:
                 # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.
                 failures, told = failures + 1, told_of(error)
-                self.failing = str(told.get("what") or error)
+                self.failing = told.get("what") or told["error"]
                 self._waiters = waiters + self._waiters
                 delay = backoff(failures, 1.0, _LONGEST_SECONDS)
                 log.error("flush.failed", attempt=failures, delay_seconds=delay, **told)

@@ -5,6 +5,8 @@ A source asks ``Shards`` for a shard and gets a ``ShardSession``: one shard unde
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from mldserver.ledger.contract import LedgerState
 from mldserver.sources.intake import KnownShard, Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.backpressure import Backpressure
@@ -64,8 +66,10 @@ class Shards:
     """See ``Coordinator``."""
     state: LedgerState = field(init=False, default_factory=LedgerState)
     """As the latest cycle found it."""
+    _openings: Counter[str] = field(init=False, default_factory=Counter)
+    """How many connections open each shard just now."""
     _unlisted: set[str] = field(init=False, default_factory=set)
-    """Shards whose names the stream is asked about before they are opened."""
+    """Shards of those that the stream has not been found to have."""
     rows_accepted: int = field(init=False, default=0)
     flush_at: int = field(init=False)
     """Bytes of rows that no cycle has seen, from which on the next one follows at once."""
@@ -93,45 +97,48 @@ class Shards:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         await self.check(opening)
-        with self.membership.opening():
+        with self.membership.opening(), self._opening(opening.shard_id):
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
             now_ms = self.clock.steady_ms()
             new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
             if (new or opening.shard_id in self._unlisted) and not opening.parents:
                 await self._ask_for(opening.shard_id)
                 now_ms = self.clock.steady_ms()
-                # Another connection that named the shard may have ended meanwhile.
-                self.lineage.know(opening.shard_id, now_ms)
             if new:
                 self.watermark.settle(now_ms)
             return await self._open(opening, new=new)
 
-    async def _ask_for(self, shard_id: str) -> None:
-        """Ask the stream whether it has a shard that is not known yet. Raises PeerError when it has not.
+    @contextlib.contextmanager
+    def _opening(self, shard_id: str) -> Iterator[None]:
+        """Keep a shard known until the block ends; a name that no connection was let in under is then unknown again.
 
-        Then, and when the caller is cancelled, the shard is unknown again: a made-up name holds windows no longer than the
-        stream takes to answer.
+        So a made-up name holds windows no longer than the stream takes to answer.
         """
+        self._openings[shard_id] += 1
+        try:
+            yield
+        finally:
+            self._openings[shard_id] -= 1
+            if not self._openings[shard_id]:
+                del self._openings[shard_id]
+                if shard_id in self._unlisted:
+                    self._unlisted.remove(shard_id)
+                    self.lineage.forget(shard_id)
+
+    async def _ask_for(self, shard_id: str) -> None:
+        """Ask the stream whether it has a shard that is not known yet. Raises PeerError when it has not."""
         if self.ask_stream is None:
             return
         self._unlisted.add(shard_id)
-        answered = listed = False
-        try:
-            answered = await self.ask_stream()
-            listed = self._is_listed(shard_id)
-            if answered and not listed and not self.rules.accept_gap:
-                raise PeerError(
-                    f"A daemon connected for shard {shard_id}, which the stream does not have.",
-                    did="The connection was closed, and nothing of the shard was taken.",
-                    advice="Find out who connects there. If the daemon reads another stream, name that one with --stream. If AWS "
-                    "lists the shard no more, delete its lease, or start once with --accept-gap.",
-                    shard=shard_id,
-                )
-            listed = True
-        finally:
-            self._unlisted.discard(shard_id)
-            if not listed:
-                self.lineage.forget(shard_id)
+        if await self.ask_stream() and not self._is_listed(shard_id) and not self.rules.accept_gap:
+            raise PeerError(
+                f"A daemon connected for shard {shard_id}, which the stream does not have.",
+                did="The connection was closed, and nothing of the shard was taken.",
+                advice="Find out who connects there. If the daemon reads another stream, name that one with --stream. If AWS "
+                "lists the shard no more, delete its lease, or start once with --accept-gap.",
+                shard=shard_id,
+            )
+        self._unlisted.discard(shard_id)
 
     def _is_listed(self, shard_id: str) -> bool:
         return self.retention.listed is not None and shard_id in self.retention.listed
@@ -139,7 +146,7 @@ class Shards:
     def learn(self, state: LedgerState) -> None:
         """Take over what the ledger holds now. A shard that an operator removed there is unknown here too."""
         for shard_id in self.state.shards.keys() - state.shards.keys():
-            if not self._is_listed(shard_id):
+            if not self._is_listed(shard_id) and shard_id not in self._openings:
                 self.lineage.forget(shard_id)
         self.state = state
 

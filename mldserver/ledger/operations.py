@@ -369,8 +369,9 @@ class Ledger(abc.ABC):
     ) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
 
-        A window that ends after ``ends_before_ms`` (event time; None: ``windows_before_ms``) stays, whenever it was published (a row from the future, and a
-        quiet stream): ``cut_below_ms`` would close every window up to its end for good.
+        A window that ends after ``ends_before_ms`` (event time; None: ``windows_before_ms``) stays, whenever it was
+        published (a row from the future, and a quiet stream): ``cut_below_ms`` would close every window up to its end for
+        good.
         Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
         went, more may follow. Windows that are retained stay (``expire`` them first).
         A pruned shard that comes back is a new one, all of whose records count again: ``shards_before_ms`` must lie

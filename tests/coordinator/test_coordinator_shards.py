@@ -430,6 +430,20 @@ async def test_a_name_that_the_stream_does_not_list_is_refused_and_holds_no_wind
     assert set(pipeline.state().shards) == {"a"}
 
 
+async def test_a_shard_is_known_until_the_last_of_its_connections_is_given_up(tmp_path: Path) -> None:
+    pipeline = Stream({"a": ()}).pipe(tmp_path)
+    async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
+        given_up = group.create_task(pipeline.open("a"))
+        await pipeline.clock.advance(0.5)
+        opening = group.create_task(pipeline.open("a"))
+        await pipeline.clock.advance(0.1)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert missing(coordinator) == ("a",)
+        await pipeline.clock.advance(2)
+        assert (await opening).alive
+
+
 async def test_a_shard_that_a_reshard_has_just_made_is_found_by_asking_again(tmp_path: Path) -> None:
     stream = Stream({"a": ()})
     pipeline = stream.pipe(tmp_path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.coordinator.coordinator import Cycle
-from mldserver.errors import LedgerError, ServerBuried
+from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Cycles:
         self.reasons.append(reason)
         self.began_ms.append(self.clock.now_ms())
         await self.gate.wait()
-        self.failed = str(self.errors[0]) if self.errors else ""
+        self.failed = told_of(self.errors[0])["what"] if self.errors else ""
         if self.failed:
             raise self.errors.pop(0)
 
@@ -109,6 +109,15 @@ async def test_a_cycle_that_failed_is_tried_again_after_longer_and_longer_pauses
     pauses = [entry["delay_seconds"] for entry in logged if entry["event"] == "flush.failed"]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 1]
     assert cycles.reasons[:8] == ["shutdown"] * 8, "it is still for the same"
+
+
+async def test_a_failure_that_says_nothing_is_named_by_its_class() -> None:
+    cycles = Cycles()
+    cycles.errors = [TimeoutError()]
+    async with cycles.running():
+        cycles.turns.soon()
+        await cycles.clock.advance(0.5)
+        assert cycles.turns.failing == "TimeoutError"
 
 
 async def test_a_ledger_that_is_away_for_half_a_day_is_waited_for(logged: list[dict[str, Any]]) -> None:

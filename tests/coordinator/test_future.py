@@ -227,3 +227,20 @@ async def test_it_does_not_close_the_windows_before_it_for_good(tmp_path: Path) 
     seen = [value for window in found.values() for value in window]
     assert sorted(seen) == [1, 2, 3, *range(10, 40, 2)]
     assert len(found) > 5
+
+
+async def test_when_the_stream_comes_to_its_window_that_is_not_forgotten_at_once(tmp_path: Path) -> None:
+    """Forgetting it closes all windows before it, which are the stream's present by then."""
+    pipeline = a_pipeline(tmp_path, flush_interval_ms=10_000)
+    prune_ms = pipeline.clock.now_ms() + 2 * 3_600_000
+    async with pipeline.life():
+        a = await pipeline.open("a")
+        await give(pipeline, a, 1, 1_000_000)
+        await give(pipeline, a, 2, prune_ms - 15_000)
+        await pipeline.clock.advance(90)
+        assert pipeline.published()[tumbling_id(prune_ms - 20_000)] == [2], "the stream was quiet"
+        while pipeline.clock.now_ms() < prune_ms + 10_000:
+            await pipeline.clock.advance(10)
+        await give(pipeline, a, 3, prune_ms - 25_000)
+        await pipeline.clock.advance(90)
+        assert (pipeline.published()[tumbling_id(prune_ms - 30_000)], pipeline.late()) == ([3], [])
