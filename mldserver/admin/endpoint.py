@@ -111,7 +111,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     argument: str = ""
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """A request that is not answered as it wants."""
 
     def __init__(self, status: int, error: str, **headers: str) -> None:
@@ -209,7 +209,7 @@ def _peer(peer_socket: socket.socket) -> tuple[str, int | None]:
     return f"user {uid}, process {pid}", uid
 
 
-class _Server(web.Server):
+class _WebServer(web.Server):
     """aiohttp's own, which knows the connection of each handler."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
@@ -249,7 +249,7 @@ class Endpoint:
 
         ``uid``: the user who may use a Unix socket, beside root. For the rest see ``endpoint_messages.Start`` and ``access.py``.
         """
-        self.server = _Server(self._handle)
+        self.server = _WebServer(self._handle)
         self.listener = Listener.LOOPBACK
         self.uid = uid
         self.tls = tls
@@ -319,7 +319,7 @@ class Endpoint:
         connection.extend(_IDLE_SECONDS)
         try:
             response = await self._answer(request, connection)
-        except _Refused as error:
+        except _RequestRefused as error:
             response = error.response
             self._note_refusal(response.status, request.path, connection)
         except Exception:  # noqa: BLE001  # a bug in here costs one answer
@@ -347,13 +347,13 @@ class Endpoint:
             await asyncio.sleep(_TELL_SECONDS)
 
     async def _answer(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
-        """Raises _Refused."""
+        """Raises _RequestRefused."""
         path, headers = request.path, request.headers
         if sum(len(name) + len(value) for name, value in request.raw_headers) > _HEADER_BYTES:
-            raise _Refused(431, "The request's headers are too long.")
+            raise _RequestRefused(431, "The request's headers are too long.")
         if connection.metrics_only:
             if path not in _FOR_METRICS:
-                raise _Refused(404, f"There is no {path} here, but {', '.join(_FOR_METRICS)}.")
+                raise _RequestRefused(404, f"There is no {path} here, but {', '.join(_FOR_METRICS)}.")
             self._check_method(request.method, path, ("GET", "HEAD"))
             await self._take_what_waits()
             return self._read(path, headers.get(hdrs.ACCEPT, ""), may_read=False)
@@ -366,17 +366,17 @@ class Endpoint:
             site=headers.get("Sec-Fetch-Site", ""),
         )
         if foreign is not None:
-            raise _Refused(403, foreign)
+            raise _RequestRefused(403, foreign)
         wanted = _READS.get(path, Act.STEER if path.startswith("/act/") else None)
         credential, who = connection.shown(request)
         why = self._may(self.listener, credential, wanted or Act.READ)
         if why is not None and "token" in why:
             realm = "mldserver: any name, and the token as the password"
-            raise _Refused(401, why, WWW_Authenticate=f'Basic realm="{realm}"')
+            raise _RequestRefused(401, why, WWW_Authenticate=f'Basic realm="{realm}"')
         if why is not None:
-            raise _Refused(403, why)
+            raise _RequestRefused(403, why)
         if wanted is None:
-            raise _Refused(404, f"There is no {path} here, but {', '.join(_READS)} and /act/NAME.")
+            raise _RequestRefused(404, f"There is no {path} here, but {', '.join(_READS)} and /act/NAME.")
         allowed = ("POST",) if wanted is Act.STEER else ("GET", "HEAD")
         self._check_method(request.method, path, allowed)
         if wanted is Act.STEER:
@@ -389,7 +389,7 @@ class Endpoint:
 
     def _check_method(self, method: str, path: str, allowed: tuple[str, ...]) -> None:
         if method not in allowed:
-            raise _Refused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
+            raise _RequestRefused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
 
     async def _take_what_waits(self) -> None:
         """Let a document that waits already be taken first: it may be this process that stood still."""
@@ -414,7 +414,7 @@ class Endpoint:
             )
             return _json(200 if ready else 503, ready=ready, **({"reasons": reasons} if may_read else {}))
         if status is None:
-            raise _Refused(503, "The server has only just started: there is no status yet.")
+            raise _RequestRefused(503, "The server has only just started: there is no status yet.")
         if path == "/history":
             return _body(self._once("history", self._history.json), "application/json")
         if path == "/metrics":
@@ -425,7 +425,7 @@ class Endpoint:
     async def _stream(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
         """Send each document as it comes; who reads too slowly misses some, and is cut in the end."""
         if self._streams >= _MOST_STREAMS:
-            raise _Refused(503, f"There are {_MOST_STREAMS} readers of events already.")
+            raise _RequestRefused(503, f"There are {_MOST_STREAMS} readers of events already.")
         response = web.StreamResponse(headers=_HEADERS | {hdrs.CONTENT_TYPE: "text/event-stream"})
         self._streams += 1
         try:
@@ -449,13 +449,13 @@ class Endpoint:
             async for part in request.content.iter_any():
                 body += part
                 if len(body) > _BODY_BYTES:
-                    raise _Refused(413, f"A body has {_BODY_BYTES} bytes at most.")
+                    raise _RequestRefused(413, f"A body has {_BODY_BYTES} bytes at most.")
         try:
             argument = msgspec.json.decode(bytes(body), type=_Body).argument if body else ""
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _Refused(400, f'The body must be JSON, as {{"argument": "…"}}: {error}.') from error
+            raise _RequestRefused(400, f'The body must be JSON, as {{"argument": "…"}}: {error}.') from error
         if self._acts >= _MOST_ACTS:
-            raise _Refused(503, f"{_MOST_ACTS} acts are not done yet: try again later.")
+            raise _RequestRefused(503, f"{_MOST_ACTS} acts are not done yet: try again later.")
         self._acts += 1
         connection.extend(None)  # a reload takes its time
         try:

@@ -106,7 +106,7 @@ class Client:
     def _once(
         self, method: str, path: str, seconds: float, body: bytes | None, token: Token | None
     ) -> tuple[int, bytes]:
-        connection, connected = _Connection(self.address, self._tls, seconds), False
+        connection, connected = _HTTPConnection(self.address, self._tls, seconds), False
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -180,7 +180,7 @@ def _socket_address(text: str) -> tuple[str, int]:
     return str(getattr(host, "ipv4_mapped", None) or host), int(port, 16)
 
 
-class _Connection(http.client.HTTPConnection):
+class _HTTPConnection(http.client.HTTPConnection):
     """One to an address of either kind, by TLS or without."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, seconds: float) -> None:
@@ -203,7 +203,7 @@ class _Connection(http.client.HTTPConnection):
 def read_status(document: bytes) -> Status:
     """Return a status document's meaning. Raises NoAnswer for what is none, and OperatorError for a newer program's."""
     try:
-        if (schema := msgspec.json.decode(document, type=_Schema).schema) > SCHEMA:
+        if (schema := msgspec.json.decode(document, type=_SchemaNumber).schema) > SCHEMA:
             raise OperatorError(
                 f"The server's status has schema {schema}, and this program knows {SCHEMA}.",
                 advice="Use the server's own version of mldserver; `status --json` shows any.",
@@ -213,7 +213,7 @@ def read_status(document: bytes) -> Status:
         raise NoAnswer(f"What answers is no status of mldserver: {error}.") from error
 
 
-class _Schema(msgspec.Struct):
+class _SchemaNumber(msgspec.Struct):
     schema: int
 
 

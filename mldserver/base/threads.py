@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class _Job:
+class _QueuedCall:
     """A function that waits for its turn, and who waits for it."""
 
     __slots__ = ("begun", "function", "future", "loop")
@@ -74,7 +74,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         """Prepare; the thread starts with ``start``."""
-        self._jobs: deque[_Job | None] = deque()
+        self._jobs: deque[_QueuedCall | None] = deque()
         """The first one is in hand; None is the end."""
         self._come: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._finished: asyncio.Future[None] | None = None
@@ -89,7 +89,7 @@ class WorkerThread:
 
         When the caller is cancelled, a function that has begun runs on to its end; one that waits is not begun.
         """
-        job = _Job(partial(contextvars.copy_context().run, function))
+        job = _QueuedCall(partial(contextvars.copy_context().run, function))
         self._put(job)
         result: _T = await job.future
         return result
@@ -97,7 +97,7 @@ class WorkerThread:
     def finish(self) -> asyncio.Future[None]:
         """Take nothing more; the future is done when all that is queued has run, and the thread ends."""
         if self._finished is None:
-            job = _Job(lambda: None)
+            job = _QueuedCall(lambda: None)
             self._finished = job.future
             self._put(job)
             self._put(None)
@@ -117,7 +117,7 @@ class WorkerThread:
         done, _ = await asyncio.wait({self.finish()}, timeout=seconds)
         return bool(done)
 
-    def _put(self, job: _Job | None) -> None:
+    def _put(self, job: _QueuedCall | None) -> None:
         self._jobs.append(job)
         self._come.put(None)
 

@@ -212,7 +212,7 @@ _PORTION_BYTES: Final = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _WantedLetter:
     """A wanted letter, without its payload."""
 
     id: str
@@ -241,12 +241,12 @@ async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ..
         for portion in portions(page):
             yield portion
         return
-    seen: list[_Seen] = []
+    seen: list[_WantedLetter] = []
     while page:
         for stored in page:
             letter, before = stored.letter, seen[-1].id if seen else None
             place = (letter.shard_id, letter.sequence)
-            seen.append(_Seen(stored.id, place, len(letter.data), len(seen), before))
+            seen.append(_WantedLetter(stored.id, place, len(letter.data), len(seen), before))
         page = await book.letters(after=page[-1].id, limit=PAGE, wanted=True)
     for part in _cut(seen, place=lambda seen: seen.place, size=lambda seen: seen.bytes):
         ids = {seen.id for seen in part}

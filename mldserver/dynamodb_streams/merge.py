@@ -30,7 +30,7 @@ _NEVER: Final = -1
 
 
 @dataclass(slots=True)
-class _Shard:
+class _MergeShard:
     last_ms: int
     """Effective time of the last item that came: no later one has less."""
     tip_ms: int = _NEVER
@@ -41,8 +41,8 @@ class _Shard:
 
 
 @dataclass(slots=True)
-class _Page(Generic[_T]):
-    shard: _Shard
+class _MergePage(Generic[_T]):
+    shard: _MergeShard
     items: Sequence[_T]
     times: list[int]
     """Their effective times, in order."""
@@ -56,14 +56,14 @@ class _Page(Generic[_T]):
 class Merge(Generic[_T]):
     """Takes pages of shards in, and gives their items out in order."""
 
-    _shards: dict[str, _Shard] = field(default_factory=dict)
-    _heads: list[tuple[int, int, _Page[_T]]] = field(default_factory=list)
+    _shards: dict[str, _MergeShard] = field(default_factory=dict)
+    _heads: list[tuple[int, int, _MergePage[_T]]] = field(default_factory=list)
     """A heap of pages, by the effective time of their first item and by the clock."""
     _clock: int = 0
 
     def open(self, shard_id: str, *, floor_ms: int | None = None) -> None:
         """Let a shard take part: nothing beyond ``floor_ms`` (its parent's last) goes out before it was heard of."""
-        self._shards[shard_id] = _Shard(0 if floor_ms is None else floor_ms)
+        self._shards[shard_id] = _MergeShard(0 if floor_ms is None else floor_ms)
 
     def feed(self, shard_id: str, items: Sequence[_T], times: list[int], *, now_ms: int) -> None:
         """Take a page of an open shard in: at least one item, with their times (ms). ``now_ms``: steady time."""
@@ -74,7 +74,7 @@ class Merge(Generic[_T]):
         shard.last_ms, shard.passed_over = times[-1], False
         shard.waiting += len(items)
         self._clock += 1
-        heapq.heappush(self._heads, (times[0], self._clock, _Page(shard, items, times, now_ms)))
+        heapq.heappush(self._heads, (times[0], self._clock, _MergePage(shard, items, times, now_ms)))
 
     def tip(self, shard_id: str, *, began_ms: int) -> None:
         """Note that an open shard had nothing more when it was asked, at this steady time."""

@@ -109,7 +109,7 @@ class Stream:
         self._api = StreamsApi(make_client, clock=self._clock, random=random)
         self._resources = contextlib.AsyncExitStack()
         self._arn = ""
-        self._current: _Reading | None = None
+        self._current: _StreamReading | None = None
 
     async def __aenter__(self) -> Self:
         """Find the stream and begin to read. Raises OperatorError; ConfigError for a token of another stream.
@@ -159,7 +159,7 @@ class Stream:
         place = parse_position(position)
         if isinstance(place, Token):
             place.require(self._arn)
-        following = _Reading(
+        following = _StreamReading(
             self._api, self._arn, clock=self._clock, random=self._random, poll_seconds=self._poll_seconds
         )
         await following.begin(place)
@@ -179,7 +179,7 @@ class Stream:
             await reading.changed()
 
     @property
-    def _reading(self) -> _Reading:
+    def _reading(self) -> _StreamReading:
         if self._current is None:
             raise RuntimeError("the stream is not open: use it inside `async with Stream(...) as stream`")
         return self._current
@@ -189,7 +189,7 @@ def _size(records: list[Record]) -> int:
     return sum([len(record.data or b"") for record in records])
 
 
-class _Reading:
+class _StreamReading:
     """All shards of a stream, read from one position on."""
 
     def __init__(

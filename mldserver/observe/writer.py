@@ -119,7 +119,7 @@ def _ends_within_a_line(fd: int) -> bool:
         return False
 
 
-class _Line(NamedTuple):
+class _QueuedLine(NamedTuple):
     data: bytes
     stamp: str
 
@@ -155,7 +155,7 @@ class LogWriter:
         self._reserve = reserve
         # A signal handler may log while the same thread does: with a plain lock it would wait for itself.
         self._changed = threading.Condition(threading.RLock())
-        self._queue: deque[_Line | Lost | int] = deque()
+        self._queue: deque[_QueuedLine | Lost | int] = deque()
         """A number is the descriptor to write to from there on."""
         self._bytes = 0
         self._idle = False
@@ -177,7 +177,7 @@ class LogWriter:
             taken = not self._closing and (not self._bytes or self._bytes + size <= room)
             if taken:
                 self._bytes += size
-                self._queue.append(_Line(data, stamp))
+                self._queue.append(_QueuedLine(data, stamp))
             elif self._queue and isinstance(last := self._queue[-1], Lost):
                 last.lines += 1
                 last.until = stamp
@@ -228,13 +228,13 @@ class LogWriter:
                 told = self._missing is None or self._output.line(self._render_lost(self._missing))
                 if told:
                     self._missing = None
-                if isinstance(item, _Line) and not (told and self._output.line(item.data)):
+                if isinstance(item, _QueuedLine) and not (told and self._output.line(item.data)):
                     # The disk is full, or the reader has gone: the next line finds out whether it still is.
                     self._miss(Lost(1, item.stamp, item.stamp))
         finally:
             self._output.close()
 
-    def _next(self) -> _Line | Lost | int | None:
+    def _next(self) -> _QueuedLine | Lost | int | None:
         with self._changed:
             if not self._queue:
                 if not self._closing:
@@ -245,7 +245,7 @@ class LogWriter:
             if not self._queue:
                 return None
             item = self._queue.popleft()
-            if isinstance(item, _Line):
+            if isinstance(item, _QueuedLine):
                 self._bytes -= len(item.data) + _PER_LINE
             return item
 

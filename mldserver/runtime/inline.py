@@ -46,7 +46,7 @@ _CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenShard:
+class _ShardHooks:
     """A shard and the hooks of its handler."""
 
     shard: Shard
@@ -100,7 +100,7 @@ class InlineRuntime:
         own = range(1, 1 if is_async else lanes)
         self._threads = [self._thread, *(WorkerThread(f"mldserver-lane-{place}") for place in own)]
         self._shard_threads = ShardThreads()
-        self._shards: dict[str, _OpenShard] = {}
+        self._shards: dict[str, _ShardHooks] = {}
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = Tools(
             spec=spec,
@@ -295,10 +295,10 @@ class InlineRuntime:
             if returned.failure is not None:
                 return initialize.name, returned.failure
         processor = instance if isinstance(instance, Processor) else None
-        self._shards[shard.id] = _OpenShard(shard, tools, hooks, BatchDecoder(shard.id), processor)
+        self._shards[shard.id] = _ShardHooks(shard, tools, hooks, BatchDecoder(shard.id), processor)
         return None
 
-    async def _kept(self, outcome: BatchOutcome, opened: _OpenShard, processor: Processor) -> BatchOutcome:
+    async def _kept(self, outcome: BatchOutcome, opened: _ShardHooks, processor: Processor) -> BatchOutcome:
         """Return the outcome of a batch that moves its shard's position only as far as the processor has checkpointed."""
         shard, outline = opened.shard, outcome.outline
         if not outline.records:
@@ -342,7 +342,7 @@ class InlineRuntime:
         )
         await self._clock.sleep(delay)
 
-    def _opened(self, shard_id: str) -> _OpenShard:
+    def _opened(self, shard_id: str) -> _ShardHooks:
         opened = self._shards.get(shard_id)
         if opened is None:
             raise InternalError("A shard is used that is not open.", shard=shard_id)

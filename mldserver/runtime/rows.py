@@ -47,7 +47,7 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Fault:
+class _BadRow:
     """In the place of the rows of one record: why they cannot be taken."""
 
     text: str
@@ -116,7 +116,7 @@ class RowBuilder:
         except BadRow as error:
             if self._at_once:
                 raise
-            return _Fault(str(error))
+            return _BadRow(str(error))
         if self._copied:
             rows = list(map(self._own, rows))
         if self._at_once and (told := next(filter(None, map(self._row_fault, rows)), None)):
@@ -160,7 +160,7 @@ class RowBuilder:
                 rows.append(value)
                 records.append(record)
                 continue
-            if type(value) is _Fault:
+            if type(value) is _BadRow:
                 faults[record] = value.text
                 continue
             try:

@@ -31,7 +31,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
-class _Refused(ValueError):
+class _WrongKind(ValueError):
     """A value is of the wrong kind; its sentence goes on after "is not TYPE"."""
 
 
@@ -104,7 +104,7 @@ class Converter:
         """Return why ``value`` cannot be in the column (``'x' is not DOUBLE``), or None when it can."""
         try:
             pa.array([self.one(value)], type=self.type)
-        except _Refused as error:
+        except _WrongKind as error:
             return f"{shown(value)} is not {self.sql}{error}"
         except Exception:  # noqa: BLE001  # Arrow and the value's own code may raise anything; all mean the same
             return f"{shown(value)} is not {self.sql}"
@@ -145,58 +145,58 @@ def _fitting(type_: Any) -> Callable[[Any], bool]:
 
 
 def _refuse(_: Any) -> Any:
-    raise _Refused
+    raise _WrongKind
 
 
 def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        raise _Refused
+        raise _WrongKind
     if not isinstance(value, int) and (not math.isfinite(value) or value != int(value)):
-        raise _Refused(": it is no whole number")
+        raise _WrongKind(": it is no whole number")
     return int(value)
 
 
 def _real(largest: float, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        raise _Refused
+        raise _WrongKind
     number = float(value)
     finite = value.is_finite() if isinstance(value, Decimal) else math.isfinite(number)
     if finite and abs(number) > largest:
-        raise _Refused(": it is too large")
+        raise _WrongKind(": it is too large")
     return number
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
-        raise _Refused(": decode it first")
+        raise _WrongKind(": decode it first")
     if not isinstance(value, str):
-        raise _Refused
+        raise _WrongKind
     return str.__str__(value)
 
 
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise _Refused
+        raise _WrongKind
     return bytes(value)
 
 
 def _decimal(value: Any) -> Decimal:
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
-        raise _Refused
+        raise _WrongKind
     try:
         # A float is taken by its shortest text: 12.34 means 12.34, not the binary fraction beside it.
         return Decimal(repr(float(value)) if isinstance(value, float) else value)
     except InvalidOperation:
-        raise _Refused from None
+        raise _WrongKind from None
 
 
 def _date(value: Any) -> date:
     if isinstance(value, datetime):
-        raise _Refused(": it is a point in time, use .date()")
+        raise _WrongKind(": it is a point in time, use .date()")
     if isinstance(value, str):
         return _parsed(date.fromisoformat, value)  # type: ignore[no-any-return]  # one parser for two types
     if not isinstance(value, date):
-        raise _Refused
+        raise _WrongKind
     return value
 
 
@@ -204,11 +204,11 @@ def _moment(zoned: bool, value: Any) -> datetime:  # noqa: FBT001  # of a column
     if isinstance(value, str):
         value = _parsed(datetime.fromisoformat, value)
     if not isinstance(value, datetime):
-        raise _Refused(": it wants a datetime or ISO-8601 text")
+        raise _WrongKind(": it wants a datetime or ISO-8601 text")
     if zoned and value.utcoffset() is None:
-        raise _Refused(": it has no time zone (give it one, or declare the column TIMESTAMP_NTZ)")
+        raise _WrongKind(": it has no time zone (give it one, or declare the column TIMESTAMP_NTZ)")
     if not zoned and value.utcoffset() is not None:
-        raise _Refused(": it has a time zone (declare the column TIMESTAMP)")
+        raise _WrongKind(": it has a time zone (declare the column TIMESTAMP)")
     return value
 
 
@@ -216,18 +216,18 @@ def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
     except ValueError:
-        raise _Refused(": it is not ISO-8601") from None
+        raise _WrongKind(": it is not ISO-8601") from None
 
 
 def _listed(element: Converter, value: Any) -> list[Any]:
     if not isinstance(value, list | tuple | np.ndarray):
-        raise _Refused(": it wants a list")
+        raise _WrongKind(": it wants a list")
     return [element.one(item) for item in value]
 
 
 def _mapped(key: Converter, item: Converter, value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, Mapping):
-        raise _Refused(": it wants a dict")
+        raise _WrongKind(": it wants a dict")
     return [(key.one(name), item.one(held)) for name, held in value.items()]
 
 
@@ -235,10 +235,10 @@ def _structured(fields: dict[str, Converter], value: Any) -> dict[str, Any]:
     if isinstance(value, tuple) and len(value) == len(fields):
         value = dict(zip(fields, value, strict=True))
     if not isinstance(value, Mapping):
-        raise _Refused(f": it wants a dict or a tuple of {len(fields)}")
+        raise _WrongKind(f": it wants a dict or a tuple of {len(fields)}")
     unknown = [name for name in value if name not in fields]
     if unknown:
-        raise _Refused(f": it has no field {shown(unknown[0])}")
+        raise _WrongKind(f": it has no field {shown(unknown[0])}")
     return {name: field.one(value.get(name)) for name, field in fields.items()}
 
 

@@ -57,7 +57,7 @@ class OpenShard(msgspec.Struct, frozen=True, eq=False):
     claim: Claim
 
 
-class _Done(msgspec.Struct, frozen=True):
+class _BatchDone(msgspec.Struct, frozen=True):
     """What became of a batch, and when (ms of steady time)."""
 
     outcome: BatchOutcome
@@ -107,7 +107,7 @@ class Batches:
             early=early,
             clock=clock,
         )
-        self._owed: Batch[_Done] | None = None
+        self._owed: Batch[_BatchDone] | None = None
         """The last batch, if it is begun and the daemon waits for it: ``process`` is to answer, once the task takes over."""
         self._quick = False
         """Whether the last batch that the runtime worked on by itself was soon done."""
@@ -159,11 +159,11 @@ class Batches:
                 if self._take(shard, outcome, now_ms, received_ms) and intake.checkpoint_due() is None:
                     self._link.answer()
                     kill_point("batch.answered")
-                    self._note(_Done(outcome, size, received_ms, received_ms, now_ms, now_ms), now_ms)
+                    self._note(_BatchDone(outcome, size, received_ms, received_ms, now_ms, now_ms), now_ms)
                     return True
             elif first:
                 intake.began(received_ms)
-            batch: Batch[_Done] = Batch(
+            batch: Batch[_BatchDone] = Batch(
                 line, size, received_ms, begun=outcome, after=delivery.after, taken=taken
             )
             if first:
@@ -254,7 +254,7 @@ class Batches:
                     self._link.answer()
                     kill_point("batch.answered")
                     self.quiet.set()
-                self._note(_Done(outcome, batch.size, received_ms, received_ms, now_ms, now_ms), now_ms)
+                self._note(_BatchDone(outcome, batch.size, received_ms, received_ms, now_ms, now_ms), now_ms)
         except Exception as error:  # noqa: BLE001  # see above
             self.let_go()  # neither this one again nor any behind it
             self._refuse(error)
@@ -333,7 +333,7 @@ class Batches:
         intake.checkpointed(position)
         return position
 
-    async def _work(self, batch: Batch[_Done]) -> _Done:
+    async def _work(self, batch: Batch[_BatchDone]) -> _BatchDone:
         """Take one batch through handler and coordinator; return when the daemon may be answered."""
         shard, began_ms = self.opened, self._clock.steady_ms()
         intake = shard.intake
@@ -356,10 +356,10 @@ class Batches:
                     await intake.drain()  # once for all of them: the stop has a deadline
         if len(self.under_way.batches) > 1:
             intake.began(self.under_way.batches[1].received_ms)
-        return _Done(outcome, batch.size, batch.received_ms, began_ms, handled_ms, answerable_ms)
+        return _BatchDone(outcome, batch.size, batch.received_ms, began_ms, handled_ms, answerable_ms)
 
     def _note(
-        self, done: _Done, now_ms: int, checkpoint: Sequence | None = None, *, late: bool = False
+        self, done: _BatchDone, now_ms: int, checkpoint: Sequence | None = None, *, late: bool = False
     ) -> None:
         """Count a batch; give it a line of its own where it is unusual, or each is to have one."""
         outcome, outline, progress = done.outcome, done.outcome.outline, self.progress
@@ -392,7 +392,7 @@ class Batches:
         )
 
 
-def _overlaps(shard: OpenShard, batch: Batch[_Done], outcome: BatchOutcome) -> bool:
+def _overlaps(shard: OpenShard, batch: Batch[_BatchDone], outcome: BatchOutcome) -> bool:
     """Whether a batch that was begun behind others has records of theirs: it is to be worked on again, without them."""
     first, after = outcome.outline.first, shard.intake.after
     return first is not None and after is not None and first <= after and batch.after != after

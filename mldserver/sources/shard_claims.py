@@ -51,7 +51,7 @@ class Claim:
 
         Raises Superseded when the claim is no longer current, also in the middle of the work, which is cancelled.
         """
-        return _Work(self, self.scopes)
+        return _ClaimWork(self, self.scopes)
 
     @property
     def free(self) -> bool:
@@ -78,7 +78,7 @@ class Claim:
 
     def visit(self) -> AbstractAsyncContextManager[None]:
         """Do work for somebody else between two pieces of the owner's; likewise, and Superseded after ``evict`` too."""
-        return _Work(self, self._visits)
+        return _ClaimWork(self, self._visits)
 
     def evict(self) -> None:
         """Cancel what visitors do: the owner has something to do that cannot wait."""
@@ -100,7 +100,7 @@ def _cancel(scopes: set[asyncio.Timeout]) -> None:
             scope.reschedule(asyncio.get_running_loop().time())
 
 
-class _Work:
+class _ClaimWork:
     """The work of a claim. Written out, since every batch comes through here: a generator would cost thrice as much."""
 
     __slots__ = ("_claim", "_scope", "_scopes")

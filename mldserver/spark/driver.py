@@ -59,7 +59,7 @@ _DEATH_SECONDS = 5
 
 
 @dataclass(slots=True)
-class _Call:
+class _HookCall:
     """A call of ``on_window`` that runs."""
 
     window: str
@@ -70,7 +70,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Job:
+class _DriverJob:
     run: wire.Run | wire.Publish
     group: str
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
@@ -79,7 +79,7 @@ class _Job:
     ended: threading.Event = field(default_factory=threading.Event)
     progress: tuple[int, int, int] | None = None
     """As it was sent last."""
-    call: _Call | None = None
+    call: _HookCall | None = None
 
 
 @dataclass(kw_only=True)
@@ -97,14 +97,14 @@ class Jobs:
     sink: SinkSpec | None = None
     """Where outputs are published, if that is a table."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _jobs: dict[int, _Job] = field(default_factory=dict)
+    _jobs: dict[int, _DriverJob] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
 
     def start(self, run: wire.Run | wire.Publish) -> None:
         """Take a job; it begins when a thread is free."""
-        job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}")
+        job = _DriverJob(run, f"mldserver-{run.id}-{run.job.window.id}")
         with self._lock:
             self._jobs[run.id] = job
         self._pool.submit(self._run, job)
@@ -129,7 +129,7 @@ class Jobs:
             if job.ended.wait(_CANCEL_AGAIN_SECONDS):
                 return
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _DriverJob) -> None:
         with self._lock:
             job.running = not job.cancelled
         answer: wire.Message
@@ -172,7 +172,7 @@ class Jobs:
         if closed:
             self.stopped()
 
-    def _compute(self, job: _Job) -> wire.Done:
+    def _compute(self, job: _DriverJob) -> wire.Done:
         from mldserver.spark.nearby import suits, through_disk  # noqa: PLC0415  # pyarrow, as below
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
@@ -206,8 +206,8 @@ class Jobs:
                 spark.removeTag(job.group)
 
     @contextlib.contextmanager
-    def _calling(self, job: _Job, window: Window) -> Iterator[None]:
-        job.call = _Call(window.id, threading.get_ident(), time.monotonic())
+    def _calling(self, job: _DriverJob, window: Window) -> Iterator[None]:
+        job.call = _HookCall(window.id, threading.get_ident(), time.monotonic())
         try:
             yield
         finally:

@@ -98,7 +98,7 @@ _KEPT: Final = Path(kept_modules.__file__).read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _GuardCode:
     """Pickled, it is the code that guards imports where it is unpickled."""
 
     kept: str
@@ -115,7 +115,7 @@ class _Guarded:
     code: object
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, ((_Ahead(self.kept), self.code), 1)
+        return operator.getitem, ((_GuardCode(self.kept), self.code), 1)
 
 
 def guard_executors(start: Start) -> None:

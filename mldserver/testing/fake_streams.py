@@ -69,7 +69,7 @@ class Refused(Exception):
 
 
 @dataclass(slots=True)
-class _Fault:
+class _PlantedFault:
     action: str
     error: str
     shard_id: str | None
@@ -100,7 +100,7 @@ class FakeStreams(FakeTable):
         """How likely a request meets a fault that passes: throttling, 5xx, a broken connection, an empty answer."""
         self.calls: list[Call] = []
         """All that came, in order."""
-        self._faults: list[_Fault] = []
+        self._faults: list[_PlantedFault] = []
 
     # What goes wrong.
 
@@ -110,7 +110,7 @@ class FakeStreams(FakeTable):
         ``error``: AWS's code, such as ``LimitExceededException`` or ``InternalServerError``; ``disconnect``; ``empty``
         (no shards, no records); ``short`` (half of the shards, and no word of more).
         """
-        self._faults.append(_Fault(action, error, shard_id, times))
+        self._faults.append(_PlantedFault(action, error, shard_id, times))
 
     def fail_no_more(self) -> None:
         """Forget the failures that ``fail`` has scripted and that have not come yet."""

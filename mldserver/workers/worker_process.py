@@ -72,7 +72,7 @@ class Unopened(WorkerGone):
 
 
 @dataclass(slots=True)
-class _Printed:
+class _RawOutput:
     """What a worker prints past Python's own streams, or in its last moment."""
 
     limit: Printed = field(default_factory=Printed)
@@ -96,7 +96,7 @@ class _Printed:
 class WorkerProcess:
     """A process that has begun; whoever has it waits for ``ended`` and then closes it."""
 
-    def __init__(self, child: ChildProcess, printed: _Printed, arena: Arena, clock: Clock) -> None:
+    def __init__(self, child: ChildProcess, printed: _RawOutput, arena: Arena, clock: Clock) -> None:
         """Own a process, and the memory that it shares."""
         assert child.end is not None, "workers are started with a socket"
         self._child = child
@@ -136,7 +136,7 @@ class WorkerProcess:
     @classmethod
     async def start(cls, start: wire.Start, clock: Clock) -> WorkerProcess:
         """Start a process, and let it load the handler. Raises OSError."""
-        printed = _Printed()
+        printed = _RawOutput()
         # The worker finds this package wherever the server was started.
         paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
         with contextlib.ExitStack() as undo:

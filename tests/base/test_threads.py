@@ -165,7 +165,7 @@ async def test_a_job_whose_result_is_lost_to_such_an_exception_has_failed_and_is
         monkeypatch.undo()
         raise TimeoutError
 
-    monkeypatch.setattr("mldserver.base.threads._Job.hand_over", lose)
+    monkeypatch.setattr("mldserver.base.threads._QueuedCall.hand_over", lose)
     with pytest.raises(RuntimeError, match="thrown into the thread"):
         await thread.run(lambda: ran.append(1))
     assert ran == [1]

@@ -7,7 +7,7 @@ from typing import Any
 from workers.kit import named
 
 from mldserver.observe.logging import BURST, Printed
-from mldserver.workers.worker_process import _Printed
+from mldserver.workers.worker_process import _RawOutput
 
 
 def told(logged: list[dict[str, Any]]) -> list[str]:
@@ -15,7 +15,7 @@ def told(logged: list[dict[str, Any]]) -> list[str]:
 
 
 def test_lines_are_logged_and_empty_ones_are_not(logged: list[dict[str, Any]]) -> None:
-    printed = _Printed()
+    printed = _RawOutput()
     assert printed.take(["one", "", "two"])
     assert told(logged) == ["one", "two"]
     assert list(printed.last) == ["one", "", "two"]
@@ -23,7 +23,7 @@ def test_lines_are_logged_and_empty_ones_are_not(logged: list[dict[str, Any]]) -
 
 def test_a_flood_is_cut_and_slowed_and_what_was_left_out_is_counted(logged: list[dict[str, Any]]) -> None:
     now = 0.0
-    printed = _Printed(Printed(lambda: now))
+    printed = _RawOutput(Printed(lambda: now))
     assert not printed.take(["x"] * (BURST + 500))
     assert (len(told(logged)), named(logged, "log.lost")) == (BURST, [])
     now += 1

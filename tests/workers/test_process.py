@@ -21,7 +21,7 @@ from mldserver.testing import VirtualClock
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.shared_memory import Arena
-from mldserver.workers.worker_process import WorkerGone, WorkerProcess, _Printed
+from mldserver.workers.worker_process import WorkerGone, WorkerProcess, _RawOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -142,7 +142,7 @@ async def child() -> AsyncIterator[Child]:
 
 @pytest.fixture
 async def process(child: Child) -> AsyncIterator[WorkerProcess]:
-    process = WorkerProcess(cast("ChildProcess", child), _Printed(), Arena(1 << 16), VirtualClock())
+    process = WorkerProcess(cast("ChildProcess", child), _RawOutput(), Arena(1 << 16), VirtualClock())
     yield process
     await process.close()
 
