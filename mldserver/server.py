@@ -38,7 +38,7 @@ from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
 from mldserver.assembly import Parts, Surroundings, assemble, exposed
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
-from mldserver.base.service import Report, Service, handling
+from mldserver.base.service import Service, ServiceReport, handling
 from mldserver.base.threads import aside
 from mldserver.errors import (
     EXIT_CLEAN,
@@ -412,11 +412,11 @@ class Server:
 
     # Watching.
 
-    def report(self) -> Report:
+    def report(self) -> ServiceReport:
         """Return how it is, in a line for systemd."""
         stopping, parts = self._stop.is_set(), self._begun
         text = self._doing if stopping or parts is None else next((why for why, _ in unready(parts)), "ready")
-        return Report(text, self.is_ready, stopping)
+        return ServiceReport(text, self.is_ready, stopping)
 
     async def listening(self) -> str:
         """Return where shards come from, once they can; the listener's: ``host:port`` with the real port, or ``unix:/path``."""

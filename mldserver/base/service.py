@@ -57,7 +57,7 @@ def handling(signals: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[N
                 loop.remove_signal_handler(number)
 
 
-class Report(NamedTuple):
+class ServiceReport(NamedTuple):
     """How a service is."""
 
     text: str
@@ -73,10 +73,10 @@ class Service:
         """``environ`` names systemd's socket, or does not."""
         self._address = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
         self._clock = clock
-        self._told = Report("")
+        self._told = ServiceReport("")
         """What systemd knows. Once it is ready it stays so: what is red later is in its text."""
 
-    async def run(self, report: Callable[[], Report]) -> None:
+    async def run(self, report: Callable[[], ServiceReport]) -> None:
         """Tell how it is, once a second, and last when cancelled. The watchdog misses it when the loop stands still."""
         try:
             while self._address:
@@ -86,12 +86,12 @@ class Service:
             if self._address:
                 self._tell(report())  # a stop may take less than a second
 
-    def words(self, report: Report) -> list[str]:
+    def words(self, report: ServiceReport) -> list[str]:
         """Return what is new to systemd. Of the text no more than a line of it gets there, whatever is in it."""
         told = self._told
         # A line break would begin an assignment, and what is no text takes the whole datagram with it.
         text = "".join(each if each.isprintable() else " " for each in report.text[:_TEXT_CHARACTERS])
-        self._told = Report(text, told.ready or report.ready, report.stopping)
+        self._told = ServiceReport(text, told.ready or report.ready, report.stopping)
         lines = {
             f"STATUS={text}": text != told.text,
             "READY=1": report.ready and not told.ready,
@@ -112,7 +112,7 @@ class Service:
             if tells and not self._told.stopping:
                 self._send(["READY=1"])
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: ServiceReport) -> None:
         # By itself: no text that systemd or the socket refuses keeps it from the watchdog.
         self._send(["WATCHDOG=1"])
         if words := self.words(report):

@@ -17,7 +17,7 @@ from mldserver.windows import duration_ms
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mldserver.runtime.trial import FailureClass, Report
+    from mldserver.runtime.trial import FailureClass, TrialReport
 
 
 _HELP = """
@@ -85,7 +85,7 @@ def check(
     return 0 if fine else EXIT_FAULT
 
 
-def render(handler: str, report: Report) -> str:
+def render(handler: str, report: TrialReport) -> str:
     """Return a report as text: findings as ``file:line: sentence``, then what was found."""
     lines = [str(finding) for finding in report.findings]
     if report.traceback:

@@ -47,7 +47,7 @@ _KEY_LENGTH: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class OutgoingLetter:
     """A letter on its way."""
 
     letter: DeadLetter
@@ -124,7 +124,7 @@ class _Sending(AwsDestination):
         limit = self._limit = self._limit or await self._message_limit(client)
         bodies = [json.dumps(document(letter, self.pipeline)) for letter in letters]
         messages = [
-            Message(letter, body, len(body) + _KEY_LENGTH)
+            OutgoingLetter(letter, body, len(body) + _KEY_LENGTH)
             for letter, body in zip(letters, bodies, strict=True)
         ]
         too_large = tuple(message.letter for message in messages if message.bytes > limit)
@@ -155,7 +155,7 @@ class _Sending(AwsDestination):
     async def _message_limit(self, client: Any) -> int: ...
 
     @abstractmethod
-    async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
+    async def _send(self, client: Any, batch: list[OutgoingLetter]) -> tuple[list[OutgoingLetter], str]:
         """Return what was not taken, and why."""
 
 
@@ -172,7 +172,7 @@ class QueueDestination(_Sending):
         self.call_bytes = limit
         return limit
 
-    async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
+    async def _send(self, client: Any, batch: list[OutgoingLetter]) -> tuple[list[OutgoingLetter], str]:
         entries: list[dict[str, Any]] = []
         for place, message in enumerate(batch):
             entries.append({"Id": str(place), "MessageBody": message.body})
@@ -198,7 +198,7 @@ class StreamDestination(_Sending):
         kib = answer["StreamDescriptionSummary"].get("MaxRecordSizeInKiB")
         return int(kib) * 1024 if kib else _KINESIS_BYTES
 
-    async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
+    async def _send(self, client: Any, batch: list[OutgoingLetter]) -> tuple[list[OutgoingLetter], str]:
         records = []
         for message in batch:
             key = message.letter.partition_key or message.letter.shard_id

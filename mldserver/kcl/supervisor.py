@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.base.clock import first_of
-from mldserver.base.service import Report
+from mldserver.base.service import ServiceReport
 from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.base.backoff import Backoff
     from mldserver.base.clock import Clock
     from mldserver.config.kinds import Address
-    from mldserver.kcl.digest import Line, LogEvent
+    from mldserver.kcl.digest import DigestEvent, LogEvent
     from mldserver.kcl.worker import Worker
 
 log = structlog.get_logger("mldserver")
@@ -97,9 +97,9 @@ class Supervisor:
     _starts: int = 0
     _doing: str = "starting"
 
-    def report(self) -> Report:
+    def report(self) -> ServiceReport:
         """Return how it is, in a line for systemd. It is ready at once: what is not there yet it waits for."""
-        return Report(self._doing, ready=True, stopping=self._stopping.is_set())
+        return ServiceReport(self._doing, ready=True, stopping=self._stopping.is_set())
 
     def stop(self) -> None:
         """Ask for the end: the daemon gets SIGTERM and its grace; asked again, it is killed."""
@@ -306,6 +306,6 @@ async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
         return False
 
 
-def _write(lines: Iterable[Line]) -> None:
+def _write(lines: Iterable[DigestEvent]) -> None:
     for line in lines:
         getattr(log, line.level)(line.event, **line.fields)

@@ -27,7 +27,7 @@ KINDS: Final = ("shards", "windows", "servers", "late", "letters", "shapes")
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class LedgerTotals:
     """What there is once in a ledger."""
 
     clock: int = 0
@@ -65,7 +65,7 @@ class LetterItem:
 class Changes:
     """What one transaction writes: the new row by its key, None for one that goes."""
 
-    totals: Totals | None = None
+    totals: LedgerTotals | None = None
     shards: Mapping[str, ShardState | None] = field(default_factory=dict)
     windows: Mapping[str, WindowEntry | None] = field(default_factory=dict)
     servers: Mapping[str, ServerState | None] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Book:
         self.version = 0
         self.news_from = 0
         """Who has read less than this version must read everything: of older changes not all are known."""
-        self.totals = Totals()
+        self.totals = LedgerTotals()
         self.shards: dict[str, ShardState] = {}
         self.windows: dict[str, WindowEntry] = {}
         self.servers: dict[str, ServerState] = {}

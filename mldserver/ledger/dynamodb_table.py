@@ -60,7 +60,7 @@ Item = dict[str, Any]
 """An item in DynamoDB's own notation: ``{"name": {"S": "text"}}``."""
 
 
-class Verdict(enum.Enum):
+class ErrorMeaning(enum.Enum):
     """What an error means for the request that met it."""
 
     AGAIN = enum.auto()
@@ -76,13 +76,13 @@ class Verdict(enum.Enum):
 
 
 _VERDICTS: Final = {
-    "ConditionalCheckFailed": Verdict.CONDITION,
-    "ConditionalCheckFailedException": Verdict.CONDITION,
-    "ResourceNotFoundException": Verdict.ABSENT,
-    "ResourceInUseException": Verdict.EXISTS,
+    "ConditionalCheckFailed": ErrorMeaning.CONDITION,
+    "ConditionalCheckFailedException": ErrorMeaning.CONDITION,
+    "ResourceNotFoundException": ErrorMeaning.ABSENT,
+    "ResourceInUseException": ErrorMeaning.EXISTS,
 } | dict.fromkeys(
     (*PASSING, "TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
-    Verdict.AGAIN,
+    ErrorMeaning.AGAIN,
 )
 """By the codes of errors, and of a cancelled transaction's reasons."""
 
@@ -95,30 +95,32 @@ _ADVICE: Final = {
 }
 
 
-def judge(error: Exception) -> Verdict:
+def judge(error: Exception) -> ErrorMeaning:
     """Return what an error of a call means."""
     if passes(error):
-        return Verdict.AGAIN
+        return ErrorMeaning.AGAIN
     if not isinstance(error, ClientError):
-        return Verdict.FATAL
+        return ErrorMeaning.FATAL
     reasons = {reason.get("Code", "None") for reason in error.response.get("CancellationReasons", ())}
     codes = reasons - {"None"} or {error_code(error)}
-    verdicts = {_VERDICTS.get(code, Verdict.FATAL) for code in codes}
+    verdicts = {_VERDICTS.get(code, ErrorMeaning.FATAL) for code in codes}
     # One condition that does not hold decides, whatever else was in the way.
-    return Verdict.CONDITION if Verdict.CONDITION in verdicts else max(verdicts, key=lambda v: v.value)
+    return (
+        ErrorMeaning.CONDITION if ErrorMeaning.CONDITION in verdicts else max(verdicts, key=lambda v: v.value)
+    )
 
 
 def translate(error: Exception, table: str, *, did: str) -> LedgerError:
     """Return the ledger's own error for one that a call ended with."""
     verdict = judge(error)
-    if verdict is Verdict.ABSENT:
+    if verdict is ErrorMeaning.ABSENT:
         return LedgerError(
             f"There is no ledger: DynamoDB has no table {table}.",
             did=did,
             advice="Create it with `mldserver ledger create`, or check its name and the region.",
             table=table,
         )
-    code, again = error_code(error), verdict is Verdict.AGAIN
+    code, again = error_code(error), verdict is ErrorMeaning.AGAIN
     what = f"DynamoDB is out of reach: {error}." if again else f"DynamoDB refused: {error}."
     lasts = "It is tried again by itself; look at AWS and the network when it lasts."
     unset = code in {"NoCredentialsError", "NoRegionError"}
@@ -201,7 +203,7 @@ class Table:
         await self.clock.sleep(backoff(failures, base, cap, self.jitter()))
 
     async def send(
-        self, operation: str, *, foreseen: Verdict | None = None, did: str = "", **request: Any
+        self, operation: str, *, foreseen: ErrorMeaning | None = None, did: str = "", **request: Any
     ) -> dict[str, Any] | None:
         """Send a request, again while that may help; return the answer, or None for the error that is foreseen."""
         call = getattr(self.client, operation)
@@ -214,7 +216,7 @@ class Table:
                 if verdict is foreseen:
                     return None
                 failures += 1
-                if verdict is not Verdict.AGAIN or failures == _SENDINGS:
+                if verdict is not ErrorMeaning.AGAIN or failures == _SENDINGS:
                     raise translate(error, self.name, did=did) from error
             else:
                 return answer
@@ -224,7 +226,7 @@ class Table:
         """Create the table (on-demand billing) unless it is there, and wait until it can be used."""
         await self.send(
             "create_table",
-            foreseen=Verdict.EXISTS,
+            foreseen=ErrorMeaning.EXISTS,
             TableName=self.name,
             BillingMode="PAY_PER_REQUEST",
             AttributeDefinitions=[
@@ -238,7 +240,7 @@ class Table:
         )
         for _ in range(_WAITS):
             # For a moment AWS does not know the table that it has just agreed to make.
-            answer = await self.send("describe_table", foreseen=Verdict.ABSENT, TableName=self.name)
+            answer = await self.send("describe_table", foreseen=ErrorMeaning.ABSENT, TableName=self.name)
             if answer is not None and answer["Table"]["TableStatus"] == "ACTIVE":
                 return
             await self.clock.sleep(1.0)
@@ -267,7 +269,7 @@ class Table:
         """
         answer = await self.send(
             "transact_write_items",
-            foreseen=Verdict.CONDITION,
+            foreseen=ErrorMeaning.CONDITION,
             did="It is not known whether the transaction took place; the next call finds out.",
             TransactItems=operations,
             ClientRequestToken=token,
@@ -284,7 +286,7 @@ class Table:
         request: dict[str, Any] = {"TableName": self.name, "Item": self.key(item) | attributes}
         if condition is not None:
             request["ConditionExpression"] = condition
-        return await self.send("put_item", foreseen=Verdict.CONDITION, **request) is not None
+        return await self.send("put_item", foreseen=ErrorMeaning.CONDITION, **request) is not None
 
     async def between(self, first: str, last: str, *, names: Iterable[str] = ()) -> AsyncIterator[Item]:
         """Yield the items from one sort key to another, in order; ``names``: only these attributes."""

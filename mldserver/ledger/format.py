@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
-from mldserver.ledger.book import Changes, LetterItem, Totals, segments_of
+from mldserver.ledger.book import Changes, LedgerTotals, LetterItem, segments_of
 from mldserver.ledger.contract import (
     BatchProgress,
     Segment,
@@ -96,7 +96,7 @@ def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
         if "totals" in rows:
             *counts, progress, ledger_id, folder, claims, shape, draining = rows["totals"]
             known = (*counts, BatchProgress(*progress), ledger_id, folder, claims, shape, bool(draining))
-            totals = Totals(*known)
+            totals = LedgerTotals(*known)
         return Changes(
             totals=totals,
             shards=_unpack(rows["shards"], _shard),

@@ -41,7 +41,7 @@ _SHARE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class FolderOwner:
     """What the folder says."""
 
     folder: str
@@ -73,9 +73,9 @@ class FolderClaim:
         """
         self._store = store
         self._new_ledger = new_ledger
-        self._mine = Owner("", pipeline, ledger)
+        self._mine = FolderOwner("", pipeline, ledger)
         self._same = {ledger, former or ledger}
-        self._renamed: Owner | None = None
+        self._renamed: FolderOwner | None = None
         self._owner = self._mine
         self._segments: list[str] = []
 
@@ -101,7 +101,7 @@ class FolderClaim:
                 advice=advice,
             )
 
-    def read(self) -> Owner:
+    def read(self) -> FolderOwner:
         """Return what the folder says, whoever owns it; a new one gets an id. Blocking. Raises OperatorError, OSError."""
         with self._store.alone(PUBLISH_LOCK):
             owner = _read(self._store)
@@ -209,16 +209,16 @@ class FolderClaim:
             )
         return None
 
-    def _note(self, owner: Owner) -> None:
+    def _note(self, owner: FolderOwner) -> None:
         with self._store.alone(PUBLISH_LOCK):
             self._write(owner)
 
-    def _write(self, owner: Owner) -> None:
+    def _write(self, owner: FolderOwner) -> None:
         fields = {"format": _FORMAT} | asdict(owner)
         self._store.replace(OWNER, json.dumps(fields, ensure_ascii=False).encode())
 
 
-def _read(store: OutputStore) -> Owner | None:
+def _read(store: OutputStore) -> FolderOwner | None:
     """Return whose the folder is; None when it does not say so."""
     try:
         data = store.get(OWNER)
@@ -232,7 +232,7 @@ def _read(store: OutputStore) -> Owner | None:
         fields = json.loads(data)
         form = int(fields.pop("format"))
         if form == _FORMAT:
-            return Owner(**fields)
+            return FolderOwner(**fields)
     except (ValueError, TypeError, AttributeError, KeyError):
         pass
     if form > _FORMAT:

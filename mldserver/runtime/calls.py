@@ -69,7 +69,7 @@ class Returned(msgspec.Struct):
     """Why the call after ``values`` failed; None when all arguments were worked on."""
 
 
-class Watch(msgspec.Struct, eq=False):
+class CallWatch(msgspec.Struct, eq=False):
     """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
 
     hook: str = ""
@@ -93,17 +93,17 @@ class Deadlines:
         self._clock = clock
         self.seconds = seconds
         self.limit_ms = math.inf if seconds is None else seconds * 1000
-        self._watches: set[Watch] = set()
+        self._watches: set[CallWatch] = set()
         self._come = asyncio.Event()
-        self.here: Watch | None = None
+        self.here: CallWatch | None = None
         """Of calls that are made at once on the event loop."""
 
-    def begin(self, watch: Watch) -> None:
+    def begin(self, watch: CallWatch) -> None:
         """Watch calls from now on."""
         self._watches.add(watch)
         self._come.set()
 
-    def end(self, watch: Watch) -> None:
+    def end(self, watch: CallWatch) -> None:
         """Nobody waits for these calls any more. One that runs on, on its thread, is watched to its end."""
         watch.abandoned = True
         if watch.task is not None or watch.started_ms is None:
@@ -191,7 +191,7 @@ class Deadlines:
         return next_ms - now_ms
 
 
-def _expire(watch: Watch, now_ms: int) -> bool:
+def _expire(watch: CallWatch, now_ms: int) -> bool:
     """Cancel an asynchronous call, once."""
     if watch.task is None or watch.expired_ms is not None:
         return False
@@ -238,7 +238,7 @@ class Caller:
         """
         if not hook.is_async:
 
-            def call(watch: Watch) -> Returned:
+            def call(watch: CallWatch) -> Returned:
                 with self.in_hand(watch):
                     return self.call_sync(hook, arguments, watch)
 
@@ -250,7 +250,7 @@ class Caller:
         def given_up() -> bool:
             return caller.cancelling() > before
 
-        returned, watch = Returned(), Watch(hook.name, shard)
+        returned, watch = Returned(), CallWatch(hook.name, shard)
         watch.task = asyncio.create_task(self._call_each(hook, arguments, watch, returned, given_up))
         self.deadlines.begin(watch)
         self._mark(1)
@@ -269,7 +269,7 @@ class Caller:
 
     async def on_thread(
         self,
-        function: Callable[[Watch], _T],
+        function: Callable[[CallWatch], _T],
         hook: BoundHook,
         *,
         shard: str,
@@ -282,27 +282,27 @@ class Caller:
         thread = thread or self.thread
         if thread is None:
             return self.here(function, hook, shard=shard)
-        watch = Watch(hook.name, shard)
+        watch = CallWatch(hook.name, shard)
         self.deadlines.begin(watch)
         try:
             return await thread.run(lambda: function(watch))
         finally:
             self.deadlines.end(watch)
 
-    def here(self, function: Callable[[Watch], _T], hook: BoundHook, *, shard: str) -> _T:
+    def here(self, function: Callable[[CallWatch], _T], hook: BoundHook, *, shard: str) -> _T:
         """Return what ``function`` returns, called at once; it may call the synchronous ``hook``.
 
         Nothing else runs on the event loop meanwhile: what was slow is told when it is over.
         """
         deadlines = self.deadlines
         deadlines.tell_here()
-        watch = deadlines.here = Watch(hook.name, shard, started_ms=self._clock.steady_ms())
+        watch = deadlines.here = CallWatch(hook.name, shard, started_ms=self._clock.steady_ms())
         try:
             return function(watch)
         finally:
             deadlines.here = None
 
-    def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch | None) -> Returned:
+    def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: CallWatch | None) -> Returned:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``.
 
         ``watch`` is None where no other thread could look at it: on the server's own event loop.
@@ -332,7 +332,7 @@ class Caller:
         return returned
 
     @contextlib.contextmanager
-    def in_hand(self, watch: Watch) -> Iterator[None]:
+    def in_hand(self, watch: CallWatch) -> Iterator[None]:
         """The handler's code runs in the block, in calls or because of what they returned, and on this thread."""
         self._mark(1)
         try:
@@ -355,7 +355,7 @@ class Caller:
         self,
         hook: BoundHook,
         arguments: Iterable[Any],
-        watch: Watch,
+        watch: CallWatch,
         returned: Returned,
         given_up: Callable[[], bool],
     ) -> None:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from mldserver.base.folding import Folding
     from mldserver.base.threads import WorkerThread
     from mldserver.records import Record
-    from mldserver.runtime.calls import Caller, Returned, Watch
+    from mldserver.runtime.calls import Caller, CallWatch, Returned
     from mldserver.runtime.failure_policy import FailurePolicy
-    from mldserver.runtime.outcome import Taken
+    from mldserver.runtime.outcome import FreshBatch
     from mldserver.runtime.plan import Again, BatchPlan
     from mldserver.runtime.rows import RowBuilder
 
@@ -103,7 +103,7 @@ class Lane:
 
     tools: Tools
     hook: BoundHook
-    taken: Taken
+    taken: FreshBatch
     plan: BatchPlan
     shard_id: str
     thread: WorkerThread
@@ -121,7 +121,7 @@ class Lane:
             work = partial(self.advance, step)
             step = await self.tools.caller.on_thread(work, self.hook, shard=self.shard_id, thread=self.thread)
 
-    async def run_async(self, near: Callable[[Callable[[Watch], None]], Any]) -> None:
+    async def run_async(self, near: Callable[[Callable[[CallWatch], None]], Any]) -> None:
         """Work on the event loop until every record is decided, or the shard stops.
 
         ``near`` runs something whose time grows with the batch where it holds up nobody.
@@ -132,7 +132,7 @@ class Lane:
             returned = await self.tools.caller.run(hook, arguments, shard=self.shard_id)
             await near(partial(self._settle_beside, step, returned))
 
-    def advance(self, step: Step | None, watch: Watch, returned: Returned | None = None) -> Step | None:
+    def advance(self, step: Step | None, watch: CallWatch, returned: Returned | None = None) -> Step | None:
         """Make calls, this one first; return the one that a pause must come before.
 
         ``returned``: what the first one came to, if it was made already.
@@ -188,7 +188,7 @@ class Lane:
         lag = self.taken.outline.millis_behind_latest
         return hook, [Batch(self._records(step), shard_id=self.shard_id, millis_behind_latest=lag)]
 
-    def _settle_beside(self, step: Step, returned: Returned, watch: Watch) -> None:
+    def _settle_beside(self, step: Step, returned: Returned, watch: CallWatch) -> None:
         """Do as ``_settle`` does, where nothing else says that the handler's code may run."""
         with self.tools.caller.in_hand(watch):
             watch.started_ms = self.tools.clock.steady_ms()

@@ -32,7 +32,7 @@ log = structlog.get_logger("mldserver")
 _arrival_ms: Final = attrgetter("arrival_ms")
 
 
-class Taken(msgspec.Struct, frozen=True):
+class FreshBatch(msgspec.Struct, frozen=True):
     """A decoded batch."""
 
     fresh: Sequence[Record]
@@ -47,7 +47,7 @@ class Taken(msgspec.Struct, frozen=True):
         return times_ms[len(times_ms) - len(self.fresh) :]
 
 
-def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
+def take(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
     """Decode a batch and drop what was accepted earlier.
 
     Raises PeerError for a payload that is none, InternalError for what nobody foresaw in it.
@@ -56,7 +56,7 @@ def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
         batch = delivery.payload.decode(decoder)
         records = batch.records
         if not records:
-            return Taken((), BatchOutline(0, 0, None, None, None, batch.millis_behind_latest), ())
+            return FreshBatch((), BatchOutline(0, 0, None, None, None, batch.millis_behind_latest), ())
         first, after = records[0].sequence, delivery.after
         duplicates = 0
         if after is not None and first <= after:
@@ -82,7 +82,7 @@ def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
         raise
     except Exception as error:
         raise InternalError(f"A batch cannot be decoded: {describe(error).error}.") from error
-    return Taken(records[duplicates:] if duplicates else records, outline, arrivals)
+    return FreshBatch(records[duplicates:] if duplicates else records, outline, arrivals)
 
 
 def damaged(records: Sequence[Record]) -> dict[int, Failure]:
@@ -96,7 +96,7 @@ def damaged(records: Sequence[Record]) -> dict[int, Failure]:
     return faults
 
 
-def join_rows(parts: Sequence[Built], taken: Taken, *, shard_id: str) -> Any:
+def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> Any:
     """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS but ``_clock``.
 
     None when there are no rows.

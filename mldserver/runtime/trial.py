@@ -124,7 +124,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrialReport:
     """What a check found."""
 
     findings: tuple[Finding, ...]
@@ -154,7 +154,7 @@ def check_handler(
     retention_ms: int | None = None,
     timeout: float = 60.0,
     lines: Sequence[bytes] = (),
-) -> Report:
+) -> TrialReport:
     """Import and check the handler at a dotted path in a fresh interpreter; takes at most ``timeout`` seconds.
 
     ``lines``: records that it is tried with, each once, as one shard's.
@@ -190,9 +190,9 @@ def check_handler(
                     os.killpg(child.pid, signal.SIGKILL)
         text = printed.read_text("utf-8", "replace")
         if result.exists():
-            report = msgspec.json.decode(result.read_bytes(), type=Report)
+            report = msgspec.json.decode(result.read_bytes(), type=TrialReport)
         else:
-            report = Report((_unfinished(code, text, timeout, doing),))
+            report = TrialReport((_unfinished(code, text, timeout, doing),))
             if code is None:  # the dump was asked for; its place is in the finding
                 text = text.partition(_ABORTED)[0]
     return replace(report, output=text[-_OUTPUT_LIMIT:])
@@ -214,7 +214,7 @@ def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Fi
     return Finding(f"{doing} {text}", relative(file) if file else "", int(line))
 
 
-def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> Report:
+def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> TrialReport:
     """Import and check the handler at ``path``, and run records through it."""
     tried = None
     try:
@@ -227,8 +227,8 @@ def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> 
         file, line = where.get("file") or "", where.get("line") or 0
         text = text.removeprefix(f"{relative(file)}:{line}: ")
         found = Finding(text, relative(file) if file else "", line)
-        return Report((found,), traceback=where.get("traceback", ""))
-    return Report(tuple(findings), _summary(spec) if spec else (), trial=tried)
+        return TrialReport((found,), traceback=where.get("traceback", ""))
+    return TrialReport(tuple(findings), _summary(spec) if spec else (), trial=tried)
 
 
 async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:

@@ -17,11 +17,11 @@ from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.handler.spec import RecordHook
 from mldserver.records import Batch
-from mldserver.runtime.calls import Watch
+from mldserver.runtime.calls import CallWatch
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.runtime.lane import Lane, Tools
-from mldserver.runtime.outcome import Taken, damaged, dead_letter, halted, join_rows, take
+from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, halted, join_rows, take
 from mldserver.runtime.plan import BatchPlan, End
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class BatchWork(msgspec.Struct, eq=False):
     decoder: BatchDecoder
     parked: Mapping[str, records.Sequence] | None = None
     """The shard's keys with dead letters, and the sequence of one: their records are dead letters at once."""
-    taken: Taken = Taken((), BatchOutline(0, 0, None, None, None, None), ())
+    taken: FreshBatch = FreshBatch((), BatchOutline(0, 0, None, None, None, None), ())
     """What was decoded, once it is."""
     lanes: Sequence[Lane] = ()
     rows: Any = None
@@ -71,7 +71,7 @@ class BatchWork(msgspec.Struct, eq=False):
         """Do as ``run`` does, at once on the event loop; return what is left to await, from the first pause on."""
         caller, shard_id = self.tools.caller, self.delivery.shard_id
         deadlines, began_ms = caller.deadlines, self.tools.clock.steady_ms()
-        watch = deadlines.here = Watch(self.hook.name, shard_id, started_ms=began_ms)
+        watch = deadlines.here = CallWatch(self.hook.name, shard_id, started_ms=began_ms)
         step = None
         try:
             # Each call's own time counts, where another thread looks.
@@ -114,7 +114,7 @@ class BatchWork(msgspec.Struct, eq=False):
             await self._again(describe(error), failures)
             error = step = None
 
-    def _attempt(self, watch: Watch | None) -> Returned | None:
+    def _attempt(self, watch: CallWatch | None) -> Returned | None:
         """Decode the batch, call the hook for all records, and make rows of what it returns: mostly that is all.
 
         Returns what the hook has returned, None when it was not called yet.
@@ -260,13 +260,13 @@ class BatchWork(msgspec.Struct, eq=False):
             work = partial(self._go_on, step=step)
             step = await on_thread(work, self.hook, shard=self.delivery.shard_id)
 
-    def _begin(self, watch: Watch) -> Step | None:
+    def _begin(self, watch: CallWatch) -> Step | None:
         with self.tools.caller.in_hand(watch):
             returned = self._attempt(watch)
         return None if self.done or watch.abandoned else self._go_on(watch, returned=returned)
 
     def _go_on(
-        self, watch: Watch, *, step: Step | None = None, returned: Returned | None = None
+        self, watch: CallWatch, *, step: Step | None = None, returned: Returned | None = None
     ) -> Step | None:
         """Make a batch's calls, from ``step`` on, and return the one that a pause must come before.
 
@@ -298,14 +298,14 @@ class BatchWork(msgspec.Struct, eq=False):
         except* _Halted:
             pass  # the lane's plan says why
 
-    async def _near(self, function: Callable[[Watch], None], up_to: int = _FEW_ROWS) -> None:
+    async def _near(self, function: Callable[[CallWatch], None], up_to: int = _FEW_ROWS) -> None:
         """Run something whose time grows with the batch: on the loop for batches of so many bytes, else on a thread."""
         if self.delivery.payload.size <= up_to:
-            function(Watch())
+            function(CallWatch())
         else:
             await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
-    def _take(self, _watch: Watch) -> None:
+    def _take(self, _watch: CallWatch) -> None:
         self.taken = take(self.delivery, self.decoder)
         self._plan()
 
@@ -340,7 +340,7 @@ class BatchWork(msgspec.Struct, eq=False):
             if delivery.condemned is not None:
                 lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
 
-    def _join(self, _watch: Watch) -> None:
+    def _join(self, _watch: CallWatch) -> None:
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
             self.rows = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)

@@ -46,7 +46,7 @@ class CountsDiffer(Exception):
 
 
 class Count:
-    """Counts a frame's rows while a job runs over them, on Spark Connect, where nobody tells what ``Work`` asks for."""
+    """Counts a frame's rows while a job runs over them, on Spark Connect, where nobody tells what ``JobCounts`` asks for."""
 
     def __init__(self, frame: DataFrame) -> None:
         """Count the rows of ``frame`` through ``self.frame``."""
@@ -59,7 +59,7 @@ class Count:
         return rows
 
 
-class Work:
+class JobCounts:
     """The Spark jobs that this thread begins in the block: what their stages have read, and what they have written.
 
     Spark counts both for nothing. An ``Observation`` counts row by row, and what is before it is not compiled together with

@@ -37,7 +37,7 @@ from mldserver.sinks import find
 from mldserver.sinks.sink import check_result
 from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
-from mldserver.spark.health import CLOSED, STOPPED, Watch
+from mldserver.spark.health import CLOSED, STOPPED, JobWatch
 from mldserver.spark.java import keep
 from mldserver.spark.session import Session, open_session
 
@@ -317,7 +317,7 @@ class Driver:
         if session.jvm is not None:
             wait = session.jvm.wait
             threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
-        watch = Watch(session.look(), self.send, self._fall)
+        watch = JobWatch(session.look(), self.send, self._fall)
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
         jvm_pid = None if session.jvm is None else session.jvm.pid

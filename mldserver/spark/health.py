@@ -75,7 +75,7 @@ _RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
 
 
 @dataclass(slots=True)
-class Judge:
+class HealthJudge:
     """Says what follows from the signs that are seen. Times are steady seconds."""
 
     _since: dict[str, float] = field(default_factory=dict)
@@ -185,7 +185,7 @@ def with_session(url: str) -> str:
 
 
 @dataclass(eq=False)
-class Watch:
+class JobWatch:
     """Tells the server how jobs go on, and whether any would run.
 
     One thread asks Spark, and may hang; another judges, and never does.
@@ -209,7 +209,7 @@ class Watch:
 
     def run(self) -> None:
         """Watch until the session is dead; ``pause`` returns whether to stop before."""
-        judge, told = Judge(), wire.Health("")
+        judge, told = HealthJudge(), wire.Health("")
         with self.pool:
             asking: Future[None] = self.pool.submit(self._ask)
             while not (self.pause() or told.over):

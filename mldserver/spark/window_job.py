@@ -35,7 +35,7 @@ from mldserver.spark.counts import (
     REMOVE,
     Count,
     CountsDiffer,
-    Work,
+    JobCounts,
     check_written,
     data_files,
     inspect_output,
@@ -292,7 +292,7 @@ class Attempt:
             self.result = self.result.sparkSession.table(view)
 
 
-def check_read(attempts: Sequence[Attempt], read: set[int], work: Work) -> None:
+def check_read(attempts: Sequence[Attempt], read: set[int], work: JobCounts) -> None:
     """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
     ``read``: what the jobs that wrote the results have read, which mostly is all of it; ``work``: the hook's jobs too.
@@ -329,7 +329,7 @@ def write(
     cores: int,
     tag: str | None = None,
 ) -> tuple[set[int], int]:
-    """Write the result of ``jobs`` into ``staging``; return what that job has read (``Work``), and how many rows it wrote.
+    """Write the result of ``jobs`` into ``staging``; return what that job has read (``JobCounts``), and how many rows it wrote.
 
     With the columns of the window's start and end, but for those that the result has already. An existing directory is an
     error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
@@ -358,7 +358,7 @@ def write(
     frame = frame.selectExpr("*", *added) if added else frame
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
-    with Work(result.sparkSession) as work:
+    with JobCounts(result.sparkSession) as work:
         (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
     return work.counts() if count is None else (set(), count.rows(ran=True) or 0)
 
@@ -370,7 +370,7 @@ def run_windows(
 
     Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
     """
-    with packed(spark, jobs, cores), Work(spark) as work:
+    with packed(spark, jobs, cores), JobCounts(spark) as work:
         attempts = []
         for number, job in enumerate(jobs):
             # This thread's next group replaces the view.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.base.service import TELL_SECONDS, Report, Service, handling
+from mldserver.base.service import TELL_SECONDS, Service, ServiceReport, handling
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def heard(systemd: socket.socket) -> list[list[str]]:
 
 def test_a_start_a_life_and_a_stop_are_told_each_once() -> None:
     told = service("/nowhere")
-    assert told.words(Report("starting: handler")) == ["STATUS=starting: handler", EXTEND]
-    assert told.words(Report("starting: handler")) == [EXTEND]
-    assert told.words(Report("ready", ready=True)) == ["STATUS=ready", "READY=1"]
-    assert told.words(Report("ready", ready=True)) == []
+    assert told.words(ServiceReport("starting: handler")) == ["STATUS=starting: handler", EXTEND]
+    assert told.words(ServiceReport("starting: handler")) == [EXTEND]
+    assert told.words(ServiceReport("ready", ready=True)) == ["STATUS=ready", "READY=1"]
+    assert told.words(ServiceReport("ready", ready=True)) == []
     # systemd knows no way back from readiness: what is red later is in the text.
-    assert told.words(Report("Spark is not running")) == ["STATUS=Spark is not running"]
-    assert told.words(Report("ready", ready=True)) == ["STATUS=ready"]
-    stopping = Report("stopping: SIGTERM", ready=True, stopping=True)
+    assert told.words(ServiceReport("Spark is not running")) == ["STATUS=Spark is not running"]
+    assert told.words(ServiceReport("ready", ready=True)) == ["STATUS=ready"]
+    stopping = ServiceReport("stopping: SIGTERM", ready=True, stopping=True)
     assert told.words(stopping) == ["STATUS=stopping: SIGTERM", "STOPPING=1", EXTEND]
     assert told.words(stopping) == [EXTEND]
 
@@ -74,7 +74,7 @@ async def test_a_reason_is_one_short_line_whatever_is_in_it_and_the_watchdog_hea
 ) -> None:
     clock = VirtualClock()
     told = Service({"NOTIFY_SOCKET": systemd.getsockname()}, clock=clock)
-    running = asyncio.create_task(told.run(lambda: Report(text, ready=True)))
+    running = asyncio.create_task(told.run(lambda: ServiceReport(text, ready=True)))
     await clock.advance(0)
     assert heard(systemd) == [["WATCHDOG=1"], [f"STATUS={arrives}", "READY=1"]]
     running.cancel()
@@ -93,7 +93,7 @@ async def test_it_is_told_once_a_second_whatever_kind_of_address_systemd_gives(
         systemd.setblocking(False)
         told = Service({"NOTIFY_SOCKET": name.replace("\0", "@")}, clock=clock)
         stops = False
-        running = asyncio.create_task(told.run(lambda: Report("ready", ready=True, stopping=stops)))
+        running = asyncio.create_task(told.run(lambda: ServiceReport("ready", ready=True, stopping=stops)))
         for seconds in (0, TELL_SECONDS, TELL_SECONDS):
             await clock.advance(seconds)
         assert heard(systemd) == [["WATCHDOG=1"], ["STATUS=ready", "READY=1"], *[["WATCHDOG=1"]] * 2]
@@ -109,7 +109,7 @@ async def test_where_systemd_names_no_socket_nothing_is_told() -> None:
 
 def test_a_reload_is_told_when_it_begins_and_when_it_is_done(systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(Report("ready", ready=True))
+    told.words(ServiceReport("ready", ready=True))
     with contextlib.suppress(OSError), told.reloading():
         begun = heard(systemd)
         raise OSError("the disk is full")
@@ -119,8 +119,10 @@ def test_a_reload_is_told_when_it_begins_and_when_it_is_done(systemd: socket.soc
     assert heard(systemd) == [["READY=1"]]
 
 
-@pytest.mark.parametrize("report", [Report("starting"), Report("stopping", ready=True, stopping=True)])
-def test_a_reload_does_not_disturb_a_start_or_a_stop(report: Report, systemd: socket.socket) -> None:
+@pytest.mark.parametrize(
+    "report", [ServiceReport("starting"), ServiceReport("stopping", ready=True, stopping=True)]
+)
+def test_a_reload_does_not_disturb_a_start_or_a_stop(report: ServiceReport, systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
     told.words(report)
     with told.reloading():
@@ -130,10 +132,10 @@ def test_a_reload_does_not_disturb_a_start_or_a_stop(report: Report, systemd: so
 
 def test_a_reload_that_a_stop_cuts_short_takes_nothing_back(systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(Report("ready", ready=True))
+    told.words(ServiceReport("ready", ready=True))
     with told.reloading():
         assert len(heard(systemd)) == 1
-        told.words(Report("stopping", ready=True, stopping=True))
+        told.words(ServiceReport("stopping", ready=True, stopping=True))
     assert heard(systemd) == []
 
 
@@ -153,7 +155,7 @@ async def test_signals_are_taken_in_the_main_thread_alone_and_only_meanwhile() -
 
 def test_a_systemd_that_is_gone_disturbs_nobody(systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(Report("ready", ready=True))
+    told.words(ServiceReport("ready", ready=True))
     systemd.close()
     with told.reloading():
         pass

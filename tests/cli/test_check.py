@@ -12,7 +12,7 @@ from mldserver import cli
 from mldserver.cli.check import app, check, render
 from mldserver.errors import ConfigError
 from mldserver.handler.spec import Finding
-from mldserver.runtime.trial import Report
+from mldserver.runtime.trial import TrialReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +102,7 @@ def test_records_that_fail_are_told_by_class_with_the_handlers_line_and_the_exit
 
 
 def test_a_report_is_findings_traceback_output_and_summary() -> None:
-    report = Report(
+    report = TrialReport(
         (Finding("x", "f.py", 1), Finding("y", is_error=False)), (("kind", "module"),), "T\n  b\n", "out\n"
     )
     assert render("mine", report) == (

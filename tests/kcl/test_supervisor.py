@@ -13,7 +13,7 @@ import pytest
 from support.certificates import Certificates
 
 from mldserver.base.backoff import Backoff
-from mldserver.base.service import Report
+from mldserver.base.service import ServiceReport
 from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
@@ -296,7 +296,7 @@ async def test_systemd_is_told_what_it_does_and_that_it_is_ready_to_wait(logged:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watched.run())
         await clock.advance(1)
-        assert watched.report() == Report("waiting for the server at 127.0.0.1:7070", ready=True)
+        assert watched.report() == ServiceReport("waiting for the server at 127.0.0.1:7070", ready=True)
         answering.there = [True]
         await clock.advance(0.25)
         await asyncio.to_thread(fifo.read_text)

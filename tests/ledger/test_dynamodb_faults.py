@@ -9,32 +9,32 @@ from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from botocore.parsers import ResponseParserError
 
 from mldserver.errors import LedgerError
-from mldserver.ledger.dynamodb_table import Table, Verdict, judge, translate
+from mldserver.ledger.dynamodb_table import ErrorMeaning, Table, judge, translate
 from tests.ledger.dynamodb_fake import canceled, client_error, lost_answer
 
 
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        (client_error("ThrottlingException", "Query"), Verdict.AGAIN),
-        (client_error("ProvisionedThroughputExceededException", "Query"), Verdict.AGAIN),
-        (client_error("", "Query", 502), Verdict.AGAIN),
-        (client_error("ConditionalCheckFailedException", "PutItem"), Verdict.CONDITION),
-        (client_error("ResourceNotFoundException", "Query"), Verdict.ABSENT),
-        (client_error("ResourceInUseException", "CreateTable"), Verdict.EXISTS),
-        (client_error("ValidationException", "Query"), Verdict.FATAL),
-        (canceled("None", "TransactionConflict"), Verdict.AGAIN),
-        (canceled("ThrottlingError", "TransactionConflict"), Verdict.AGAIN),
-        (canceled("ConditionalCheckFailed", "TransactionConflict"), Verdict.CONDITION),
-        (canceled("TransactionConflict", "ValidationError"), Verdict.FATAL),
-        (canceled(), Verdict.FATAL),
-        (lost_answer(), Verdict.AGAIN),
-        (EndpointConnectionError(endpoint_url="x"), Verdict.AGAIN),
-        (ResponseParserError("half an answer"), Verdict.AGAIN),
-        (NoCredentialsError(), Verdict.FATAL),
+        (client_error("ThrottlingException", "Query"), ErrorMeaning.AGAIN),
+        (client_error("ProvisionedThroughputExceededException", "Query"), ErrorMeaning.AGAIN),
+        (client_error("", "Query", 502), ErrorMeaning.AGAIN),
+        (client_error("ConditionalCheckFailedException", "PutItem"), ErrorMeaning.CONDITION),
+        (client_error("ResourceNotFoundException", "Query"), ErrorMeaning.ABSENT),
+        (client_error("ResourceInUseException", "CreateTable"), ErrorMeaning.EXISTS),
+        (client_error("ValidationException", "Query"), ErrorMeaning.FATAL),
+        (canceled("None", "TransactionConflict"), ErrorMeaning.AGAIN),
+        (canceled("ThrottlingError", "TransactionConflict"), ErrorMeaning.AGAIN),
+        (canceled("ConditionalCheckFailed", "TransactionConflict"), ErrorMeaning.CONDITION),
+        (canceled("TransactionConflict", "ValidationError"), ErrorMeaning.FATAL),
+        (canceled(), ErrorMeaning.FATAL),
+        (lost_answer(), ErrorMeaning.AGAIN),
+        (EndpointConnectionError(endpoint_url="x"), ErrorMeaning.AGAIN),
+        (ResponseParserError("half an answer"), ErrorMeaning.AGAIN),
+        (NoCredentialsError(), ErrorMeaning.FATAL),
     ],
 )
-def test_each_error_has_one_meaning(error: Exception, verdict: Verdict) -> None:
+def test_each_error_has_one_meaning(error: Exception, verdict: ErrorMeaning) -> None:
     assert judge(error) is verdict
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from mldserver.ledger.book import Book, Changes, LetterItem, Totals
+from mldserver.ledger.book import Book, Changes, LedgerTotals, LetterItem
 from mldserver.ledger.contract import BatchProgress, ServerState, ShardState, WindowEntry, WindowState
 from mldserver.ledger.format import pack_changes, pack_letters, unpack_changes, unpack_letters
 from tests.ledger.samples import BATCH, HUGE, W1, late, letter, more, seg
@@ -28,7 +28,7 @@ ENTRY = WindowEntry(
     rows_out=2,
 )
 EVERYTHING = Changes(
-    Totals(9, 4, 5, 6, BatchProgress(1, 2, 3), "f1", draining=True),
+    LedgerTotals(9, 4, 5, 6, BatchProgress(1, 2, 3), "f1", draining=True),
     {"a": ShardState("a", 1, HUGE, 2, 3, 4, ("x", "y"), "one", True), "b": None},
     {
         W1: ENTRY,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mldserver.base.threads import WorkerThread
-from mldserver.runtime.calls import BoundHook, Caller, Deadlines, Returned, Watch
+from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Deadlines, Returned
 from mldserver.testing.stand_ins import VirtualClock
 
 
@@ -101,7 +101,7 @@ async def test_ctrl_c_on_the_loops_thread_is_the_operators(bench: Any) -> None:
 
     # Not in a task of its own: one that is interrupted ends the loop with it.
     bound = BoundHook("hook", hook, is_async=True)
-    call = bench.caller()._call_each(bound, [None], Watch(), Returned(), lambda: False)
+    call = bench.caller()._call_each(bound, [None], CallWatch(), Returned(), lambda: False)
     with pytest.raises(KeyboardInterrupt):
         await call
 

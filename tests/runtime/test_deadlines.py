@@ -9,7 +9,7 @@ import pytest
 
 from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import describe
-from mldserver.runtime.calls import BoundHook, Caller, Deadlines, Watch
+from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Deadlines
 from mldserver.testing.stand_ins import VirtualClock
 
 
@@ -60,7 +60,7 @@ async def test_a_clock_that_is_set_back_keeps_no_call_from_its_deadline() -> Non
 
 async def test_a_call_that_is_given_up_is_watched_until_it_has_ended() -> None:
     bench = Bench(VirtualClock())
-    watch = Watch("hook", "s")
+    watch = CallWatch("hook", "s")
     bench.deadlines.begin(watch)
     watch.started_ms = bench.clock.steady_ms()
     bench.deadlines.end(watch)
@@ -68,7 +68,7 @@ async def test_a_call_that_is_given_up_is_watched_until_it_has_ended() -> None:
     assert bench.deadlines.running_ms() == 7000
     watch.started_ms = None
     assert bench.deadlines.running_ms() == 0
-    other = Watch("hook", "s", started_ms=bench.clock.steady_ms())
+    other = CallWatch("hook", "s", started_ms=bench.clock.steady_ms())
     bench.deadlines.begin(other)
     bench.deadlines.end(other)
     assert bench.deadlines._watches == {other}
@@ -91,7 +91,7 @@ async def test_an_asynchronous_call_that_goes_on_after_its_cancellation_runs_fro
 
 async def test_a_call_that_is_given_up_before_it_begins_does_not_begin() -> None:
     bench = Bench(VirtualClock())
-    watch = Watch("hook", "s")
+    watch = CallWatch("hook", "s")
     steady_ms = bench.clock.steady_ms
 
     def given_up_meanwhile() -> int:
@@ -121,7 +121,7 @@ def test_a_call_that_ends_while_another_thread_looks_is_not_told(logged: Any) ->
             watch.started_ms = None
             return 10**6
 
-    watch = Watch("process_record", "s", started_ms=0)
+    watch = CallWatch("process_record", "s", started_ms=0)
     deadlines = Deadlines(handler="mine", clock=Ending(), seconds=10_000)
     deadlines.here = watch
     deadlines.tell_here()

@@ -17,7 +17,7 @@ from mldserver.records import Record, Sequence
 from mldserver.runtime import outcome
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import META_COLUMNS, BatchOutline, MLDLine
-from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows
+from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, join_rows
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
 
@@ -26,7 +26,7 @@ def built(records: Any, **columns: Any) -> Any:
     return Built(pa.table(columns), records)
 
 
-def take(delivery: Any) -> Taken:
+def take(delivery: Any) -> FreshBatch:
     return outcome.take(delivery, BatchDecoder(delivery.shard_id))
 
 
@@ -108,7 +108,7 @@ def test_no_rows_are_none(kit: Any) -> None:
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4).map(sorted), max_size=5))
 def test_rows_of_several_calls_come_in_the_order_of_their_records(parts: Any) -> None:
     records = [Record(shard_id="s", sequence_number=str(number), arrival_ms=number) for number in range(1, 7)]
-    taken = Taken(records, BatchOutline(6, 0, None, None, None, None), range(6))
+    taken = FreshBatch(records, BatchOutline(6, 0, None, None, None, None), range(6))
     label = iter(range(1_000))
     tables = [built(part, n=pa.array([next(label) for _ in part], pa.int64())) for part in parts]
     rows = join_rows(tables, taken, shard_id="s")

@@ -11,7 +11,7 @@ import pytest
 
 from mldserver.handler.spec import Finding
 from mldserver.runtime import trial as check_module
-from mldserver.runtime.trial import Report, _unfinished, check_handler, report
+from mldserver.runtime.trial import TrialReport, _unfinished, check_handler, report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,8 +212,8 @@ async def process_records(batch):
 
 
 def test_warnings_do_not_spoil_a_report() -> None:
-    assert Report((Finding("x", is_error=False),)).ok
-    assert not Report((Finding("x"),)).ok
+    assert TrialReport((Finding("x", is_error=False),)).ok
+    assert not TrialReport((Finding("x"),)).ok
 
 
 def test_the_summary_tells_of_records_at_the_same_time(

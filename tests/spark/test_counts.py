@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.spark import window_job
-from mldserver.spark.counts import REMOVE, CountsDiffer, Work, advice_on, inspect_output, where_failed
+from mldserver.spark.counts import REMOVE, CountsDiffer, JobCounts, advice_on, inspect_output, where_failed
 from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
 from mldserver.windows import Window
 
@@ -152,9 +152,9 @@ def test_written_rows_are_those_of_the_jobs_in_the_block_and_of_no_other(
     world: World, tmp_path: Path
 ) -> None:
     rows = world.session.spark.range(0, ROWS, 1, 4)
-    with Work(rows.sparkSession) as outer:
+    with JobCounts(rows.sparkSession) as outer:
         rows.write.parquet(str(tmp_path / "first"))
-        with Work(rows.sparkSession) as inner:
+        with JobCounts(rows.sparkSession) as inner:
             rows.repartition(3).write.parquet(str(tmp_path / "second"))
     rows.write.parquet(str(tmp_path / "third"))
     assert (inner.counts()[1], outer.counts()[1]) == (ROWS, 2 * ROWS)
@@ -163,8 +163,8 @@ def test_written_rows_are_those_of_the_jobs_in_the_block_and_of_no_other(
 def test_where_nobody_tells_what_stages_have_read_the_footers_do(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = Work.counts
-    monkeypatch.setattr(Work, "counts", lambda work: (set(), counts(work)[1]))
+    counts = JobCounts.counts
+    monkeypatch.setattr(JobCounts, "counts", lambda work: (set(), counts(work)[1]))
     output, spark_jobs = world.run(world.job())
     assert (output.rows, spark_jobs) == (ROWS, 2)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import pytest
 
 from mldserver.spark.driver_messages import Health
-from mldserver.spark.health import STOPPED, Cluster, ConnectServer, Judge, Watch, with_session
+from mldserver.spark.health import STOPPED, Cluster, ConnectServer, HealthJudge, JobWatch, with_session
 from mldserver.spark.session import Session
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def judged(signs: Mapping[str, str], seconds: float) -> Health:
     """Return the verdict when these signs have been there for so long, looked at every other second."""
-    judge, now = Judge(), 1000.0
+    judge, now = HealthJudge(), 1000.0
     while now < 1000 + seconds:
         judge.verdict(now, signs)
         now += 2
@@ -67,14 +67,14 @@ def test_what_it_only_has_to_wait_for_is_told_and_never_over(sign: str, seconds:
 
 
 def test_a_sign_that_passes_begins_anew() -> None:
-    judge = Judge()
+    judge = HealthJudge()
     for now in range(0, 60, 6):
         assert judge.verdict(now, {"gone": "x"}) == Health("")
         assert judge.verdict(now + 4, {}) == Health("")
 
 
 def test_what_happened_while_this_machine_stood_still_counts_for_nothing() -> None:
-    judge = Judge()
+    judge = HealthJudge()
     judge.verdict(100, {"silent": "", "gone": "x"})
     assert judge.verdict(5000, {"silent": "", "gone": "x"}) == Health("")
     assert judge.verdict(5009, {"silent": "", "gone": "x"}) == Health("")
@@ -82,7 +82,7 @@ def test_what_happened_while_this_machine_stood_still_counts_for_nothing() -> No
 
 
 def test_no_session_ends_by_what_was_seen_before_a_look_that_hangs() -> None:
-    judge = Judge()
+    judge = HealthJudge()
     judge.verdict(100, {"gone": "x"})
     for now in range(102, 120, 2):
         assert not judge.verdict(now, {"gone": "x", "silent": ""}).over
@@ -249,7 +249,7 @@ def heard(look: Callable[[], Mapping[str, str]] | None, count: int) -> tuple[lis
     reports: list[None] = []
     seconds = itertools.count(1000)
 
-    watch = Watch(
+    watch = JobWatch(
         look,
         sent.append,
         fell.append,
@@ -283,7 +283,7 @@ def test_a_spark_that_hangs_is_judged_all_the_same() -> None:
     pool: Any = contextlib.nullcontext()
     pool.submit = lambda _ask: hangs
     seconds = itertools.count(1000)
-    Watch(
+    JobWatch(
         dict, send, pytest.fail, lambda: None, lambda: len(sent) > 1, lambda: float(next(seconds)), pool
     ).run()
     assert sent == [Health("Spark has not answered for more than 20 s."), Health("")]
@@ -299,5 +299,5 @@ def test_a_look_that_fails_says_nothing_and_a_local_master_reports_only() -> Non
 
     assert heard(look, count=1)[:2] == ([], [Health(STOPPED, over=True)])
     ticks = iter([False] * 200)
-    watch = Watch(None, pytest.fail, pytest.fail, pause=lambda: next(ticks, True))
+    watch = JobWatch(None, pytest.fail, pytest.fail, pause=lambda: next(ticks, True))
     watch.run()
