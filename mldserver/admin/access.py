@@ -106,7 +106,7 @@ def browser_refusal(
 # The token.
 
 
-class Token(NamedTuple):
+class AccessToken(NamedTuple):
     """What a token's file holds, and whose file it is."""
 
     word: str
@@ -157,7 +157,7 @@ def read_token(path: Path) -> str:
     return token.word
 
 
-def find_token(path: Path) -> Token:
+def find_token(path: Path) -> AccessToken:
     """Return what a token file holds. Blocking. Raises OperatorError when it cannot be read, is empty, or no secret."""
     try:
         with path.open(encoding="ascii") as file:
@@ -175,7 +175,7 @@ def find_token(path: Path) -> Token:
         )
     if not token:
         raise OperatorError(f"The token file {path} is empty.", advice="Write a random word into it.")
-    return Token(token, about.st_uid)
+    return AccessToken(token, about.st_uid)
 
 
 def same_token(shown: str, token: str) -> bool:

@@ -22,12 +22,12 @@ import mldserver
 from mldserver.admin.access import make_token, read_token
 from mldserver.admin.endpoint_messages import (
     Answered,
-    Ask,
     Document,
     FromEndpoint,
     LogLine,
     Renew,
     Start,
+    Steer,
     Taken,
 )
 from mldserver.base.backoff import Backoff
@@ -271,7 +271,7 @@ class AdminEndpoint:
                     self._taken.set()
                 case LogLine():
                     getattr(log, message.level)(message.event, **message.fields)
-                case Ask():
+                case Steer():
                     act = group.create_task(self._act(channel, message, carry_out))
                     self._acts.add(act)
                     act.add_done_callback(self._acts.discard)
@@ -290,7 +290,7 @@ class AdminEndpoint:
             printed.tell()
         return wrong or ending(await child.wait())
 
-    async def _act(self, channel: Channel[FromEndpoint], ask: Ask, carry_out: CarryOut) -> None:
+    async def _act(self, channel: Channel[FromEndpoint], ask: Steer, carry_out: CarryOut) -> None:
         """Carry out what somebody asked for, and answer; whatever goes wrong is told to them, and logged."""
         try:
             done, text = await carry_out(ask.act, ask.argument)

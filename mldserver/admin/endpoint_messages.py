@@ -1,8 +1,8 @@
 """What the server and the endpoint's process say to each other (``children/channel.py`` carries it).
 
 server → endpoint    Start with the listening sockets beside it: the endpoint's, and the one for metrics alone if there is one; then Document once a second, Answered once for each
-                     Ask, and Renew when certificates are to be read again; the end of the socket ends the process
-endpoint → server    Taken once for each Document, and Ask at any time
+                     Steer, and Renew when certificates are to be read again; the end of the socket ends the process
+endpoint → server    Taken once for each Document, and Steer at any time
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Renew(Message, frozen=True):
     """Certificates are to be read again."""
 
 
-class Ask(Message, frozen=True):
-    """Somebody who may steers the server."""
+class Steer(Message, frozen=True):
+    """An order to the server, from a caller who may give it."""
 
     number: int
     act: str
@@ -66,7 +66,7 @@ class Ask(Message, frozen=True):
 
 
 class Answered(Message, frozen=True):
-    """What became of an Ask."""
+    """What became of a Steer."""
 
     number: int
     done: bool
@@ -83,4 +83,4 @@ class LogLine(Message, frozen=True):
 
 
 ToEndpoint = Start | Document | Answered | Renew
-FromEndpoint = Taken | Ask | LogLine
+FromEndpoint = Taken | Steer | LogLine

@@ -23,11 +23,11 @@ import uvloop
 from mldserver.admin.endpoint import Endpoint
 from mldserver.admin.endpoint_messages import (
     Answered,
-    Ask,
     Document,
     LogLine,
     Renew,
     Start,
+    Steer,
     Taken,
     ToEndpoint,
 )
@@ -101,7 +101,7 @@ class Child:
         number = next(self._numbers)
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._channel.send(Ask(number, act, argument, who))
+        self._channel.send(Steer(number, act, argument, who))
         try:
             return await answer
         finally:

@@ -24,7 +24,7 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless
 
 if TYPE_CHECKING:
-    from mldserver.admin.access import Token
+    from mldserver.admin.access import AccessToken
     from mldserver.config.kinds import Address
 
 _ANSWER_SECONDS: Final = 5.0
@@ -58,7 +58,7 @@ class Client:
         self,
         address: Address,
         *,
-        token: Token | None = None,
+        token: AccessToken | None = None,
         tls: ssl.SSLContext | None = None,
         seconds: float = _ANSWER_SECONDS,
     ) -> None:
@@ -104,7 +104,7 @@ class Client:
         return status, data
 
     def _once(
-        self, method: str, path: str, seconds: float, body: bytes | None, token: Token | None
+        self, method: str, path: str, seconds: float, body: bytes | None, token: AccessToken | None
     ) -> tuple[int, bytes]:
         connection, connected = _HTTPConnection(self.address, self._tls, seconds), False
         headers = {"Accept": "application/json", "Connection": "close"}

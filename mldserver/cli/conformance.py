@@ -18,7 +18,7 @@ from mldserver import __version__
 from mldserver.cli.ledger_tool import table, tell
 from mldserver.config.kinds import address
 from mldserver.conformance import catalogue
-from mldserver.conformance.player import Result, Target, Verdict, counts, play_all
+from mldserver.conformance.player import Grade, Result, Target, counts, play_all
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, ConfigError, NotThereYet, leaves
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def conformance(
     if json is not None:
         json.write_bytes(orjson.dumps(report(results, child), option=orjson.OPT_INDENT_2))
     tell(*_tables(results))
-    return EXIT_FAULT if any(result.verdict is Verdict.FAIL for result in results) else EXIT_CLEAN
+    return EXIT_FAULT if any(result.verdict is Grade.FAIL for result in results) else EXIT_CLEAN
 
 
 def _target(child: Sequence[str]) -> Target:
@@ -150,16 +150,16 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
 
 def _tables(results: Sequence[Result]) -> list[Any]:
     sections = counts(results)
-    sections["all"] = {verdict: sum(row[verdict] for row in sections.values()) for verdict in Verdict}
+    sections["all"] = {verdict: sum(row[verdict] for row in sections.values()) for verdict in Grade}
     rows = [
         [section, sum(row.values()), *(count or "" for count in row.values())]
         for section, row in sections.items()
     ]
-    parts: list[Any] = [table("", ["section", ">cases", *(f">{verdict}" for verdict in Verdict)], rows)]
+    parts: list[Any] = [table("", ["section", ">cases", *(f">{verdict}" for verdict in Grade)], rows)]
     others = [
         [result.case.number, result.verdict, result.case.title, result.why, result.case.source]
         for result in results
-        if result.verdict is not Verdict.PASS
+        if result.verdict is not Grade.PASS
     ]
     if others:
         parts += ["", table("", ["case", "verdict", "what", "why", "source"], others)]

@@ -45,7 +45,7 @@ _CHUNK: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class LineView:
     """How lines are shown: which, and in what form."""
 
     selection: Selection
@@ -117,7 +117,7 @@ def logs(
         Lines as they are in the log, for other programs.
     """
     terminal = sys.stdout.isatty()
-    view = View(
+    view = LineView(
         Selection(shard, level, tuple(event or ()), since_time(since, datetime.now(UTC)) if since else None),
         raw=json,
         terminal=terminal,
@@ -130,7 +130,7 @@ def logs(
             show_file(Path(file), view, last=lines, follow=follow)
 
 
-def _show(view: View, lines: Iterable[bytes], last: int | None = None) -> None:
+def _show(view: LineView, lines: Iterable[bytes], last: int | None = None) -> None:
     """Write lines as they come; with ``last`` only the last so many, at the end."""
     out = sys.stdout.buffer
     shown = (text for line in lines if (text := view.shown(line)) is not None)
@@ -159,7 +159,7 @@ def _standard_input() -> Iterator[bytes]:
 
 
 def show_file(
-    path: Path, view: View, *, last: int | None, follow: bool, wait: Callable[[float], None] = time.sleep
+    path: Path, view: LineView, *, last: int | None, follow: bool, wait: Callable[[float], None] = time.sleep
 ) -> None:
     """Show a file, from its ``last`` lines on, and with ``follow`` what comes, asking again after each ``wait``.
 

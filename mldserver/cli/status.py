@@ -71,7 +71,7 @@ app = App(name="status", help=_HELP, help_format="markdown")
 
 @Parameter(name="*", group=Group("Where the server is"))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class At(Where):
+class ServerOptions(Where):
     """Names a server, and what shows it who asks. The server's own settings count too, from variables and settings file."""
 
     admin: str | None = None
@@ -144,7 +144,7 @@ def _told_address(settings: Settings) -> Address | None:
         return None
 
 
-HERE: Final = At()
+HERE: Final = ServerOptions()
 """As for ``mldserver serve``."""
 
 
@@ -168,7 +168,7 @@ def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
 
 
 @app.default
-def show_status(*, at: At = HERE, as_json: AsJson = False) -> int:
+def show_status(*, at: ServerOptions = HERE, as_json: AsJson = False) -> int:
     """Show a server's status, or the ledger when none answers."""
     try:
         document, status = ask(at.client(), at.meant_pipeline())
@@ -182,7 +182,7 @@ def show_status(*, at: At = HERE, as_json: AsJson = False) -> int:
     return EXIT_CLEAN if status.ready else EXIT_NOT_READY
 
 
-def instead(at: At, no_answer: NoAnswer) -> tuple[LedgerState, list[RenderableType]]:
+def instead(at: ServerOptions, no_answer: NoAnswer) -> tuple[LedgerState, list[RenderableType]]:
     """Return what the ledger holds when no server answers, and how it is shown. Raises OperatorError when there is none either."""
     from mldserver.cli.ledger import overview  # noqa: PLC0415  # only then
 

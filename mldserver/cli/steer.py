@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from mldserver.admin.http_client import NoAnswer
 from mldserver.cli.ledger_tool import AsJson, answer, plain
-from mldserver.cli.status import HERE, At, ask
+from mldserver.cli.status import HERE, ServerOptions, ask
 from mldserver.config.settings import Level
 from mldserver.errors import EXIT_CLEAN, EXIT_OPERATOR, OperatorError
 
@@ -44,7 +44,7 @@ _LEVEL: Final = inspect.Parameter(
 def _steering(name: str, what: str, example: str, more: str = "", *takes: inspect.Parameter) -> App:
     """Return the command that lets a server act; ``takes``: its argument, if it has one."""
 
-    def act(*argument: str, at: At = HERE, as_json: AsJson = False) -> int:
+    def act(*argument: str, at: ServerOptions = HERE, as_json: AsJson = False) -> int:
         client = at.client(steers=True)
         ask(client, at.meant_pipeline())  # another pipeline's is left alone
         if (silence := client.silence()) is not None:

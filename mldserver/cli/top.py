@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 from mldserver.admin.http_client import NoAnswer
 from mldserver.cli import status
 from mldserver.cli.ledger_tool import details, moment, plain
-from mldserver.cli.status import HERE, At, Rates
+from mldserver.cli.status import HERE, Rates, ServerOptions
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ _ORDERS: Final[dict[Order, tuple[str, Callable[[Shard, Rates], float | str]]]] =
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ShardsView:
     """What is shown of the shards, and in which order."""
 
     order: Order = "lag"
@@ -82,7 +82,7 @@ class View:
     """Of the ids that are shown; ``*`` stands for any characters."""
     typing: bool = False
 
-    def pressed(self, key: str) -> View:
+    def pressed(self, key: str) -> ShardsView:
         """Return what is shown after a key."""
         if self.typing and key.isprintable():
             return replace(self, part=self.part + key)
@@ -117,7 +117,7 @@ class View:
 class Screen:
     """What was seen last, and how it is shown."""
 
-    at: At
+    at: ServerOptions
     client: Client
     pipeline: str | None
     _status: Status | None = None
@@ -148,7 +148,7 @@ class Screen:
         self._status, self._instead = seen, []
         return _LOOK_SECONDS
 
-    def shown(self, view: View, height: int, width: int = 200) -> list[RenderableType]:
+    def shown(self, view: ShardsView, height: int, width: int = 200) -> list[RenderableType]:
         """Return what is shown on a screen of so many lines and columns; what is too much is cut at its end.
 
         Where there is no room for all, shards come before what is said once.
@@ -225,7 +225,7 @@ def top(
     shard: Annotated[
         str, Parameter(help="Only shards with this in their id; `*` stands for any characters.")
     ] = "",
-    at: At = HERE,
+    at: ServerOptions = HERE,
 ) -> None:
     """Show a server's status, live."""
     if not sys.stdout.isatty():
@@ -237,7 +237,7 @@ def top(
     from rich.live import Live  # noqa: PLC0415  # see above
 
     console = Console(file=sys.stdout, highlight=False)
-    screen, keys, view = Screen(at, at.client(), at.meant_pipeline()), Keys(), View(sort, part=shard)
+    screen, keys, view = Screen(at, at.client(), at.meant_pipeline()), Keys(), ShardsView(sort, part=shard)
     due = time.monotonic() + screen.look()
     with keys.read_singly(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

@@ -55,7 +55,7 @@ _ERROR_BYTES: Final = 2000
 """Of the end of a child's standard error."""
 
 
-class Verdict(enum.StrEnum):
+class Grade(enum.StrEnum):
     """What a case came to, from best to worst."""
 
     PASS = "pass"  # noqa: S105  # no secret
@@ -71,7 +71,7 @@ class Result:
     """What became of a case."""
 
     case: Case
-    verdict: Verdict
+    verdict: Grade
     why: str
     """The first thing that went wrong."""
     seconds: float
@@ -86,7 +86,7 @@ class Target:
     address: str = ""
     command: tuple[str, ...] = ()
 
-    async def open(self) -> Channel:
+    async def open(self) -> ChildPipes:
         """Connect, or start a child. Raises OSError."""
         if self.command:
             errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the channel
@@ -100,12 +100,12 @@ class Target:
                 raise
             assert process.stdin is not None, "stdin is a pipe"
             assert process.stdout is not None, "stdout is a pipe"
-            return Channel(process.stdout, process.stdin, process, errors)
-        return Channel(*await connect(self.address))
+            return ChildPipes(process.stdout, process.stdin, process, errors)
+        return ChildPipes(*await connect(self.address))
 
 
 @dataclass(slots=True)
-class Channel:
+class ChildPipes:
     """The daemon's ends of a child's input and output."""
 
     reader: asyncio.StreamReader
@@ -171,7 +171,7 @@ class Play:
         self.not_shown = ""
         self._deaf = False
         """Whether a request is left unanswered on purpose: what still comes to it is nothing new."""
-        self._child: Channel
+        self._child: ChildPipes
         """There while steps are played."""
 
     async def run(self) -> Result:
@@ -187,13 +187,13 @@ class Play:
         finally:
             said = await self._child.close()
         faults, remarks = self.judge.faults, self.judge.remarks
-        verdict, why = Verdict.PASS, ""
+        verdict, why = Grade.PASS, ""
         if faults:
-            verdict, why = Verdict.FAIL if self._case.strict else Verdict.NON_STRICT, faults[0]
+            verdict, why = Grade.FAIL if self._case.strict else Grade.NON_STRICT, faults[0]
         elif self.not_shown:
-            verdict, why = Verdict.NOT_SHOWN, self.not_shown
+            verdict, why = Grade.NOT_SHOWN, self.not_shown
         elif remarks:
-            verdict, why = Verdict.NON_STRICT, remarks[0]
+            verdict, why = Grade.NON_STRICT, remarks[0]
         return Result(self._case, verdict, why, now() - began, said if why else "")
 
     async def _step(self, step: Step) -> None:  # noqa: C901  # one case for each kind of step
@@ -366,10 +366,10 @@ async def play_all(
     return [tasks[place].result() for place in sorted(tasks)]
 
 
-def counts(results: Iterable[Result]) -> dict[str, dict[Verdict, int]]:
+def counts(results: Iterable[Result]) -> dict[str, dict[Grade, int]]:
     """Return for each section how many cases came to what."""
-    table: dict[str, dict[Verdict, int]] = {}
+    table: dict[str, dict[Grade, int]] = {}
     for result in results:
-        row = table.setdefault(result.case.section, dict.fromkeys(Verdict, 0))
+        row = table.setdefault(result.case.section, dict.fromkeys(Grade, 0))
         row[result.verdict] += 1
     return table

@@ -118,7 +118,7 @@ MOST_STACKS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DigestEvent:
     """One event for our own log."""
 
     level: str
@@ -127,7 +127,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class KnownFault:
     """A fault that the daemon's log is known to show: how, and what to say instead."""
 
     pattern: str
@@ -139,12 +139,12 @@ class Fault:
 
 # The first that is found in a warning or an error counts.
 _FAULTS: Final = (
-    Fault(
+    KnownFault(
         r"subprocess \[mldserver bridge: (?P<said>.*)\] for shard (?P<shard>\S+)",
         "The bridge of shard {shard} could not reach the server or broke: {said}.",
         "Look whether the server runs, and listens where --connect says.",
     ),
-    Fault(
+    KnownFault(
         (
             r"Failed to get status message for (?P<action>\w+) action for shard (?P<shard>\S+)"
             r"(?=(.|\n)*Reached end of STDIN)"
@@ -152,22 +152,22 @@ _FAULTS: Final = (
         "The connection of shard {shard} to the server ended while the daemon waited for its answer to {action}.",
         "The server's log says why; the daemon starts again with all its shards.",
     ),
-    Fault(
+    KnownFault(
         r"Cannot run program \"(?P<program>[^\"]*)\"(?P<said>[^\n]*)",
         "The daemon cannot start the bridge {program}{said}.",
         "Look whether the memory or the number of processes is used up, and whether the bridge may be executed.",
     ),
-    Fault(
+    KnownFault(
         "java.lang.OutOfMemoryError",
         "The daemon's JVM is out of memory.",
         "Give it more, e.g. --java-option=-Xmx1g.",
     ),
-    Fault(
+    KnownFault(
         "Unable to load credentials from any of the providers",
         "The daemon finds no AWS credentials any more.",
         "Look at the environment, the profile, or the role of the host.",
     ),
-    Fault(
+    KnownFault(
         (
             r"(?P<code>ExpiredToken\w*|UnrecognizedClientException|InvalidSignatureException|InvalidClientTokenId)"
             r"|security token included in the request is (expired|invalid)"
@@ -175,27 +175,27 @@ _FAULTS: Final = (
         "AWS refuses the daemon's credentials: they are expired or wrong.",
         "Renew them, and check the region and the host's clock.",
     ),
-    Fault(
+    KnownFault(
         r"not authorized to perform: (?P<action>[\w:]+)",
         "AWS does not allow the daemon {action}.",
         "Give its role that permission, on the stream or on the application's DynamoDB tables.",
     ),
-    Fault(
+    KnownFault(
         r"Stream (?P<stream>\S+) under account \S+ not found",
         "There is no stream {stream} in this account and region.",
         "Check --stream and --region; the daemon goes on looking for it.",
     ),
-    Fault(
+    KnownFault(
         r"ProvisionedThroughputExceededException|ThrottlingException|Rate exceeded",
         "AWS throttles the daemon.",
         "It tries again by itself. When it lasts, the stream has too many readers, or the lease table too little capacity.",
     ),
-    Fault(
+    KnownFault(
         (r"(?P<shard>\S+): \[SubscriptionLifetime\].*#errorOccurred\) @ \S+ id: \S+ -- (?P<said>.*?)\. Last"),
         "The fan-out subscription of shard {shard} failed: {said}.",
         "It is tried again. Where SubscribeToShard is not to be had (some emulators), use --retrieval polling.",
     ),
-    Fault(
+    KnownFault(
         (
             r"UnknownHostException: (?P<said>[^\n]+)|Unable to execute HTTP request: (?P<said2>[^\n]+)"
             r"|ConnectException: (?P<said3>[^\n]+)"
@@ -203,7 +203,7 @@ _FAULTS: Final = (
         "AWS, or the endpoint that stands in for it, is out of reach: {said}.",
         "The daemon tries again. Check the network, the region and the endpoints.",
     ),
-    Fault(
+    KnownFault(
         r"^Encountered an error while trying to (?P<doing>[^\n]+)\n(?P<said>[^\n]+)",
         "The daemon failed to {doing}: {said}.",
         "The server's log may say why; the daemon starts again with all its shards.",
@@ -240,7 +240,7 @@ _VARIABLE: Final = re.compile(r"shardId-\w+|\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4,12})
 class _Shown:
     until: float
     count: int = 0
-    line: Line | None = None
+    line: DigestEvent | None = None
     """The last of those that were only counted."""
 
 
@@ -255,7 +255,7 @@ class Digest:
     _echoes: int = 0
     """Faults of this daemon's protocol that their processors have still to repeat."""
 
-    def take(self, event: LogEvent, now: float) -> list[Line]:
+    def take(self, event: LogEvent, now: float) -> list[DigestEvent]:
         """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
         raw = verbatim(event)
         short = event.logger.rpartition(".")[2]
@@ -279,12 +279,12 @@ class Digest:
                 words = {name: _cut(text).rstrip(". ") for name, text in groups.items()}
                 fields = {"what": fault.what.format_map(words), "advice": fault.advice, "text": first}
                 fields |= {"shard": groups["shard"]} if "shard" in groups else {}
-                return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
+                return [raw, *self._fold(fault.what, DigestEvent(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"
-        lines = self._fold(key, Line(event.level, "kcl.log", raw.fields), now)
+        lines = self._fold(key, DigestEvent(event.level, "kcl.log", raw.fields), now)
         return lines if lines and lines[0].fields == raw.fields else [raw, *lines]
 
-    def due(self, now: float) -> list[Line]:
+    def due(self, now: float) -> list[DigestEvent]:
         """Return what was only counted for a minute, with the count (all of it at the end, ``now`` being infinite).
 
         What did not come again is forgotten.
@@ -298,20 +298,20 @@ class Digest:
                 self._shown[key] = _Shown(now + FOLD_SECONDS)
         return lines
 
-    def _of_normal_life(self, short: str, event: LogEvent) -> list[Line]:
+    def _of_normal_life(self, short: str, event: LogEvent) -> list[DigestEvent]:
         if event.text.startswith(_WORKS):
-            return [Line("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
+            return [DigestEvent("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
         if short == "Scheduler" and (gained := _GAINED.search(event.text)):
             self._let_go -= {(gained["shard"], reason) for reason in _LEFT_EVENTS}
-            return [Line("info", "kcl.lease_gained", gained.groupdict())]
+            return [DigestEvent("info", "kcl.lease_gained", gained.groupdict())]
         if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
             if (left["shard"], left["reason"]) in self._let_go:
                 return []
             self._let_go.add((left["shard"], left["reason"]))
-            return [Line("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
+            return [DigestEvent("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
         return []
 
-    def _fold(self, key: str, line: Line, now: float) -> list[Line]:
+    def _fold(self, key: str, line: DigestEvent, now: float) -> list[DigestEvent]:
         shown = self._shown.get(key)
         if shown is None:
             self._shown[key] = _Shown(now + FOLD_SECONDS)
@@ -319,7 +319,7 @@ class Digest:
         shown.line, shown.count = line, shown.count + 1
         return []
 
-    def _line(self, line: Line, count: int = 0) -> Line:
+    def _line(self, line: DigestEvent, count: int = 0) -> DigestEvent:
         """Return a line as it is shown: with its count, cut, and without a stack that was shown before."""
         lines = [_cut(text) for text in line.fields["text"].split("\n")]
         frames = [text for text in lines if _FRAME.match(text)]
@@ -329,12 +329,12 @@ class Digest:
         elif len(self._stacks) < MOST_STACKS:
             self._stacks.add(stack)
         fields = line.fields | {"text": "\n".join(lines)} | ({"repeated": count} if count else {})
-        return Line(line.level, line.event, fields)
+        return DigestEvent(line.level, line.event, fields)
 
 
-def verbatim(event: LogEvent) -> Line:
+def verbatim(event: LogEvent) -> DigestEvent:
     """Return an event as Java wrote it, for debug."""
-    return Line("debug", "kcl.log", {"logger": event.logger, "text": event.text})
+    return DigestEvent("debug", "kcl.log", {"logger": event.logger, "text": event.text})
 
 
 def _cut(line: str) -> str:

@@ -26,7 +26,7 @@ RETRIEVAL: Final = {"polling": "POLLING", "fan-out": "FANOUT"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PropertyKind:
     """What a property's value may be."""
 
     wants: str
@@ -36,12 +36,12 @@ class Kind:
     """False for a primitive Java type: there 0 (or false) is read as "not given", and the KCL's own default stays."""
 
 
-_TEXT: Final = Kind("some text", r"[^\0]+")
-_NUMBER: Final = Kind("a whole number", "[0-9]+")
-_COUNT: Final = Kind("a whole number from 1 on", "[0-9]+", zero_counts=False)
-_RATIO: Final = Kind("a number above 0", r"[0-9]+(\.[0-9]+)?", zero_counts=False)
-_FLAG: Final = Kind("true or false", "(?i:true|false)")
-_BILLING: Final = Kind("PAY_PER_REQUEST or PROVISIONED", "PAY_PER_REQUEST|PROVISIONED")
+_TEXT: Final = PropertyKind("some text", r"[^\0]+")
+_NUMBER: Final = PropertyKind("a whole number", "[0-9]+")
+_COUNT: Final = PropertyKind("a whole number from 1 on", "[0-9]+", zero_counts=False)
+_RATIO: Final = PropertyKind("a number above 0", r"[0-9]+(\.[0-9]+)?", zero_counts=False)
+_FLAG: Final = PropertyKind("true or false", "(?i:true|false)")
+_BILLING: Final = PropertyKind("PAY_PER_REQUEST or PROVISIONED", "PAY_PER_REQUEST|PROVISIONED")
 
 _OF_KIND: Final = {
     _COUNT: """
@@ -76,20 +76,20 @@ _OF_KIND: Final = {
     """,
 }
 
-PROPERTIES: Final[dict[str, Kind]] = {
+PROPERTIES: Final[dict[str, PropertyKind]] = {
     **{name: kind for kind, names in _OF_KIND.items() for name in names.split()},
-    "cleanupLeasesUponShardCompletion": Kind("true", "(?i:true|false)", zero_counts=False),
-    "clientVersionConfig": Kind(
+    "cleanupLeasesUponShardCompletion": PropertyKind("true", "(?i:true|false)", zero_counts=False),
+    "clientVersionConfig": PropertyKind(
         "CLIENT_VERSION_CONFIG_3X or CLIENT_VERSION_CONFIG_COMPATIBLE_WITH_2X",
         "CLIENT_VERSION_CONFIG_(3X|COMPATIBLE_WITH_2X)",
     ),
     "coordinatorStateBillingMode": _BILLING,
-    "maxRecords": Kind(
+    "maxRecords": PropertyKind(
         "a whole number from 1 to 10000 (AWS's limit)", "[0-9]+", largest=10_000, zero_counts=False
     ),
     "maxThroughputPerHostKBps": _RATIO,
-    "metricsLevel": Kind("DETAILED, SUMMARY or NONE", "(?i:DETAILED|SUMMARY|NONE)"),
-    "staleWorkerMetricsEntryCleanupDuration": Kind("an ISO 8601 duration such as PT1H", "PT?[0-9].*"),
+    "metricsLevel": PropertyKind("DETAILED, SUMMARY or NONE", "(?i:DETAILED|SUMMARY|NONE)"),
+    "staleWorkerMetricsEntryCleanupDuration": PropertyKind("an ISO 8601 duration such as PT1H", "PT?[0-9].*"),
     "workerMetricsBillingMode": _BILLING,
     "workerMetricsEMAAlpha": _RATIO,
 }

@@ -42,7 +42,7 @@ DAY_SECONDS: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Step:
+class ShopStep:
     """One thing that happens in the shop."""
 
     at_ms: int
@@ -57,7 +57,7 @@ class Step:
         return 2 if self.deed == "changed" else 1
 
 
-def script(orders: int, *, start_ms: int, seed: int = 1) -> list[Step]:
+def script(orders: int, *, start_ms: int, seed: int = 1) -> list[ShopStep]:
     """Return what happens on a day of the shop, in the order of time; ``start_ms``: when it opens."""
     dice = random.Random(seed)  # noqa: S311  # repeatable, not secret
     steps, closes_ms = [], start_ms + _HOURS * 3_600_000
@@ -67,13 +67,13 @@ def script(orders: int, *, start_ms: int, seed: int = 1) -> list[Step]:
         pieces = dice.randint(1, 4)
         total = pieces * Decimal(price)
         order = {"id": f"order-{number}", "product": product, "pieces": pieces, "total": total}
-        steps.append(Step(at_ms, number, "placed", order))
+        steps.append(ShopStep(at_ms, number, "placed", order))
         chance, later_ms = dice.random(), min(at_ms + dice.randint(1000, _LATER_MS), closes_ms - 1)
         if chance < _CANCELLED:
-            steps.append(Step(later_ms, number, "cancelled"))
+            steps.append(ShopStep(later_ms, number, "cancelled"))
         elif chance < _CANCELLED + _CHANGED:
             more = {"pieces": pieces + 1, "total": total + Decimal(price)}
-            steps.append(Step(later_ms, number, "changed", order | more))
+            steps.append(ShopStep(later_ms, number, "changed", order | more))
     return sorted(steps, key=lambda step: (step.at_ms, step.order))
 
 
@@ -83,7 +83,7 @@ class Shop(Run):
     def __init__(
         self,
         settings: Settings,
-        steps: Sequence[Step],
+        steps: Sequence[ShopStep],
         *,
         engine: Engine | None = None,
         clock: Clock | None = None,

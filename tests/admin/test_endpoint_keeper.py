@@ -28,7 +28,7 @@ from mldserver.base.listening import listen_unix
 from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
-from mldserver.cli.status import At
+from mldserver.cli.status import ServerOptions
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
@@ -556,13 +556,16 @@ async def test_commands_find_an_endpoint_at_any_address_by_the_output_folder_alo
     monkeypatch.delenv("MLDSERVER_ADMIN", raising=False)
     (tmp_path / "out").mkdir()
     given = settings(tmp_path / "out")
-    here = At(out=str(tmp_path / "out"))
+    here = ServerOptions(out=str(tmp_path / "out"))
     async with shown(given) as one:
         one.endpoint.make_files()
         assert one.endpoint.address is not None
         for client in (here.client(), here.client(steers=True)):
             assert str(client.address) == one.endpoint.address
-        assert str(At(out=str(tmp_path / "out"), admin="127.0.0.1:9").client().address) == "127.0.0.1:9"
+        assert (
+            str(ServerOptions(out=str(tmp_path / "out"), admin="127.0.0.1:9").client().address)
+            == "127.0.0.1:9"
+        )
         monkeypatch.setenv("MLDSERVER_ADMIN", "127.0.0.1:8")
         assert str(here.client().address) == "127.0.0.1:8"
         monkeypatch.delenv("MLDSERVER_ADMIN")

@@ -13,7 +13,7 @@ import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.certificates import Certificates
 
-from mldserver.admin.access import Token
+from mldserver.admin.access import AccessToken
 from mldserver.admin.http_client import Answer, Client, NoAnswer, Refused, listening_users, read_status
 from mldserver.base.tls import ServerTLS, client_context
 from mldserver.config.kinds import address
@@ -31,7 +31,7 @@ def server() -> Iterator[Endpoint]:
 
 
 def client(server: Endpoint, word: str | None = None, tls: ssl.SSLContext | None = None) -> Client:
-    token = None if word is None else Token(word, os.geteuid())
+    token = None if word is None else AccessToken(word, os.geteuid())
     return Client(address.parse(server.address), token=token, tls=tls, seconds=600)
 
 

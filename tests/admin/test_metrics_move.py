@@ -20,7 +20,7 @@ from spark.bench import FAKE, job
 from support.serving import connect, no_aws, quick, serving
 
 from mldserver.admin.endpoint_keeper import AdminEndpoint
-from mldserver.admin.endpoint_messages import Ask
+from mldserver.admin.endpoint_messages import Steer
 from mldserver.admin.gather import EventTally
 from mldserver.admin.metrics import METRICS, PREFIX, TEXT, exposed
 from mldserver.base.clock import SystemClock
@@ -333,7 +333,7 @@ async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path,
 async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path / "out", handler, workers=1)
     endpoint, told = AdminEndpoint(settings, SystemClock()), []
-    ask, channel = Ask(1, "reload", "", "somebody"), cast("Any", SimpleNamespace(send=told.append))
+    ask, channel = Steer(1, "reload", "", "somebody"), cast("Any", SimpleNamespace(send=told.append))
     async with watched(settings) as watch:
         (tmp_path / "wishing.py").write_text("this is no Python")
         await endpoint._act(channel, ask, watch.server.carry_out)

@@ -145,7 +145,7 @@ def test_following_goes_on_across_rotation(tmp_path: Path, capfdbinary: pytest.C
     def wait(_seconds: float) -> None:
         next(steps)()
 
-    view = logs.View(Selection(), raw=True, terminal=False, colours=False)
+    view = logs.LineView(Selection(), raw=True, terminal=False, colours=False)
     with pytest.raises(KeyboardInterrupt):
         logs.show_file(path, view, last=1, follow=True, wait=wait)
     lines = capfdbinary.readouterr().out.splitlines()
@@ -153,9 +153,9 @@ def test_following_goes_on_across_rotation(tmp_path: Path, capfdbinary: pytest.C
 
 
 def test_lines_from_elsewhere_cannot_move_a_terminals_cursor() -> None:
-    view = logs.View(Selection(), raw=False, terminal=True, colours=False)
+    view = logs.LineView(Selection(), raw=False, terminal=True, colours=False)
     assert view.shown(b"\x1b[2Jx\xff") == b"\\x1b[2Jx\\xff"
-    raw = logs.View(Selection(), raw=True, terminal=False, colours=False)
+    raw = logs.LineView(Selection(), raw=True, terminal=False, colours=False)
     assert raw.shown(b"\x1b[2Jx") == b"\x1b[2Jx"
 
 

@@ -13,7 +13,7 @@ from support.certificates import Certificates
 from mldserver import cli
 from mldserver.admin.access import make_token, read_token
 from mldserver.base.tls import ServerTLS
-from mldserver.cli.status import At
+from mldserver.cli.status import ServerOptions
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ def test_a_token_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str],
 def test_the_token_that_a_server_has_made_for_loopback_goes_nowhere_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(OperatorError, match="There is no token of a server at"):
-        At(admin="127.0.0.1:7071", out=str(out)).client(steers=True)
+        ServerOptions(admin="127.0.0.1:7071", out=str(out)).client(steers=True)
     for place, insecure in (("192.0.2.1:7071", True), ("unix:admin", False)):
-        At(admin=place, insecure=insecure, out=str(out)).client(steers=True)  # it looks for none
+        ServerOptions(admin=place, insecure=insecure, out=str(out)).client(steers=True)  # it looks for none
 
 
 def test_a_client_certificate_needs_no_token(tmp_path: Path) -> None:

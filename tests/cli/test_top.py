@@ -20,8 +20,8 @@ from support.store import SqliteStore
 from mldserver import cli
 from mldserver.admin.document import Shard, Totals
 from mldserver.admin.http_client import Refused
-from mldserver.cli.status import At, Rates
-from mldserver.cli.top import Screen, View
+from mldserver.cli.status import Rates, ServerOptions
+from mldserver.cli.top import Screen, ShardsView
 from mldserver.errors import OperatorError
 from mldserver.output.layout import LEDGER
 
@@ -52,14 +52,14 @@ def server() -> Iterator[Endpoint]:
         yield served
 
 
-def pressed(keys: str, view: View | None = None) -> View:
-    view = view or View()
+def pressed(keys: str, view: ShardsView | None = None) -> ShardsView:
+    view = view or ShardsView()
     for key in keys:
         view = view.pressed(key)
     return view
 
 
-def ids(view: View) -> list[str]:
+def ids(view: ShardsView) -> list[str]:
     return [shard.id for shard in view.of(SHARDS, RATES)]
 
 
@@ -105,7 +105,7 @@ def test_a_part_of_the_name_is_typed_after_a_slash(keys: str, shown: list[str]) 
 
 
 def test_the_keys_and_what_they_have_done_are_shown() -> None:
-    assert str(View()) == "q quit   s sort: lag   r reverse   / shards: all"
+    assert str(ShardsView()) == "q quit   s sort: lag   r reverse   / shards: all"
     assert (
         str(pressed("sr/a")) == "q quit   s sort: records/s, the other way round   r reverse   / shards: a_"
     )
@@ -115,13 +115,13 @@ def test_the_keys_and_what_they_have_done_are_shown() -> None:
 
 
 def screen(server: Endpoint | None, out: str | None = None) -> Screen:
-    at = At(admin=server.address if server else "127.0.0.1:1", out=out)
+    at = ServerOptions(admin=server.address if server else "127.0.0.1:1", out=out)
     return Screen(at, at.client(), at.meant_pipeline())
 
 
-def text(screen: Screen, view: View | None = None, height: int = 50) -> str:
+def text(screen: Screen, view: ShardsView | None = None, height: int = 50) -> str:
     console = Console(file=StringIO(), width=200)
-    console.print(Group(*screen.shown(view or View(), height)))
+    console.print(Group(*screen.shown(view or ShardsView(), height)))
     assert isinstance(console.file, StringIO)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_said(server: Endpoint) -> None:
     assert [line.split()[0] for line in seen.splitlines() if line.startswith("s-")] == [
         f"s-{n}" for n in (199, 198, 197, 196, 195)
     ]
-    assert "shards: 10, of 200 in all\n" in text(shown, View(part="s-01"), height=80)
+    assert "shards: 10, of 200 in all\n" in text(shown, ShardsView(part="s-01"), height=80)
 
 
 def test_a_small_terminal_shows_shards_first(server: Endpoint) -> None:
@@ -184,7 +184,7 @@ def test_a_small_terminal_shows_shards_first(server: Endpoint) -> None:
     shown = screen(server)
     shown.look()
     screen_text = StringIO()
-    Console(file=screen_text, width=70).print(Group(*shown.shown(View(), 20, 70)))
+    Console(file=screen_text, width=70).print(Group(*shown.shown(ShardsView(), 20, 70)))
     lines = screen_text.getvalue().splitlines()[:20]
     assert sum(line.startswith("shardId-0000000000") for line in lines) >= 5, "each in a line of its own"
     assert any(line.startswith("state") for line in lines)

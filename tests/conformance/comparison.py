@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mldserver.conformance import catalogue
-from mldserver.conformance.player import Target, Verdict, play_all
+from mldserver.conformance.player import Grade, Target, play_all
 from mldserver.testing import Form
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def page() -> str:
     assert document["cases"] == len(cases), "play the catalogue at amazon_kclpy anew"
 
     def came_to(some: list[Case]) -> str:
-        counted = Counter(Verdict(others.get(case.number, ["pass"])[0]) for case in some)
-        assert not counted[Verdict.NOT_SHOWN]
-        parts = [str(counted[verdict]) for verdict in (Verdict.PASS, Verdict.NON_STRICT, Verdict.FAIL)]
+        counted = Counter(Grade(others.get(case.number, ["pass"])[0]) for case in some)
+        assert not counted[Grade.NOT_SHOWN]
+        parts = [str(counted[verdict]) for verdict in (Grade.PASS, Grade.NON_STRICT, Grade.FAIL)]
         return " / ".join(parts) if some else ""
 
     rows = []
@@ -107,14 +107,14 @@ def page() -> str:
     ]
     reasons: dict[str, list[Case]] = {}
     for case, verdict, why in told:
-        if verdict != Verdict.FAIL:
+        if verdict != Grade.FAIL:
             reasons.setdefault(why.partition(":")[0], []).append(case)
     return _PAGE.format(
         cases=len(cases),
         version=document["version"],
         table="\n".join(rows),
         failures="\n".join(
-            f"* {why}: {_named([case])}" for case, verdict, why in told if verdict == Verdict.FAIL
+            f"* {why}: {_named([case])}" for case, verdict, why in told if verdict == Grade.FAIL
         ),
         others="\n".join(f"* {why}: {_named(some)}" for why, some in reasons.items()),
     )

@@ -30,7 +30,7 @@ from mldserver.conformance.cases import (
     shutdown_requested,
 )
 from mldserver.conformance.judge import Judge
-from mldserver.conformance.player import Play, Result, Target, Verdict, play_all
+from mldserver.conformance.player import Grade, Play, Result, Target, play_all
 from mldserver.conformance.wire_cases import aggregate
 from mldserver.protocol.batch_decoder import deaggregate
 from mldserver.testing import Form
@@ -133,7 +133,7 @@ def test_the_catalogue_speaks_as_the_java_did_and_the_judge_replies_as_it_did(na
 )
 def test_a_child_that_does_everything_right_passes(section: str, tmp_path: Path) -> None:
     results = played(Child, tmp_path, [case for case in catalogue() if case.section == section])
-    assert [(result.case.title, result.why) for result in results if result.verdict is not Verdict.PASS] == []
+    assert [(result.case.title, result.why) for result in results if result.verdict is not Grade.PASS] == []
 
 
 # Children that do one thing wrong.
@@ -341,91 +341,91 @@ class SplitsLines(Child):
 
 BATCHES = "three batches of ten records"
 ENDS_WITH_BATCH = "the shard ends after a batch"
-WRONG: list[tuple[type[Child], str, Verdict, str]] = [
-    (Silent, BATCHES, Verdict.FAIL, "did not answer processRecords in time"),
-    (Mistaken, BATCHES, Verdict.FAIL, "answered processRecords, not leaseLost"),
-    (Twice, BATCHES, Verdict.FAIL, "answers no request"),
-    (TwiceMuchLater, "processRecords is answered once, and by its name", Verdict.FAIL, "answers no request"),
-    (Talkative, BATCHES, Verdict.FAIL, "status has no property took"),
-    (Printing, BATCHES, Verdict.NON_STRICT, "skips (not JSON"),
-    (Babbling, BATCHES, Verdict.FAIL, "nothing but lines that the daemon skips"),
-    (Deaf, "one record of 10 MiB, the most that Kinesis takes", Verdict.FAIL, "does not read"),
-    (Null, BATCHES, Verdict.FAIL, "a literal null"),
-    (OnOneLine, BATCHES, Verdict.FAIL, "two messages on a line"),
-    (Crashing, BATCHES, Verdict.FAIL, "closed in place of answering processRecords"),
+WRONG: list[tuple[type[Child], str, Grade, str]] = [
+    (Silent, BATCHES, Grade.FAIL, "did not answer processRecords in time"),
+    (Mistaken, BATCHES, Grade.FAIL, "answered processRecords, not leaseLost"),
+    (Twice, BATCHES, Grade.FAIL, "answers no request"),
+    (TwiceMuchLater, "processRecords is answered once, and by its name", Grade.FAIL, "answers no request"),
+    (Talkative, BATCHES, Grade.FAIL, "status has no property took"),
+    (Printing, BATCHES, Grade.NON_STRICT, "skips (not JSON"),
+    (Babbling, BATCHES, Grade.FAIL, "nothing but lines that the daemon skips"),
+    (Deaf, "one record of 10 MiB, the most that Kinesis takes", Grade.FAIL, "does not read"),
+    (Null, BATCHES, Grade.FAIL, "a literal null"),
+    (OnOneLine, BATCHES, Grade.FAIL, "two messages on a line"),
+    (Crashing, BATCHES, Grade.FAIL, "closed in place of answering processRecords"),
     (
         *(Rounding, "neighbours that differ in their last digit alone are told apart"),
-        *(Verdict.FAIL, "which was never delivered"),
+        *(Grade.FAIL, "which was never delivered"),
     ),
-    (Backward, "checkpoints under batches never go back", Verdict.NON_STRICT, "a checkpoint that cannot be"),
-    (OldForm, BATCHES, Verdict.FAIL, "checkpoint has no property checkpoint"),
-    (Early, BATCHES, Verdict.NON_STRICT, "while answering initialize"),
-    (Clinging, BATCHES, Verdict.NON_STRICT, "while answering leaseLost"),
+    (Backward, "checkpoints under batches never go back", Grade.NON_STRICT, "a checkpoint that cannot be"),
+    (OldForm, BATCHES, Grade.FAIL, "checkpoint has no property checkpoint"),
+    (Early, BATCHES, Grade.NON_STRICT, "while answering initialize"),
+    (Clinging, BATCHES, Grade.NON_STRICT, "while answering leaseLost"),
     (
         *(Impatient, "under a batch: after ThrottlingException processing goes on"),
-        *(Verdict.NON_STRICT, "asked again at once"),
+        *(Grade.NON_STRICT, "asked again at once"),
     ),
-    (Endless, "under a batch: InvalidStateException for ever ends in a status", Verdict.FAIL, "more than 60"),
+    (Endless, "under a batch: InvalidStateException for ever ends in a status", Grade.FAIL, "more than 60"),
     (
         *(NeverGone, "once the lease is gone, shutdownRequested is answered without a checkpoint"),
-        *(Verdict.NON_STRICT, "after ShutdownException"),
+        *(Grade.NON_STRICT, "after ShutdownException"),
     ),
-    (NoCheckpoint, BATCHES, Verdict.PASS, ""),
+    (NoCheckpoint, BATCHES, Grade.PASS, ""),
     (
         NoCheckpoint,
         "a checkpoint under a batch has exactly the keys of its version",
-        Verdict.NOT_SHOWN,
+        Grade.NOT_SHOWN,
         "too few",
     ),
     (
         NoCheckpoint,
         "a sub-sequence number is 1",
-        Verdict.NOT_SHOWN,
+        Grade.NOT_SHOWN,
         "no checkpoint while answering shutdownRequested",
     ),
-    (NoCheckpoint, ENDS_WITH_BATCH, Verdict.FAIL, "its children are blocked"),
+    (NoCheckpoint, ENDS_WITH_BATCH, Grade.FAIL, "its children are blocked"),
     (
         Truthy,
         "at the shard's end: an empty name is not taken for stored",
-        Verdict.FAIL,
+        Grade.FAIL,
         "its children are blocked",
     ),
     (
         OneTry,
         "at the shard's end: ThrottlingException is not taken for stored",
-        Verdict.FAIL,
+        Grade.FAIL,
         "children are blocked",
     ),
     (
         OneTry,
         "at the shard's end: ThrottlingException for ever never ends in a status",
-        Verdict.FAIL,
+        Grade.FAIL,
         "never stored",
     ),
     (
         *(Hasty, "a slow reply at the shard's end is waited for"),
-        *(Verdict.FAIL, "before the daemon had replied to its checkpoint"),
+        *(Grade.FAIL, "before the daemon had replied to its checkpoint"),
     ),
     (
         *(NoLastCheckpoint, "before the lease goes all that was delivered is checkpointed"),
-        *(Verdict.NON_STRICT, "the rest is delivered again"),
+        *(Grade.NON_STRICT, "the rest is delivered again"),
     ),
-    (Stubborn, BATCHES, Verdict.FAIL, "drains it for ever"),
+    (Stubborn, BATCHES, Grade.FAIL, "drains it for ever"),
     (
         *(Waiting, "when the lease is lost the output ends by itself: some bridges end by nothing else"),
-        *(Verdict.NON_STRICT, "leaves its output open after the last status"),
+        *(Grade.NON_STRICT, "leaves its output open after the last status"),
     ),
-    (Lenient, "leaseLost comes before initialize", Verdict.NON_STRICT, "answered what no daemon sends"),
-    (Ignorant, "there comes a status", Verdict.NON_STRICT, "neither closed nor answered"),
+    (Lenient, "leaseLost comes before initialize", Grade.NON_STRICT, "answered what no daemon sends"),
+    (Ignorant, "there comes a status", Grade.NON_STRICT, "neither closed nor answered"),
     (
         TakesHalves,
         "the daemon closes before the line feed of a batch",
-        Verdict.NON_STRICT,
+        Grade.NON_STRICT,
         "answers no request",
     ),
     (
         *(SplitsLines, "a partition key is LINE SEPARATOR (U+2028), which some readers take for a line end"),
-        *(Verdict.FAIL, "closed in place of answering processRecords"),
+        *(Grade.FAIL, "closed in place of answering processRecords"),
     ),
 ]
 
@@ -434,7 +434,7 @@ WRONG: list[tuple[type[Child], str, Verdict, str]] = [
     ("kind", "title", "verdict", "why"), WRONG, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_what_a_child_does_wrong_is_caught(
-    kind: type[Child], title: str, verdict: Verdict, why: str, tmp_path: Path
+    kind: type[Child], title: str, verdict: Grade, why: str, tmp_path: Path
 ) -> None:
     (result,) = played(kind, tmp_path, [CASES[title]])
     assert result.verdict is verdict, result.why
@@ -454,18 +454,18 @@ COMMAND = (sys.executable, str(comparison.PROCESSOR))
 @pytest.mark.parametrize(
     ("title", "verdict", "why", "said"),
     [
-        (BATCHES, Verdict.PASS, "", ""),
-        ("the shard ends after a batch", Verdict.PASS, "", ""),
+        (BATCHES, Grade.PASS, "", ""),
+        ("the shard ends after a batch", Grade.PASS, "", ""),
         (
             "the arrival time is null",
-            Verdict.FAIL,
+            Grade.FAIL,
             "closed in place of answering processRecords",
             "TypeError",
         ),
-        ("the daemon closes inside a line", Verdict.NON_STRICT, "exited with 1", "JSONDecodeError"),
+        ("the daemon closes inside a line", Grade.NON_STRICT, "exited with 1", "JSONDecodeError"),
     ],
 )
-async def test_a_command_is_played_at_on_its_pipes(title: str, verdict: Verdict, why: str, said: str) -> None:
+async def test_a_command_is_played_at_on_its_pipes(title: str, verdict: Grade, why: str, said: str) -> None:
     result = await Play(CASES[title], Target(command=COMMAND), "shardId-000000000001", 30).run()
     assert (result.verdict, result.why.startswith(why)) == (verdict, True), result.why
     assert said in result.said

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mldserver.kcl.digest import LONGEST_LINE, Digest, Line, LogEvent
+from mldserver.kcl.digest import LONGEST_LINE, Digest, DigestEvent, LogEvent
 
 KCL = "software.amazon.kinesis."
 SHARD = "shardId-000000000000"
@@ -19,7 +19,7 @@ def error(logger: str, text: str, level: str = "error") -> LogEvent:
     return LogEvent(level, KCL + logger, text)
 
 
-def shown(lines: list[Line]) -> list[Line]:
+def shown(lines: list[DigestEvent]) -> list[DigestEvent]:
     return [line for line in lines if line.level != "debug"]
 
 
@@ -32,8 +32,8 @@ def told(event: LogEvent) -> dict[str, str]:
 def test_what_java_wrote_is_there_once_whatever_is_shown() -> None:
     digest, event = Digest(), error("Any", TRACE)
     fields = {"logger": KCL + "Any", "text": TRACE}
-    assert digest.take(event, 0) == [Line("error", "kcl.log", fields)]
-    assert digest.take(event, 0) == [Line("debug", "kcl.log", fields)]
+    assert digest.take(event, 0) == [DigestEvent("error", "kcl.log", fields)]
+    assert digest.take(event, 0) == [DigestEvent("debug", "kcl.log", fields)]
 
 
 def test_the_kcls_own_bookkeeping_is_not_shown() -> None:
@@ -96,14 +96,14 @@ def test_leases_and_shards_are_events() -> None:
     )
     digest = Digest()
     assert shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", gained), 0)) == [
-        Line("info", "kcl.lease_gained", {"shard": SHARD, "position": "TRIM_HORIZON"})
+        DigestEvent("info", "kcl.lease_gained", {"shard": SHARD, "position": "TRIM_HORIZON"})
     ]
     task = KCL + "lifecycle.ShutdownTask"
     assert shown(digest.take(LogEvent("debug", task, f"{left}LEASE_LOST"), 0)) == [
-        Line("info", "kcl.lease_lost", {"shard": SHARD})
+        DigestEvent("info", "kcl.lease_lost", {"shard": SHARD})
     ]
     assert shown(digest.take(LogEvent("debug", task, f"{left}SHARD_END"), 0)) == [
-        Line("info", "kcl.shard_ended", {"shard": SHARD})
+        DigestEvent("info", "kcl.shard_ended", {"shard": SHARD})
     ]
     assert shown(digest.take(LogEvent("debug", task, f"{left}REQUESTED"), 0)) == []
     (line,) = shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0))
@@ -176,7 +176,7 @@ def test_a_known_fault_is_a_sentence_with_advice(text: str, what: str) -> None:
 def test_a_template_is_shown_once_a_minute_with_the_number_of_those_between() -> None:
     digest = Digest()
 
-    def take(number: int, now: float) -> list[Line]:
+    def take(number: int, now: float) -> list[DigestEvent]:
         return digest.due(now) + shown(
             digest.take(error("Any", f"attempt {number} on shardId-{number:012}"), now)
         )
