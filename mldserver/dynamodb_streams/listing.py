@@ -21,6 +21,8 @@ _GONE_SECONDS: Final = 5.0
 """For how long every answer must lack a shard before AWS is asked for it by its name."""
 _EXISTS_SECONDS: Final = 120.0
 """For how long a shard that AWS knows by its name is expected in an answer, before it is read without a parent."""
+_NO_SUCH_ID: Final = "ValidationException"
+"""What emulators answer for a shard that they do not know."""
 AGAIN_SECONDS: Final = 1.0
 """Between two listings while a shard is unresolved."""
 
@@ -48,30 +50,33 @@ class Listing:
         self.status = described.status
         new = self.tree.learn(described.shards, whole=True)
         if described.shards:
-            await self._resolve()
+            await self._resolve(api)
         return new
 
     async def children(self, shard_id: str) -> tuple[str, ...]:
         """Ask for the children of a shard; return those that are new. Raises OperatorError."""
         return self.tree.learn(await self._api.children(self.arn, shard_id), whole=False)
 
-    async def _resolve(self) -> None:
+    async def _resolve(self, api: StreamsApi) -> None:
         """Find out what became of shards that an answer has just left out again."""
         now_ms = self._clock.steady_ms()
         self._missing_ms = {name: self._missing_ms.get(name, now_ms) for name in self.tree.unresolved()}
         waited = {name: (now_ms - since_ms) / 1000 for name, since_ms in self._missing_ms.items()}
         due = [name for name, seconds in waited.items() if seconds >= _GONE_SECONDS]
         async with asyncio.TaskGroup() as group:
-            asked = {name: group.create_task(self._is_known(name)) for name in due}
+            asked = {name: group.create_task(self._is_known(api, name)) for name in due}
         for name, known in asked.items():
             if not known.result():
                 self.tree.gone(name)
             elif waited[name] >= _EXISTS_SECONDS:
                 self.tree.exists(name)
 
-    async def _is_known(self, shard_id: str) -> bool:
+    async def _is_known(self, api: StreamsApi, shard_id: str) -> bool:
+        """Return whether a shard may exist. Expired credentials, or no answer, do not say that it is gone."""
         try:
-            await self._api.iterator(self.arn, shard_id, TRIM_HORIZON)
-        except (ShardGone, Trimmed, OperatorError):  # emulators refuse such a request
+            await api.iterator(self.arn, shard_id, TRIM_HORIZON)
+        except (ShardGone, Trimmed):
             return False
+        except OperatorError as error:
+            return error.where.get("aws") != _NO_SUCH_ID
         return True

@@ -588,6 +588,17 @@ async def test_a_shard_whose_parent_aws_knows_and_never_lists_is_read_behind_it(
 
 
 @virtual
+async def test_a_parent_is_not_gone_because_aws_refuses_the_credentials(scene: Scene) -> None:
+    scene.put("1")
+    (child,) = scene.fake.split(scene.root, children=1)
+    scene.put("2", shard=child)
+    scene.fake.shards[scene.root].visible_ms = scene.clock.steady_ms() + 12_000
+    scene.fake.fail("GetShardIterator", "AccessDeniedException", shard_id=scene.root)
+    async with scene.stream() as stream:
+        assert await scene.within(stream, 30) == ["1", "2"]
+
+
+@virtual
 async def test_a_stream_that_lists_no_shard_is_not_opened(scene: Scene) -> None:
     scene.fake.shards[scene.root].visible_ms = 10**12
     with pytest.raises(NotThereYet, match="lists no shard"):
