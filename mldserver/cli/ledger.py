@@ -42,7 +42,7 @@ from mldserver.ledger.book import Book
 from mldserver.ledger.contract import WindowState
 from mldserver.ledger.sqlite import SqliteStore, go_on_from
 from mldserver.ledger.sqlite_file import check_tables, copy_whole, pipeline_of
-from mldserver.output.layout import PRIVATE
+from mldserver.output.layout import OUTPUTS, PRIVATE, SEGMENTS, STAGING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
+_OURS: Final = (f"{SEGMENTS}/", f"{STAGING}/", f"{OUTPUTS}/")
+"""How the names begin of all files that a ledger may count on. What it names a server deletes at some time."""
+
 _TRIES: Final = 20
 """How often the ledger is copied again because a server deleted files that the last copy names; each time fewer."""
 
@@ -416,10 +419,12 @@ def _check_names(state: LedgerState, named: Iterable[str]) -> None:
     """Raise OperatorError unless all names stay in the folders that servers write into."""
     ids = {*state.windows, *(segment.window_id for segment in state.late_segments)}
     wrong = [name for name in sorted(ids) if "/" in name or not _is_name(name)]
-    for path in named:
-        below = path.removeprefix(f"{PRIVATE}/")
-        if below == path or not all(map(_is_name, below.split("/"))):
-            wrong.append(path)
+    stagings = (entry.staging for entry in state.windows.values() if entry.staging is not None)
+    wrong += [
+        path
+        for path in (*named, *stagings)
+        if not (path.startswith(_OURS) and all(map(_is_name, path.split("/"))))
+    ]
     if wrong:
         raise _untrusted(f"its ledger names {wrong[0]!r}, which is not in a server's own folders")
 

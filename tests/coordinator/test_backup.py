@@ -305,6 +305,11 @@ def only_segment(backup: Path) -> Path:
             """,
             "names '_mldserver/staging/x/1/../../../../evil.parquet'",
         ),
+        ("UPDATE segments SET path = '_mldserver/owner.json'", "names '_mldserver/owner.json'"),
+        (
+            "UPDATE windows SET state = 'committed', attempt = 1, revision = 2, staging = '../../evil', files = '[]'",
+            "names '../../evil'",
+        ),
         ("UPDATE segments SET bytes = bytes + 1", "and the ledger tells of 2 and"),
         ("UPDATE segments SET rows = 3", "has 2 rows and"),
         (
