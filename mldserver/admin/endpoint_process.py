@@ -48,7 +48,7 @@ _MEMORY_BYTES: Final = 512 * 2**20
 _DESCRIPTORS: Final = 512
 
 
-class Child:
+class EndpointChild:
     """The endpoint's side of the channel."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> None:
     limit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
     end = socket.socket(fileno=int(arguments[0]))
     end.set_inheritable(False)
-    uvloop.run(Child(end).run())
+    uvloop.run(EndpointChild(end).run())
 
 
 def limit(kind: int, most: int) -> None:

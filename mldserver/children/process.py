@@ -55,7 +55,7 @@ class Lines:
         return self.feed(b"\n") if self._begun else []
 
 
-class Output:
+class ChildOutput:
     """The read end of a pipe, on the event loop: what a child prints, within bounds, line by line.
 
     A flood is slowed, not followed: once its lines are too many the pipe is left alone for a while, and whoever floods it
@@ -122,7 +122,7 @@ class ChildProcess:
     """A process that has begun. ``close`` must be awaited in the end, whatever happens."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, outputs: Sequence[Output], end: socket.socket | None
+        self, process: asyncio.subprocess.Process, outputs: Sequence[ChildOutput], end: socket.socket | None
     ) -> None:
         self._process = process
         self.pid = process.pid
@@ -147,7 +147,7 @@ class ChildProcess:
         """Start a process. Raises OSError.
 
         ``output`` takes the lines of its standard output and standard error: each, or both together when it is one (see
-        ``Output``). ``talks``: it gets one end of a socket pair, whose number is its last argument.
+        ``ChildOutput``). ``talks``: it gets one end of a socket pair, whose number is its last argument.
         ``keep``: files of this process that it inherits too.
         """
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as failed:
@@ -161,7 +161,7 @@ class ChildProcess:
             outputs, pipes = [], []
             for take in output:
                 reading, writing = os.pipe()
-                outputs.append(Output(reading, take))
+                outputs.append(ChildOutput(reading, take))
                 failed.callback(outputs[-1].close)
                 undo.callback(os.close, writing)
                 pipes.append(writing)

@@ -86,7 +86,7 @@ def play(
     from mldserver.testing import playground  # noqa: PLC0415  # see above
 
     began = time.monotonic()
-    show: Departures | Shop = Shop() if source == "dynamodb" else Departures()
+    show: Departures | ShopDemo = ShopDemo() if source == "dynamodb" else Departures()
     folder = playground.fresh_folder(out, "demo")
     settings = playground.play_settings(show.handler, folder, environ=os.environ, folder=working_directory())
     console.print(show.intro, soft_wrap=True)
@@ -149,7 +149,7 @@ class Departures:
         return f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), *ends
 
 
-class Shop:
+class ShopDemo:
     """A day of a shop, through the stream of its table."""
 
     handler: Final = "handlers.shop"
@@ -192,7 +192,7 @@ class Shop:
         return f"{start:%Y-%m-%d %H:%M}", f"{orders:,}", f"{revenue:,}", seller
 
 
-def windows_table(show: Departures | Shop, rows: pa.Table) -> Table:
+def windows_table(show: Departures | ShopDemo, rows: pa.Table) -> Table:
     """Return the windows as a table for people."""
     from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
 

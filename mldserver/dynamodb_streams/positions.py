@@ -47,7 +47,7 @@ _DIGITS: Final = re.compile("[0-9]{1,100}")
 _ADVICE: Final = "Give trim_horizon, latest, a time with its offset (2026-11-22T18:00:00Z), or a token."
 
 
-class ShardPosition(NamedTuple):
+class ReadPosition(NamedTuple):
     """Where one shard was read up to."""
 
     id: str
@@ -64,7 +64,7 @@ class Token:
 
     stream: str
     """The stream's ARN. A table whose stream is disabled and enabled again has another."""
-    shards: tuple[ShardPosition, ...]
+    shards: tuple[ReadPosition, ...]
     """Those that are being read; all others are their ancestors, have yet to be, or are new."""
     since_ms: int | None = None
     """The time at which reading began, if it did at one: shards that turn up later count from there."""
@@ -156,7 +156,7 @@ def _parse_token(text: str) -> Token:
     return Token(stream, positions, _ms(token.get("since")))
 
 
-def _parse_shard(entry: Any) -> ShardPosition:
+def _parse_shard(entry: Any) -> ReadPosition:
     if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
         raise _damaged(f"{entry!r} is no shard")
     shard_id, parent, time_ms = entry["id"], entry.get("parent"), _ms(entry.get("time"))
@@ -164,16 +164,16 @@ def _parse_shard(entry: Any) -> ShardPosition:
         raise _damaged(f"shard {shard_id} has the parent {parent!r}")
     match entry.get("iterator"):
         case "TRIM_HORIZON":
-            return ShardPosition(shard_id, parent, TRIM_HORIZON, time_ms)
+            return ReadPosition(shard_id, parent, TRIM_HORIZON, time_ms)
         case "AT_TIMESTAMP" if time_ms is not None:
-            return ShardPosition(shard_id, parent, Since(time_ms))
+            return ReadPosition(shard_id, parent, Since(time_ms))
         case ("AT_SEQUENCE_NUMBER" | "AFTER_SEQUENCE_NUMBER") as name:
             number = entry.get("sequence_number")
             if not isinstance(number, str) or not _DIGITS.fullmatch(number):
                 raise _damaged(
                     f"shard {shard_id} has the sequence number {number!r}: it must be a text of digits"
                 )
-            return ShardPosition(shard_id, parent, _NUMBERED[name](int(number)), time_ms)
+            return ReadPosition(shard_id, parent, _NUMBERED[name](int(number)), time_ms)
         case other:
             raise _damaged(f"shard {shard_id} has the iterator {other!r}, or lacks its time")
 

@@ -25,7 +25,7 @@ from mldserver.base.clock import SystemClock
 from mldserver.change import Change
 from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.merge import Merge
-from mldserver.dynamodb_streams.positions import ShardPosition, Token, parse_position
+from mldserver.dynamodb_streams.positions import ReadPosition, Token, parse_position
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
 from mldserver.dynamodb_streams.shard_tree import (
     LATEST,
@@ -208,7 +208,7 @@ class _StreamReading:
         self._listing = Listing(api, arn, clock=clock)
         self._tree = self._listing.tree
         self._merge: Merge[Record] = Merge()
-        self._positions: dict[str, ShardPosition] = {}
+        self._positions: dict[str, ReadPosition] = {}
         """Of the shards that are read, and of those that were read to their end and whose children are not open yet."""
         self._since_ms: int | None = None
         self._latest: set[str] = set()
@@ -326,7 +326,7 @@ class _StreamReading:
                     advice="If it was disabled for a day, nothing is left of it. Else try again.",
                 )
             await self._clock.sleep(AGAIN_SECONDS)
-        shards: tuple[ShardPosition, ...] = ()
+        shards: tuple[ReadPosition, ...] = ()
         match position:
             case Token():
                 self._since_ms, shards = position.since_ms, position.shards
@@ -431,7 +431,7 @@ class _StreamReading:
                 del self._positions[name]
         return [self._readers[name] for name in new]
 
-    def _first(self, shard_id: str) -> ShardPosition:
+    def _first(self, shard_id: str) -> ReadPosition:
         """Return where a shard begins that was never read.
 
         A parent that was read and has nothing as late as the time that was asked for leaves that to its children.
@@ -441,9 +441,9 @@ class _StreamReading:
         if parent in self._positions:
             before = self._positions[parent]
             start = before.start if isinstance(before.start, Since) else TRIM_HORIZON
-            return ShardPosition(shard_id, parent, start, before.effective_ms)
+            return ReadPosition(shard_id, parent, start, before.effective_ms)
         since_ms = self._since_ms
-        return ShardPosition(shard_id, parent, TRIM_HORIZON if since_ms is None else Since(since_ms))
+        return ReadPosition(shard_id, parent, TRIM_HORIZON if since_ms is None else Since(since_ms))
 
     # How one shard is read.
 

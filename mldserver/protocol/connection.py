@@ -138,7 +138,7 @@ class MLDConnection:
         """Take the first ``size`` bytes (default: all) of ``data`` from the peer; ``data`` may be used again afterwards.
 
         Returns how many bytes of an incomplete line are held now. Never raises: what is wrong with them ends this
-        connection, with Failed.
+        connection, with ConnectionFailed.
         """
         framer = self._framer
         lines = [] if self.state is State.CLOSED else framer.feed(data, size)
@@ -343,10 +343,10 @@ class MLDConnection:
                     "shard's children until the JVM restarts.",
                     advice="The JVM exits now; its supervisor must restart it. Look for the cause in its log.",
                 )
-                tell(ev.Failed(failed))
+                tell(ev.ConnectionFailed(failed))
             case _:
                 assert error is not None, "what fails has an error"
-                tell(ev.Failed(error))
+                tell(ev.ConnectionFailed(error))
 
     def _start(self, name: Timer, seconds: float) -> None:
         self._timers.add(name)

@@ -41,7 +41,7 @@ class CloseReason(enum.StrEnum):
     CLOSED = "closed"
     """Our side closed without an error, e.g. because the server stops."""
     FAILED = "failed"
-    """An error, told by the Failed event before."""
+    """An error, told by the ConnectionFailed event before."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class CheckpointsStopped(msgspec.Struct, frozen=True):
     position: Sequence | None
 
 
-class Failed(msgspec.Struct, frozen=True):
+class ConnectionFailed(msgspec.Struct, frozen=True):
     """The connection ends because of an error; Closed follows."""
 
     error: MldserverError
@@ -127,7 +127,7 @@ Event = (
     | CheckpointRetrying
     | CheckpointFailed
     | CheckpointsStopped
-    | Failed
+    | ConnectionFailed
     | OutputEnded
     | Closed
     | StartTimer

@@ -22,7 +22,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.errors import PeerError
 from mldserver.protocol.messages import ProcessRecords, Version
 from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine, outcome_of
-from mldserver.sources.inflight import Batch, UnderWay
+from mldserver.sources.inflight import InflightBatch, UnderWay
 from mldserver.sources.link import CheckpointOutcome
 from mldserver.sources.progress_log import Progress
 
@@ -107,7 +107,7 @@ class Batches:
             early=early,
             clock=clock,
         )
-        self._owed: Batch[_BatchDone] | None = None
+        self._owed: InflightBatch[_BatchDone] | None = None
         """The last batch, if it is begun and the daemon waits for it: ``process`` is to answer, once the task takes over."""
         self._quick = False
         """Whether the last batch that the runtime worked on by itself was soon done."""
@@ -163,7 +163,7 @@ class Batches:
                     return True
             elif first:
                 intake.began(received_ms)
-            batch: Batch[_BatchDone] = Batch(
+            batch: InflightBatch[_BatchDone] = InflightBatch(
                 line, size, received_ms, begun=outcome, after=delivery.after, taken=taken
             )
             if first:
@@ -333,7 +333,7 @@ class Batches:
         intake.checkpointed(position)
         return position
 
-    async def _work(self, batch: Batch[_BatchDone]) -> _BatchDone:
+    async def _work(self, batch: InflightBatch[_BatchDone]) -> _BatchDone:
         """Take one batch through handler and coordinator; return when the daemon may be answered."""
         shard, began_ms = self.opened, self._clock.steady_ms()
         intake = shard.intake
@@ -392,7 +392,7 @@ class Batches:
         )
 
 
-def _overlaps(shard: OpenShard, batch: Batch[_BatchDone], outcome: BatchOutcome) -> bool:
+def _overlaps(shard: OpenShard, batch: InflightBatch[_BatchDone], outcome: BatchOutcome) -> bool:
     """Whether a batch that was begun behind others has records of theirs: it is to be worked on again, without them."""
     first, after = outcome.outline.first, shard.intake.after
     return first is not None and after is not None and first <= after and batch.after != after

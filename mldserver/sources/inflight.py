@@ -83,7 +83,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
-class Batch(Generic[_T]):
+class InflightBatch(Generic[_T]):
     """A batch from its receipt until its work is done."""
 
     line: Line
@@ -127,9 +127,9 @@ class UnderWay(Generic[_T]):
 
     def __init__(
         self,
-        work: Callable[[Batch[_T]], Awaitable[_T]],
+        work: Callable[[InflightBatch[_T]], Awaitable[_T]],
         *,
-        late: Callable[[Batch[_T], _T], None],
+        late: Callable[[InflightBatch[_T], _T], None],
         failed: Callable[[Exception], None],
         hold: Callable[[int], None],
         has_room: Callable[[], bool],
@@ -152,7 +152,7 @@ class UnderWay(Generic[_T]):
         self._goes_on = goes_on
         self._early = early
         self._clock = clock
-        self.batches: list[Batch[_T]] = []
+        self.batches: list[InflightBatch[_T]] = []
         """In order; read only."""
         self.bytes = 0
         """What their lines take; read only."""
@@ -167,7 +167,7 @@ class UnderWay(Generic[_T]):
         self.incomplete = False
         """Whether something of what was submitted was not taken, and will not be: none of what follows it may be."""
 
-    def add(self, batch: Batch[_T]) -> None:
+    def add(self, batch: InflightBatch[_T]) -> None:
         """Put a batch behind those that are under way."""
         self.batches.append(batch)
         self.bytes += batch.size
@@ -198,12 +198,14 @@ class UnderWay(Generic[_T]):
         if self._over:
             self._hold(-len(line))
             raise RuntimeError("batches were given up, or have failed: none may follow them")
-        batch: Batch[_T] = Batch(line, len(line), received_ms, asyncio.get_running_loop().create_future())
+        batch: InflightBatch[_T] = InflightBatch(
+            line, len(line), received_ms, asyncio.get_running_loop().create_future()
+        )
         self.add(batch)
         self.go_on()
         return await self.answer(batch)
 
-    async def answer(self, batch: Batch[_T]) -> _T | None:
+    async def answer(self, batch: InflightBatch[_T]) -> _T | None:
         """Return what the work on a batch came to, or None when the daemon is to be answered while it goes on.
 
         Raises what the work raises.
@@ -250,7 +252,7 @@ class UnderWay(Generic[_T]):
             await asyncio.wait({self._worker})
         return self.give_up()
 
-    def free(self, batch: Batch[_T]) -> None:
+    def free(self, batch: InflightBatch[_T]) -> None:
         """Note that a batch's line is not needed any more."""
         if batch.held:
             batch.held = False
@@ -270,7 +272,7 @@ class UnderWay(Generic[_T]):
         self.idle.set()
         return len(given_up)
 
-    async def _see_to(self, batch: Batch[_T]) -> None:
+    async def _see_to(self, batch: InflightBatch[_T]) -> None:
         try:
             result = await self._work(batch)
         except Exception as error:  # noqa: BLE001  # passed on to whoever can end the connection by it

@@ -297,7 +297,7 @@ class Link(asyncio.BufferedProtocol):
             case ev.CheckpointsStopped(position):
                 self.log.warning("checkpoint.stopped", sequence=str(position or _ALL))
                 self._resolve(CheckpointOutcome.STOPPED)
-            case ev.Failed(error):
+            case ev.ConnectionFailed(error):
                 self._tell_failed(error)
             case ev.OutputEnded():
                 self._end_output()

@@ -67,7 +67,7 @@ class Habits:
 
 
 @dataclass(slots=True)
-class ShardSession:
+class DaemonSession:
     """Delivers one shard from its checkpoint until the lease is lost, the shard ends, or something breaks."""
 
     core: DaemonShard

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mldserver.base.clock import SystemClock
 from mldserver.testing.daemon import DaemonShard, JvmExit, NoServer
-from mldserver.testing.daemon_session import DaemonHangs, Habits, ShardSession
+from mldserver.testing.daemon_session import DaemonHangs, DaemonSession, Habits
 from mldserver.testing.fake_stream import LeaseTable, Place
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class FakeMLD:
         self._grace = shutdown_grace_seconds
         self._stop_at_end = stop_at_end
         self._keep_history = keep_history
-        self._sessions: dict[str, ShardSession] = {}
+        self._sessions: dict[str, DaemonSession] = {}
         self._blocked: set[str] = set()
         self._violations: list[str] = []
         self._plans: list[tuple[int, Callable[[], None]]] = []
@@ -250,13 +250,13 @@ class FakeMLD:
                 raise _Stopped
             await self._clock.sleep(self.habits.idle_seconds)
 
-    def _seat(self, shard_id: str) -> ShardSession:
+    def _seat(self, shard_id: str) -> DaemonSession:
         life, token = self.life, self.leases.take(shard_id)
 
         def note(direction: str, text: str) -> None:
             self.history.append(Line(shard_id, life, direction, text))
 
-        return ShardSession(
+        return DaemonSession(
             DaemonShard(
                 shard_id,
                 form=self.habits.form,
@@ -273,7 +273,7 @@ class FakeMLD:
             on_batch=self._count,
         )
 
-    async def _attend(self, session: ShardSession) -> None:
+    async def _attend(self, session: DaemonSession) -> None:
         try:
             await session.run()
         finally:

@@ -44,7 +44,7 @@ class StreamRecord:
 
 
 @dataclass(slots=True)
-class StreamShard:
+class FakeStreamShard:
     """One shard; closed once it was split, merged or the stream ended."""
 
     id: str
@@ -70,7 +70,7 @@ class FakeStream:
         self._now_ms = start_ms
         self.tip_ms: Callable[[], int] | None = None
         """The time now: what arrives later, in a shard whose arrival times ascend, is not there yet. None: all is."""
-        self.shards: dict[str, StreamShard] = {}
+        self.shards: dict[str, FakeStreamShard] = {}
         borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
         for low, high in itertools.pairwise(borders):
             self._add_shard((), low, high - 1)
@@ -195,7 +195,7 @@ class FakeStream:
 
     def _place(
         self, partition_key: str | None, shard_id: str | None, arrival_ms: int | None
-    ) -> tuple[StreamShard, str, int]:
+    ) -> tuple[FakeStreamShard, str, int]:
         """Return the shard that takes a record, the record's sequence number, and when it arrives."""
         if shard_id is not None:
             shard = self._open(shard_id)
@@ -209,7 +209,7 @@ class FakeStream:
         self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
         return shard, str(self._next_number), self._now_ms if arrival_ms is None else arrival_ms
 
-    def _open(self, shard_id: str) -> StreamShard:
+    def _open(self, shard_id: str) -> FakeStreamShard:
         shard = self.shards[shard_id]
         if shard.closed:
             raise ValueError(f"{shard_id} is closed")
@@ -217,7 +217,7 @@ class FakeStream:
 
     def _add_shard(self, parents: tuple[str, ...], first_hash: int, last_hash: int) -> str:
         shard_id = f"shardId-{len(self.shards):012d}"
-        self.shards[shard_id] = StreamShard(shard_id, parents, first_hash, last_hash)
+        self.shards[shard_id] = FakeStreamShard(shard_id, parents, first_hash, last_hash)
         return shard_id
 
 

@@ -47,7 +47,7 @@ _PASSING_BY_ACTION: Final[dict[str, tuple[str, ...]]] = {
 _TARGET: Final = "DynamoDBStreams_20120810."
 
 
-class Answer(NamedTuple):
+class HTTPAnswer(NamedTuple):
     """What a request is answered with; status 0: the connection breaks instead."""
 
     status: int
@@ -64,7 +64,7 @@ class Call(NamedTuple):
     steady_ms: int
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """An error that AWS answers with."""
 
 
@@ -133,7 +133,7 @@ class FakeStreams(FakeTable):
 
     # What is asked.
 
-    def answer(self, action: str, request: Mapping[str, Any]) -> Answer:
+    def answer(self, action: str, request: Mapping[str, Any]) -> HTTPAnswer:
         """Answer a request as AWS would: both are JSON values."""
         place = request
         if action == "GetRecords":
@@ -143,7 +143,7 @@ class FakeStreams(FakeTable):
         seconds = self.slow.get(shard_id or "", 0.0) if action == "GetRecords" else 0.0
         fault = self._fault(action, shard_id, place)
         if fault == "disconnect":
-            return Answer(0, {}, seconds)
+            return HTTPAnswer(0, {}, seconds)
         body: dict[str, Any] = {}
         code: str | None = None
         try:
@@ -158,12 +158,12 @@ class FakeStreams(FakeTable):
                     body = self._get_records(place, request, empty=fault == "empty")
                 case other:
                     code, message = other, "this was scripted, or is no action"
-        except Refused as refused:
+        except RequestRejected as refused:
             code, message = refused.args
         if code is not None:
             body = {"__type": f"com.amazonaws.dynamodb.v20120810#{code}", "message": message}
-            return Answer(500 if code == "InternalServerError" else 400, body, seconds)
-        return Answer(200, body, seconds)
+            return HTTPAnswer(500 if code == "InternalServerError" else 400, body, seconds)
+        return HTTPAnswer(200, body, seconds)
 
     def _list_streams(self, request: Mapping[str, Any]) -> dict[str, Any]:
         streams = self.streams if request.get("TableName", self.table) == self.table else []
@@ -218,9 +218,11 @@ class FakeStreams(FakeTable):
         else:
             number = int(request["SequenceNumber"])
             if number <= shard.trimmed:
-                raise Refused("TrimmedDataAccessException", f"{number} is beyond the trim horizon")
+                raise RequestRejected("TrimmedDataAccessException", f"{number} is beyond the trim horizon")
             if not shard.first <= number <= shard.number:
-                raise Refused("ValidationException", f"Invalid SequenceNumber {number} for {shard.id}")
+                raise RequestRejected(
+                    "ValidationException", f"Invalid SequenceNumber {number} for {shard.id}"
+                )
             after = number - (kind == "AT_SEQUENCE_NUMBER")
         return {"ShardIterator": self._packed(request["StreamArn"], shard, after, kind)}
 
@@ -234,9 +236,9 @@ class FakeStreams(FakeTable):
         shard = self._shard(place["stream"], place["shard"])
         after = int(place["after"])
         if self.clock.steady_ms() - place["made"] >= _ITERATOR_MS:
-            raise Refused("ExpiredIteratorException", "The iterator is older than 15 minutes")
+            raise RequestRejected("ExpiredIteratorException", "The iterator is older than 15 minutes")
         if after < shard.trimmed:
-            raise Refused("TrimmedDataAccessException", f"{after} is beyond the trim horizon")
+            raise RequestRejected("TrimmedDataAccessException", f"{after} is beyond the trim horizon")
         first = bisect.bisect_right(shard.records, after, key=_number)
         limit = 0 if empty else min(self.page_records, _limit("GetRecords", request))
         records = shard.records[first : first + limit]
@@ -256,12 +258,14 @@ class FakeStreams(FakeTable):
         for stream in self.streams:
             if stream.arn == arn:
                 return stream
-        raise Refused("ResourceNotFoundException", f"Requested resource not found: Stream: {arn} not found")
+        raise RequestRejected(
+            "ResourceNotFoundException", f"Requested resource not found: Stream: {arn} not found"
+        )
 
     def _shard(self, arn: str, shard_id: str) -> FakeShard:
         shard = self._stream(arn).shards.get(shard_id)
         if shard is None or shard.gone:
-            raise Refused(
+            raise RequestRejected(
                 "ResourceNotFoundException", f"Requested resource not found: Shard: {shard_id} not found"
             )
         return shard
@@ -334,7 +338,7 @@ def _limit(action: str, request: Mapping[str, Any]) -> int:
     highest = _HIGHEST_LIMITS[action]
     limit: int = request.get("Limit", highest)
     if not 1 <= limit <= highest:
-        raise Refused("ValidationException", f"Limit must be between 1 and {highest}")
+        raise RequestRejected("ValidationException", f"Limit must be between 1 and {highest}")
     return limit
 
 

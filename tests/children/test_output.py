@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.children import process
-from mldserver.children.process import LONGEST_LINE, Lines, Output
+from mldserver.children.process import LONGEST_LINE, ChildOutput, Lines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ class Pipe:
         reader, self.writer = os.pipe()
         self.lines: list[str] = []
         self.most = 10**9
-        self.output = Output(reader, self._take)
+        self.output = ChildOutput(reader, self._take)
 
     def _take(self, lines: list[str]) -> bool:
         self.lines += lines

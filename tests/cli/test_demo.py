@@ -18,7 +18,7 @@ from rich.console import Console
 from support.spark_classes import spark_cache
 
 from mldserver.cli import demo
-from mldserver.cli.demo import Departures, Shop, Source, phase, play, windows_table
+from mldserver.cli.demo import Departures, ShopDemo, Source, phase, play, windows_table
 from mldserver.testing import LocalEngine, playground, shop
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def test_a_shops_changes_come_to_what_is_left_in_its_table(
 
 
 def test_windows_that_do_not_come_to_what_is_in_the_table_are_no_success(tmp_path: Path) -> None:
-    show = Shop()
+    show = ShopDemo()
     settings = playground.play_settings(show.handler, tmp_path, environ={}, folder=tmp_path)
     show.prepared(settings, LocalEngine()).table.put({"id": "a", "total": Decimal("2.40")})
     right = pa.table({"orders": [2, -1], "revenue": [Decimal("4.80"), Decimal("-2.40")]})

@@ -6,7 +6,7 @@ import pytest
 
 from mldserver.dynamodb_streams.positions import (
     Beginning,
-    ShardPosition,
+    ReadPosition,
     Token,
     inherited,
     storable,
@@ -69,7 +69,7 @@ def test_a_time_is_looked_for_in_closed_shards_too() -> None:
 
 
 def test_a_token_leaves_out_the_ancestors_of_its_shards_and_nothing_else() -> None:
-    shards = (ShardPosition("parent", "grandparent", After(12)), ShardPosition("gone", None, At(3)))
+    shards = (ReadPosition("parent", "grandparent", After(12)), ReadPosition("gone", None, At(3)))
     beginning = Beginning.of(Token("arn", shards))
     marked = tree()
     beginning.mark(marked)
@@ -117,7 +117,7 @@ def test_a_root_begins_with_its_oldest_record_unless_others_have_just_begun_at_a
 
 def test_a_position_is_a_beginning_and_a_tokens_new_shards_begin_at_its_time() -> None:
     assert Beginning.of(LATEST) == Beginning(LATEST)
-    shards = (ShardPosition("a", None, After(5)), ShardPosition("b", "z", At(7)))
+    shards = (ReadPosition("a", None, After(5)), ReadPosition("b", "z", At(7)))
     beginning = Beginning.of(token := Token("arn", shards))
     assert (beginning.shards, beginning.token) == ({"a": After(5), "b": At(7)}, token)
     assert beginning.start("c", found_ms=None) is TRIM_HORIZON

@@ -11,7 +11,7 @@ import pytest
 from coordinator.pipeline import Crash, Faults
 from dynamodb_streams.direct import Stream
 
-from mldserver.dynamodb_streams.positions import Beginning, ShardPosition, Token
+from mldserver.dynamodb_streams.positions import Beginning, ReadPosition, Token
 from mldserver.dynamodb_streams.shard_tree import LATEST, After
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ async def test_a_token_does_not_bring_old_shards_again_while_a_listing_is_incomp
         chain += stream.fake.split(chain[-1], children=1)
     last = chain[-1]
     begin = After(int(stream.fake.shards[last].first))
-    token = Token(stream.fake.arn, (ShardPosition(last, chain[-2], begin),))
+    token = Token(stream.fake.arn, (ReadPosition(last, chain[-2], begin),))
     for shard in chain[1:3]:
         stream.fake.shards[shard].visible_ms = stream.clock.steady_ms() + 60_000
     if restart:

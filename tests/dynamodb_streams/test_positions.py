@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.dynamodb_streams.positions import ShardPosition, Token, parse_position
+from mldserver.dynamodb_streams.positions import ReadPosition, Token, parse_position
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
 from mldserver.errors import ConfigError
 
@@ -22,10 +22,10 @@ NUMBER = 495_000_000_000_000_000_000_123
 TOKEN = Token(
     ARN,
     (
-        ShardPosition("shardId-1", None, After(NUMBER), NOON_MS),
-        ShardPosition("shardId-2", "shardId-0", TRIM_HORIZON, NOON_MS - 1),
-        ShardPosition("shardId-3", "shardId-0", Since(NOON_MS + 1)),
-        ShardPosition("shardId-4", "shardId-0", At(7)),
+        ReadPosition("shardId-1", None, After(NUMBER), NOON_MS),
+        ReadPosition("shardId-2", "shardId-0", TRIM_HORIZON, NOON_MS - 1),
+        ReadPosition("shardId-3", "shardId-0", Since(NOON_MS + 1)),
+        ReadPosition("shardId-4", "shardId-0", At(7)),
     ),
     NOON_MS + 1,
 )
@@ -112,13 +112,13 @@ def test_a_token_is_read_back_as_it_was() -> None:
 
 
 positions = st.builds(
-    ShardPosition,
+    ReadPosition,
     st.text(min_size=1),
     st.none() | st.text(),
     st.just(TRIM_HORIZON) | st.builds(At, st.integers(0, 10**40)) | st.builds(After, st.integers(0, 10**40)),
     st.none() | st.integers(0, 10**13),
 ) | st.builds(
-    ShardPosition, st.text(min_size=1), st.none(), st.builds(Since, st.integers(0, 10**13)), st.none()
+    ReadPosition, st.text(min_size=1), st.none(), st.builds(Since, st.integers(0, 10**13)), st.none()
 )
 
 
@@ -126,7 +126,7 @@ positions = st.builds(
     shards=st.lists(positions, min_size=1, unique_by=lambda position: position.id),
     since=st.none() | st.integers(0, 10**13),
 )
-def test_every_token_is_read_back_as_it_was(shards: list[ShardPosition], since: int | None) -> None:
+def test_every_token_is_read_back_as_it_was(shards: list[ReadPosition], since: int | None) -> None:
     token = Token(ARN, tuple(shards), since)
     assert parse_position(str(token)) == token
 

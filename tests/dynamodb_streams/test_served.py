@@ -11,7 +11,7 @@ import pytest
 from support.serving import no_aws, quick, serving, until
 
 from mldserver.config.resolve import resolve
-from mldserver.dynamodb_streams.positions import ShardPosition, Token
+from mldserver.dynamodb_streams.positions import ReadPosition, Token
 from mldserver.dynamodb_streams.shard_tree import After
 from mldserver.errors import ConfigError
 from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
@@ -147,7 +147,7 @@ async def test_a_token_in_a_file_says_where_a_pipeline_begins(tmp_path: Path, ha
     (shard,) = fake.shards
     numbers = [fake.put({"id": number}) for number in range(10)]
     after = After(int(numbers[6]["dynamodb"]["SequenceNumber"]))  # type: ignore[index]  # each changed something
-    (tmp_path / "token.json").write_text(str(Token(fake.arn, (ShardPosition(shard, None, after),))))
+    (tmp_path / "token.json").write_text(str(Token(fake.arn, (ReadPosition(shard, None, after),))))
     for closed in fake.shards.values():
         closed.closed = True
     async with fake.serving() as url:
@@ -162,7 +162,7 @@ async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
     tmp_path: Path, handler: str, begin: str, logged: list[dict[str, Any]]
 ) -> None:
     fake = FakeStreams()
-    begin = str(Token(ARN, (ShardPosition("shardId-1", None, After(7)),))) if begin == "foreign" else begin
+    begin = str(Token(ARN, (ReadPosition("shardId-1", None, After(7)),))) if begin == "foreign" else begin
     async with fake.serving() as url:
         settings = reading(tmp_path / "out", handler, url, **{"from": begin})
         server = Server(settings, engine=LocalEngine())

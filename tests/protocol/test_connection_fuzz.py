@@ -29,7 +29,7 @@ def drive(connection: MLDConnection, log: list[Any]) -> None:
                 case ev.CheckpointStored() | ev.CheckpointFailed() | ev.CheckpointsStopped():
                     if connection.state is not State.CLOSED:
                         connection.answer()
-                case ev.Failed():
+                case ev.ConnectionFailed():
                     log.append(event)
                 case _:
                     pass
@@ -89,10 +89,10 @@ def test_whatever_the_peer_sends_nothing_raises_and_eof_closes(pieces: list[byte
     connection.receive_eof()
     assert connection.state is State.CLOSED
     statuses = [entry for entry in log if isinstance(entry, dict) and entry["action"] == "status"]
-    requests = [entry for entry in log if not isinstance(entry, dict | ev.Failed)]
+    requests = [entry for entry in log if not isinstance(entry, dict | ev.ConnectionFailed)]
     assert len(requests) - 1 <= len(statuses) <= len(requests)
     assert all(KEYS[entry["action"]] == set(entry) for entry in log if isinstance(entry, dict))
-    assert sum(isinstance(entry, ev.Failed) for entry in log) <= 1
+    assert sum(isinstance(entry, ev.ConnectionFailed) for entry in log) <= 1
 
 
 KEYS = {

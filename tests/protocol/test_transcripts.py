@@ -97,7 +97,7 @@ class Player:
             case ev.StartTimer(ev.Timer.CHECKPOINT_RETRY):
                 self.connection.timer_fired(ev.Timer.CHECKPOINT_RETRY)
             case _:
-                assert not isinstance(event, ev.Failed), event
+                assert not isinstance(event, ev.ConnectionFailed), event
 
     def write(self) -> bool:
         data = self.connection.data_to_send()

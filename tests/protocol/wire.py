@@ -78,7 +78,7 @@ class Wire:
         """Assert that the connection has just failed and closed, and return why."""
         told = [event for event in self.happened() if not isinstance(event, ev.StartTimer | ev.CancelTimer)]
         failed, closed = told[-2:]
-        assert isinstance(failed, ev.Failed)
+        assert isinstance(failed, ev.ConnectionFailed)
         assert type(failed.error) is error
         assert isinstance(closed, ev.Closed)
         assert closed.reason is CloseReason.FAILED

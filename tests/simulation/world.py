@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
 
     from mldserver.config.settings import Settings
-    from mldserver.testing.daemon_session import ShardSession
+    from mldserver.testing.daemon_session import DaemonSession
 
 LONGEST_SECONDS = 2 * 3600.0
 """A world that has not come to its end by then never will."""
@@ -70,7 +70,7 @@ class Daemon(FakeMLD):
         self._backoff = seconds
         self.kill()
 
-    def _seat(self, shard_id: str) -> ShardSession:
+    def _seat(self, shard_id: str) -> DaemonSession:
         self._backoff = 1.0
         for server in self.servers:
             server.unread = None

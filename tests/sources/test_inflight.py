@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.virtual_loop import LoopClock, VirtualLoop
 
-from mldserver.sources.inflight import Batch, EarlyAnswers, UnderWay
+from mldserver.sources.inflight import EarlyAnswers, InflightBatch, UnderWay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -47,7 +47,7 @@ class Bench:
     def seconds(self) -> float:
         return (self.clock.now_ms() - self.began_ms) / 1000
 
-    async def work(self, batch: Batch[str]) -> str:
+    async def work(self, batch: InflightBatch[str]) -> str:
         assert self.working == 0, "batches of one shard never overlap"
         self.working += 1
         try:

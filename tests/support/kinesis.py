@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.testing import FakeStream
-    from mldserver.testing.fake_stream import StreamShard
+    from mldserver.testing.fake_stream import FakeStreamShard
 
 _PAGE = 3
 """Shards a page."""
@@ -50,7 +50,7 @@ class FakeKinesis:
         return page if first + _PAGE >= len(shards) else page | {"NextToken": str(first + _PAGE)}
 
 
-def _described(shard: StreamShard) -> dict[str, Any]:
+def _described(shard: FakeStreamShard) -> dict[str, Any]:
     parents = dict(zip(("ParentShardId", "AdjacentParentShardId"), shard.parents, strict=False))
     numbers = {"StartingSequenceNumber": "1"} | ({"EndingSequenceNumber": "2"} if shard.closed else {})
     return {"ShardId": shard.id, "SequenceNumberRange": numbers} | parents

@@ -234,7 +234,7 @@ class Lineage:
             self._move(ancestor, Presence.ENDED, now_ms)
 
 
-class _Claim(NamedTuple):
+class _SeenOwner(NamedTuple):
     """A shard's owner, and the beat at which it was first seen to be."""
 
     owner: str
@@ -255,7 +255,7 @@ class Peers:
     _told: dict[str, ServerState] = field(init=False, default_factory=dict)
     """What each told last."""
     _looked_ms: int | None = field(init=False, default=None)
-    _claims: dict[str, _Claim] = field(init=False, default_factory=dict)
+    _claims: dict[str, _SeenOwner] = field(init=False, default_factory=dict)
 
     @property
     def serving(self) -> int:
@@ -281,7 +281,7 @@ class Peers:
             if shard.owner is not None and shard.owner in self._told and not shard.ended:
                 claim = claims.get(shard_id)
                 if claim is None or claim[:2] != (shard.owner, shard.epoch):
-                    claim = _Claim(shard.owner, shard.epoch, self._told[shard.owner].beat_ms)
+                    claim = _SeenOwner(shard.owner, shard.epoch, self._told[shard.owner].beat_ms)
                 self._claims[shard_id] = claim
 
     def counts(self, shard_id: str) -> bool:
