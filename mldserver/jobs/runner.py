@@ -171,7 +171,9 @@ class WindowRunner:
         """Windows that come next, each alone, with their output where it counts already."""
         self._company = _Company()
         self._slow: set[str] = set()
-        """Windows whose workers have been replaced, and end with them."""
+        """Windows whose hooks were slow; beside each one more worker goes on until it is done."""
+        self._relief = 0
+        """How many workers there are more than ``window_concurrency``."""
         self._workers: asyncio.TaskGroup | None = None
         self._engine.when_slow(self.relieve)
         self.took = Durations()
@@ -213,10 +215,12 @@ class WindowRunner:
 
     def relieve(self, window_id: str) -> None:
         """Let others go on beside a window whose hook is slow, and maybe hangs: as many more as run anyway, at most."""
-        if self._workers is not None and len(self._slow | {window_id}) <= self._policy.window_concurrency:
-            if window_id not in self._slow:
-                self._workers.create_task(self._work(), name="windows")
+        if self._workers is None or window_id in self._slow:
+            return
+        if len(self._slow) < self._policy.window_concurrency:
             self._slow.add(window_id)
+            self._relief += 1
+            self._workers.create_task(self._work(), name="windows")
 
     def oldest_seconds(self) -> float | None:
         """Return for how long the oldest window that is cut has waited to be published; None: none waits."""
@@ -241,17 +245,17 @@ class WindowRunner:
         while True:
             if not self._alone:
                 await self._take_group()
-            # Another worker may take what this one has left.
-            while self._alone:
+            # One at a time: another worker may take what this one has left.
+            if self._alone:
                 entry, committed = self._alone.popleft()
                 await self._go.wait()
                 self.unfinished[_key(entry)].begun_ms = self._clock.steady_ms()
                 with structlog.contextvars.bound_contextvars(window=entry.window_id):
                     await self._see_through(entry, committed)
                 self._end(entry)
-                if entry.window_id in self._slow:
-                    self._slow.remove(entry.window_id)
-                    return
+            if self._relief > len(self._slow) and not self._alone:
+                self._relief -= 1
+                return
 
     async def _take_group(self) -> None:
         """Take what is ready together from the queue, and leave in ``_alone`` what must run, or go on, alone."""
@@ -277,6 +281,7 @@ class WindowRunner:
             self._end(entries[window_id])
 
     def _end(self, entry: WindowEntry) -> None:
+        self._slow.discard(entry.window_id)
         self.unfinished.pop(_key(entry), None)
         if not self.unfinished:
             self._idle.set()

@@ -179,6 +179,28 @@ async def test_others_go_on_beside_a_window_whose_hook_is_slow(tmp_path: Path, l
     assert not pipeline.runner._slow, "nobody works any more"
 
 
+class HangsAWhile(LocalEngine):
+    """An engine in which the one window of a group that is left to compute hangs for a while."""
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        assert self.slow is not None
+        self.slow(jobs[0].window.id)
+        return await super().compute_group(jobs)
+
+
+async def test_when_the_job_of_a_group_was_slow_and_ends_its_relief_ends_too(tmp_path: Path) -> None:
+    pipeline = make(tmp_path, engine=lambda: HangsAWhile(group_limit=8))
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(1)
+        assert list(pipeline.published()) == W[:3]
+        assert not pipeline.runner._slow
+        session = await pipeline.open("b")
+        await pipeline.give(session, [(1, 40_000), (2, 50_000)])
+        await pipeline.clock.advance(1)
+        assert [task.get_name() for task in asyncio.all_tasks()].count("windows") == 1
+
+
 async def test_no_more_than_one_is_computed_beside_each_that_may_hang(tmp_path: Path) -> None:
     pipeline = make(tmp_path, engine=lambda: Hanging(set(W)))
     async with pipeline.life():
