@@ -1,10 +1,10 @@
 """One small tree of errors, split by whose fault it is.
 
-Every error carries, beside its sentence, what the server did about it (``did``), what a person can do next
-(``advice``) and the place it happened at (``pipeline``, ``shard``, ``sequence`` …) as fields for the log.
+In addition to its sentence, each error carries what the server did (``did``), what a person can do next (``advice``)
+and the place it happened at (``pipeline``, ``shard``, ``sequence`` …) as fields for the log.
 
     MldserverError
-    ├── PeerError          the daemon, or whoever connected to its port
+    ├── PeerError          the daemon, or another client of its port
     ├── HandlerError       the user's handler
     ├── LedgerError        durable state is damaged, newer than this program, or out of reach
     ├── SparkError         a window's job, the Spark driver, or Java
@@ -46,10 +46,10 @@ class MldserverError(Exception):
         self.where = where
 
     def told(self, flat: Collection[str] = ("traceback",)) -> dict[str, Any]:
-        """Return the error as fields of a log event; where it was is one field, ``where``, but for what is ``flat``.
+        """Return the error as fields of a log event; its place is one field, ``where``, except the keys in ``flat``.
 
         ``error`` is its class's name, which is stable.
-        A traceback is a field of its own in any event: readers of the log show it as a block.
+        By default the traceback is a separate field: readers of the log show it as a block.
         """
         where = {key: value for key, value in self.where.items() if value is not None and value != ""}
         own = {key: where.pop(key) for key in tuple(where) if key in flat}
@@ -194,11 +194,11 @@ class LedgerUnusable(LedgerError):
 
 
 class LedgerVersionError(LedgerUnusable):
-    """The ledger was written by a newer program, or is no ledger of this pipeline."""
+    """The ledger was written by a newer program, or does not belong to this pipeline."""
 
 
 class ServerBuried(LedgerError):
-    """Another server took this one for dead: nothing it had not registered counts, and it must start afresh."""
+    """Another server expired this one: nothing it had not registered counts, and it must start again."""
 
 
 class SparkError(MldserverError):
@@ -216,9 +216,9 @@ class DriverLost(SparkError):
     """The Spark driver's process, or its JVM, is gone."""
 
     blame: Literal["window", "others", "outside", "server"] = "window"
-    """Whose doing the death may be: that of the ``window``, which was alone there; of one of several windows (``others``); of
-    what sent a signal (``outside``), while one window was there; or of the ``server``, which ended the driver for a reason of
-    its own, or of the cluster."""
+    """The possible cause of the driver's death: the only ``window`` that ran there; one of several windows
+    (``others``); the sender of a signal (``outside``), while one window ran; or the ``server``, which ended the
+    driver for its own reason or the cluster's."""
 
 
 class OperatorError(MldserverError):

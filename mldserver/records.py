@@ -289,7 +289,7 @@ class Hook(enum.StrEnum):
 
 
 class Verdict(Exception):
-    """The root of what a handler may raise to say what is to become of its records.
+    """The base class of exceptions that a handler may raise to decide what happens to its records.
 
     The attributes have defaults: a subclass need not call ``super().__init__``.
     """
@@ -300,8 +300,8 @@ class Verdict(Exception):
     def __init__(self, reason: str = "", *, records: Iterable[int | Record] | None = None) -> None:
         """Give a ``reason`` for the log and the dead letter.
 
-        ``records``: those that are meant, as records or as their places in the batch (from 0); the others are called
-        again at once, and that counts as no attempt of theirs. None: all records of the call.
+        ``records``: the affected records, or their indexes in the batch (from 0). None: all records of the call. The
+        handler is called again at once with the others, which does not count as an attempt for them.
         """
         super().__init__(*([reason] if reason else []))
         self.reason = reason
@@ -309,7 +309,7 @@ class Verdict(Exception):
 
 
 class Discard(Verdict):
-    """The record is to give no row and no dead letter; it is counted (``discarded`` of ``batch.done``)."""
+    """The record produces neither a row nor a dead letter; the server counts it (``discarded`` of ``batch.done``)."""
 
 
 class Fatal(Verdict):
@@ -317,12 +317,12 @@ class Fatal(Verdict):
 
 
 class Retry(Verdict):
-    """The call is to be made again, after so many seconds; it counts as an attempt like any other."""
+    """The server repeats the call after ``after`` seconds; the repetition counts as an attempt."""
 
     after: float | None = None
 
     def __init__(self, reason: str = "", *, after: float | None = None) -> None:
-        """Wait ``after`` seconds (None: the back-off). Raises ValueError when that is no finite number from 0 on."""
+        """Wait ``after`` seconds (None: the back-off). Raises ValueError unless it is finite and at least 0."""
         if after is not None and not (math.isfinite(after) and after >= 0):
             raise ValueError(f"Retry(after={after!r}): it must be a number of seconds from 0 on")
         super().__init__(reason)

@@ -48,7 +48,7 @@ WINDOW_COLUMNS = ("window_start", "window_end")
 def duration_ms(value: str | float | timedelta) -> int:
     """Return a duration in milliseconds from ``"10 minutes"``, ``"500ms"``, seconds, or a timedelta.
 
-    Raises ValueError for text that is no duration, for negative ones, and for those beyond 285,000 years.
+    Raises ValueError for text that is not a duration, and for durations that are negative or longer than 285,000 years.
     """
     if isinstance(value, timedelta):
         ms: float = value / timedelta(milliseconds=1)
@@ -166,7 +166,7 @@ class Window:
 def tumbling_id(start_ms: int) -> str:
     """Return the id of the tumbling window that starts at ``start_ms``: readable, and safe in any file system.
 
-    A start that is no date of the years 1 to 9999 (a column may hold anything) is told in milliseconds.
+    A start outside the years 1 to 9999 (a column may hold anything) is written in milliseconds.
     """
     at = _instant(start_ms)
     if at in _BOUNDS:

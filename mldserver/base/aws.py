@@ -1,4 +1,4 @@
-"""AWS's clients, made beside the event loop; and which of their errors pass.
+"""Create AWS clients outside the event loop, and classify which of their errors are temporary.
 
 To import aioboto3 and to read the models of a service takes most of a second, in which the loop must go on: a server
 has connections by then. Both happen in a thread; what is left for the loop is small.

@@ -1,7 +1,8 @@
 """Time is passed in: parts ask a clock, tests give them one that they move by hand.
 
-A clock has two readings. ``now_ms`` is the time of day: for what is stored or shown, and never for a difference, since
-anybody may set it. ``steady_ms`` is what durations are measured by: it never goes back, and says nothing to others.
+A clock has two readings. ``now_ms`` is the time of day: for values that are stored or shown, never for differences,
+since an administrator may set it. ``steady_ms`` measures durations: it never goes back, and has no meaning outside
+the process.
 
 Then what counts durations; and what waits on the event loop: the first of several, and a flag that a connection waits with.
 """
@@ -24,7 +25,7 @@ class Clock(Protocol):
         """Return milliseconds since the Unix epoch, as this host has them now."""
 
     def steady_ms(self) -> int:
-        """Return milliseconds since some instant: nobody sets them."""
+        """Return milliseconds since an arbitrary instant; they never go back."""
 
     async def sleep(self, seconds: float) -> None:
         """Return after ``seconds`` of steady time."""
@@ -38,7 +39,7 @@ class SystemClock:
         return time.time_ns() // 1_000_000
 
     def steady_ms(self) -> int:
-        """Return milliseconds since some instant: nobody sets them."""
+        """Return milliseconds since an arbitrary instant; they never go back."""
         return time.monotonic_ns() // 1_000_000
 
     async def sleep(self, seconds: float) -> None:
@@ -107,7 +108,7 @@ class Flag:
         self._waiters: list[asyncio.Future[None]] | None = None
 
     def set(self) -> None:
-        """Set it, and wake whoever waits."""
+        """Set the flag, and wake all waiters."""
         self.up = True
         waiters, self._waiters = self._waiters, None
         for each in waiters or ():

@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Make a folder, and sync it with every entry that leads to it. Raises OSError.
 
-    Also when it is there already: who made it may have died before it was synced.
+    Syncs an existing folder too: the process that made it may have died before the sync.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for each in (folder, *folder.absolute().parents):

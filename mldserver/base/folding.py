@@ -23,7 +23,7 @@ class Folding:
     """For each key: when it was logged last, and how many events were not logged since."""
 
     def count(self, key: Hashable) -> int:
-        """Count an event; return how many events the line stands for that is to be logged now, 0: log none."""
+        """Count an event; return how many events to log in one line now. 0: log nothing."""
         now_ms = self.now_ms()
         logged_ms, since = self._seen.pop(key, (now_ms - _FOLD_MS, 0))
         due = now_ms - logged_ms >= _FOLD_MS

@@ -40,7 +40,7 @@ STEPS: Final[Mapping[str, str]] = {
     "shard.end_stored": "the daemon has checkpointed the end; it is not answered yet",
     # A window.
     "window.cutting": "the watermark has passed; nothing is cut",
-    "window.cut": "the ledger has fixed its segments; nobody computes it yet",
+    "window.cut": "the ledger has fixed its segments; no server computes it yet",
     "attempt.begun": "an attempt is counted; its staging folder is not made",
     "job.running": "the engine is at work",
     "attempt.computed": "the engine has written the output; it is not synced to disk",
@@ -51,7 +51,7 @@ STEPS: Final[Mapping[str, str]] = {
     "window.renamed": "the first revision of a window is visible, of others of its group perhaps not",
     "window.visible": "readers see it; the ledger does not know it",
     "window.published": "the ledger knows it; what it has replaced is still there",
-    "window.cleaning": "the files of attempts that came to nothing are deleted, those of older revisions too",
+    "window.cleaning": "the files of failed attempts and of older revisions are deleted",
     "window.cleaned": "all that is not needed any more is deleted",
     # A window again, with its late rows.
     "revision.cutting": "its late rows were gathered long enough; nothing is cut",
@@ -66,7 +66,7 @@ STEPS: Final[Mapping[str, str]] = {
     "ledger.written": "everything is written; the transaction is not committed",
     "ledger.committed": "it is committed; the caller does not know it",
     # A start, and an end.
-    "server.joined": "the ledger knows the server; those that died before it are not buried",
+    "server.joined": "the ledger knows the server; dead servers are not expired yet",
     "server.burying": "a dead server is found; it is still in the ledger",
     "server.buried": "it is out; what it left lies about",
     "recovery.opened": "nothing is taken over yet",
@@ -91,8 +91,8 @@ def arm(
 ) -> None:
     """Set where this process ends: ``step``, ``step:n`` (n from 1), several of them with commas, or None for nowhere.
 
-    ``number`` is the signal that it sends itself there: with SIGSTOP it hangs, until it is told to go on. ``tell`` is
-    told the step just before. Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
+    ``number`` is the signal that the process sends itself there: SIGSTOP stops it until SIGCONT. ``tell`` is called
+    with the step just before. Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
     """
     global _ahead, _number, _tell
     ahead = {}

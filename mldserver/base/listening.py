@@ -1,4 +1,4 @@
-"""Sockets that listen: for daemons, and for whoever looks after a server."""
+"""Listening sockets: for daemons, and for administrators of a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SOCKET_MODE: Final = 0o600
 
 
 async def listen_tcp(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 takes any free one. Raises OSError, and UnicodeError for what is no name."""
+    """Return a listening socket; port 0 selects a free port. Raises OSError, and UnicodeError for an invalid name."""
     found = await asyncio.get_running_loop().getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -35,7 +35,7 @@ async def listen_tcp(host: str, port: int) -> socket.socket:
 def listen_unix(path: Path) -> socket.socket:
     """Return a Unix socket that listens, for this user alone. Raises OSError.
 
-    The socket of a server that is gone is removed first. What is no socket, or answers, stays: bind then fails.
+    Removes the socket of a dead server first. Another kind of file, or a socket in use, stays: bind then fails.
     """
     try:
         if stat.S_ISSOCK(path.lstat().st_mode):
@@ -45,7 +45,7 @@ def listen_unix(path: Path) -> socket.socket:
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)
     except (FileNotFoundError, BlockingIOError):
-        pass  # nothing is there; or somebody, who is busy
+        pass  # nothing is there, or a busy server has the socket
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)

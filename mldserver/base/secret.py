@@ -38,7 +38,7 @@ def read_secret(path: Path) -> bytes:
     if mode & 0o077:
         raise ConfigError(
             f"The file of the secret, {path}, may be read by others (mode {mode:o}).",
-            advice=f"Run `chmod 600 {path}`, and write another secret if somebody may have read it.",
+            advice=f"Run `chmod 600 {path}`, and write another secret if another user may have read it.",
         )
     if not _WORD.fullmatch(word):
         raise ConfigError(

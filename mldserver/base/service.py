@@ -1,7 +1,7 @@
-"""A process as its host sees it: what ``ps`` calls it, what memory it keeps, the signals that it takes, what systemd is told.
+"""A process as its host sees it: its name in ``ps``, its memory, its signals, and its reports to systemd.
 
-systemd names a socket in ``NOTIFY_SOCKET``, and takes datagrams of lines there (sd_notify(3)). Where it names none, nothing is
-told.
+systemd names a socket in ``NOTIFY_SOCKET``, and accepts datagrams of lines there (sd_notify(3)). Without that
+variable the process reports nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def entitle(pipeline: str, role: str) -> None:
 
 
 def keep_memory(size: int) -> None:
-    """Let the process keep up to twice ``size`` bytes of what it frees for what comes next; ``size``: less than 32 MiB.
+    """Make the process keep up to twice ``size`` freed bytes for later allocations; ``size``: less than 32 MiB.
 
-    glibc does so once a piece of that size was freed, unless it was told otherwise (mallopt(3), M_MMAP_THRESHOLD). Else it may
-    give back what each batch took, by what sizes its line and its records happen to have. The next one then touches as many
-    pages for the first time, for a tenth to a quarter of its CPU.
+    glibc does so after a block of that size was freed, unless mallopt(3) set M_MMAP_THRESHOLD. Otherwise it may
+    return each batch's memory to the system, depending on the sizes of its line and records. The next batch then pays
+    for as many page faults, a tenth to a quarter of its CPU time.
     """
     bytes(size)  # freed at once, and not even touched
 
 
 @contextlib.contextmanager
 def handling(signals: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Let the running loop call these at signals. One outside the main thread, which alone may take them, leaves them alone."""
+    """Make the running loop call these handlers at signals. Outside the main thread, this does nothing."""
     loop = asyncio.get_running_loop()
     for number, handler in signals.items():
         with contextlib.suppress(ValueError, RuntimeError):
@@ -87,9 +87,9 @@ class Service:
                 self._tell(report())  # a stop may take less than a second
 
     def words(self, report: ServiceReport) -> list[str]:
-        """Return what is new to systemd. Of the text no more than a line of it gets there, whatever is in it."""
+        """Return the lines that are new to systemd. The text becomes one line of printable characters."""
         told = self._told
-        # A line break would begin an assignment, and what is no text takes the whole datagram with it.
+        # A line break would begin an assignment, and systemd drops a datagram that is not valid text.
         text = "".join(each if each.isprintable() else " " for each in report.text[:_TEXT_CHARACTERS])
         self._told = ServiceReport(text, told.ready or report.ready, report.stopping)
         lines = {
@@ -119,7 +119,7 @@ class Service:
             self._send(words)
 
     def _send(self, lines: list[str]) -> None:
-        # Nobody can be told that systemd is gone, or does not read.
+        # A failure has no consequence: systemd is gone, or does not read.
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
             end.setblocking(False)
             end.sendto("\n".join(lines).encode(errors="replace"), self._address)

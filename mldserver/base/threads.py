@@ -1,9 +1,9 @@
-"""Daemon threads beside the event loop: for calls that may hang for ever, one by itself or a thread for each shard.
+"""Daemon threads outside the event loop, for calls that may hang for ever: one for each call, or for each shard.
 
 All synchronous user code of a pipeline runs on such a thread: never on the event loop, never two at once.
 
-A thread cannot be killed. So it is a daemon thread: a handler that hangs for ever holds up its own pipeline, which is
-told in the log, but neither the event loop nor the end of the process.
+A thread cannot be killed. So it is a daemon thread: a handler that hangs for ever blocks its own pipeline, which the
+server logs, but neither the event loop nor the end of the process.
 
 But an exception can be thrown into it from outside (``PyThreadState_SetAsyncExc``), as libraries do that put time-outs on
 synchronous calls. It may come late, anywhere, and most likely when the thread is about to take its next job: it waits for
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class _QueuedCall:
-    """A function that waits for its turn, and who waits for it."""
+    """A function that waits for its turn, and the future of its caller."""
 
     __slots__ = ("begun", "function", "future", "loop")
 
@@ -64,13 +64,13 @@ class _QueuedCall:
             else:
                 self.future.set_exception(error)
 
-        # A loop that was closed while a hanging function ran: nobody waits for the result any more.
+        # If the loop was closed while a hanging function ran, no caller waits for the result.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(settle)
 
 
 class WorkerThread:
-    """Runs functions one after the other on a thread of its own."""
+    """Runs functions one after the other on one thread."""
 
     def __init__(self, name: str) -> None:
         """Prepare; the thread starts with ``start``."""
@@ -104,7 +104,7 @@ class WorkerThread:
         return self._finished
 
     async def settled(self) -> None:
-        """Return when all that is queued now has run, also once it is to ``finish``."""
+        """Return when all functions queued now have run, also after ``finish``."""
         if self._finished is None:
             await self.run(lambda: None)
         else:
@@ -132,7 +132,7 @@ class WorkerThread:
                     return
                 if job.begun:
                     job.hand_over(
-                        None, RuntimeError("an exception was thrown into the thread beside the call")
+                        None, RuntimeError("an exception was thrown into the thread outside the call")
                     )
                 elif not job.future.cancelled():
                     job.run()
@@ -142,7 +142,7 @@ class WorkerThread:
 
 
 async def aside(function: Callable[[], _T], *, name: str) -> _T:
-    """Return what ``function`` returns (or raise what it raises), called on a daemon thread of its own, called ``name``.
+    """Call ``function`` on a new daemon thread called ``name``; return what it returns, or raise what it raises.
 
     Unlike a thread of the loop's executor, which the loop joins when it ends, one that hangs is left behind: when the
     caller is cancelled, the loop and the process can end. For calls that are made once, and whose effects may come late.
@@ -158,8 +158,8 @@ async def aside(function: Callable[[], _T], *, name: str) -> _T:
 class ShardThreads:
     """A thread for each open shard, for handlers that were written to have a process for each.
 
-    One that waits holds up no other. A shard's threads never overlap: the next one starts when the last has come to the
-    end of what it was at, even if nobody waits for that any more.
+    A waiting thread does not block the others. A shard's threads never overlap: the next one starts when the last has
+    finished its call, even if that call's caller was cancelled.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class ShardThreads:
         return thread
 
     def release(self, shard_id: str) -> None:
-        """Let the shard's thread end when it has done what it is at."""
+        """End the shard's thread after its queued calls."""
         thread = self._threads.pop(shard_id, None)
         if thread is not None:
             leaving = self._leaving[shard_id] = thread.finish()

@@ -1,7 +1,7 @@
 """TLS as servers and clients speak it: 1.2 and later, with certificates from files that may be renewed meanwhile.
 
-A server's context stays for the life of its process, so whoever listens takes it once. Each handshake goes by the files
-as they were read last, certificate and authorities alike; no session outlives a reading.
+A server's context lives as long as its process, so a listener fetches it once. Each handshake uses the files as last
+read, certificate and authorities alike; no session outlives a reading.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _failures: ContextVar[list[ssl.SSLError] | None] = ContextVar("tls_failures", de
 
 
 _UNDERSTOOD: Final = {"PEER_DID_NOT_RETURN_A_CERTIFICATE", "UNSUPPORTED_PROTOCOL", "NO_SHARED_CIPHER"}
-"""Why handshakes fail with peers that speak TLS. Others would not read an alert, nor close the connection because of it."""
+"""Reasons of failed handshakes with peers that speak TLS. Other peers would not read an alert, nor close the connection."""
 
 
 class _Answering(ssl.SSLObject):
     """A server's side of one connection, which sends its alert before it fails.
 
     asyncio and uvloop close the transport at once when a handshake fails, and drop the alert that says why. So the first
-    failure is shown to them as a wait for more: they send what is there then, and the alert with it. The client closes the
-    connection, or whatever it sends next meets the failure.
+    failure is shown to them as a wait for more: they send what is there then, and the alert with it. The client
+    closes the connection, or its next bytes raise the failure.
     """
 
     _failure: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the handshake. Raises SSLWantReadError once before an error that the client can be told."""
+        """Continue the handshake. Raises SSLWantReadError once before an error that an alert reports to the client."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -101,12 +101,12 @@ class ServerTLS:
     async def read_again(self) -> None:
         """Read the files; what cannot be used is logged, and the former certificates stay. For one caller at a time.
 
-        Their file system may hang: then only the reading does, on a thread of its own.
+        A hanging file system blocks only the reading, which has a separate thread.
         """
         try:
             self._latest, self._read_at = await aside(self._read, name="mldserver-tls"), int(time.time())
         except (ConfigError, NotThereYet) as error:
-            log.error("tls.refused", **error.told())  # the error is told in words
+            log.error("tls.refused", **error.told())  # the event holds the error's words
         else:
             log.info("tls.read", certificate=str(self._files[0]))
 
@@ -197,7 +197,7 @@ def names_of(peer: ssl.SSLObject | None) -> tuple[str, ...]:
     """Return the names in the certificate that a peer has shown and proven: its subject's common name, then the others."""
     shown: dict[str, Any] = (peer.getpeercert() if peer is not None else None) or {}
     subject = [pair for part in shown.get("subject", ()) for pair in part if pair[0] == "commonName"]
-    # A folder of names (DirName) is no text.
+    # A directory name (DirName) is a tuple, not a string.
     names = (name for _, name in (*subject, *shown.get("subjectAltName", ())) if isinstance(name, str))
     return tuple(dict.fromkeys(names))
 
@@ -205,8 +205,8 @@ def names_of(peer: ssl.SSLObject | None) -> tuple[str, ...]:
 def _context(kind: int, certificate: Path | None, key: Path | None, ca: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # Whatever goes over it says for itself where it ends: nobody on the way gains anything by cutting it off.
-    context.options |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)  # OpenSSL 1.1 does not take it amiss
+    # The protocols over it mark their own ends, so a truncated stream is detected without close_notify.
+    context.options |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)  # OpenSSL 1.1 does not need it
     where = certificate
     try:
         if certificate is not None:

@@ -53,8 +53,8 @@ def spark_uri(uri: str) -> str:
 def hadoop_settings(uri: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return Hadoop's settings that lead Spark to the bucket of an ``s3://`` URI as its options lead pyarrow there.
 
-    They are the bucket's own, so that whatever else a job reads is reached as before. What ``given``, Spark's
-    configuration, says for this bucket or for all is left out. Empty for other URIs.
+    They are per-bucket settings, so a job reaches all other buckets as before. What ``given``, Spark's configuration,
+    says for this bucket or for all is left out. Empty for other URIs.
     """
     found = urlsplit(uri)
     if found.scheme != "s3":
@@ -130,7 +130,7 @@ _SECRET_OPTION = re.compile(
 """``?password=…``, ``;token=…`` and the like, in a URL of any kind."""
 _USER_INFO = re.compile(
     r"([A-Za-z][\w.+-]*:)?//"
-    # A password may hold a '/' that somebody forgot to escape, as AWS's secret keys do.
+    # A password may hold an unescaped '/', as AWS's secret keys do.
     r"(?:([^/?#@:\s]*)(:[^/?#@\s]*)?|([^/?#@:\s]+)(:(?!\d+/)[^?#\s]*))@"
 )
 """``//user:password@`` of a URL. The user is hidden too: it is an access key where the URL names a bucket."""

@@ -1,11 +1,11 @@
-"""One end of the socket between the server and a child: messages in MessagePack, and descriptors beside them.
+"""One end of the socket between the server and a child: messages in MessagePack, with file descriptors.
 
 A frame is one datagram (``SOCK_SEQPACKET``): it is there as a whole or not at all, from however many threads frames are
-sent. It holds an array of messages. What a turn of the event loop sends goes in one frame, with what nobody waits for that
-came shortly before; what is longer than the socket takes at once goes into a file in memory, whose descriptor is sent in its
-place.
+sent. It holds an array of messages. Messages sent in one turn of the event loop share a frame, together with deferred
+messages from shortly before. A frame too long for the socket goes into a file in memory, whose descriptor is sent in
+its place.
 
-Both sides are the same program. Bytes that do not fit raise WireError: then the other side is not to be trusted any more.
+Both sides are the same program. Malformed bytes raise WireError: the caller must not trust the other side any more.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 Descriptors = list[int]
-"""Open files that came with a frame, in the order of its messages; whoever takes a message takes out its own."""
+"""Open files that came with a frame, in the order of its messages; each message's receiver removes that message's files."""
 
 FRAME_BYTES: Final = 32 * 1024
-"""The longest frame that is a datagram of its own; sockets hold about 200 KiB (Linux: ``wmem_default``)."""
+"""The longest frame that is sent as a plain datagram; sockets hold about 200 KiB (Linux: ``wmem_default``)."""
 _MOST_DESCRIPTORS: Final = 32
 _ROOM_BESIDE: Final = socket.CMSG_LEN(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -42,7 +42,7 @@ _ARRAY_TAG: Final = 0xDD
 """MessagePack's array of up to 2³² elements."""
 _IN_FILE: Final = b"\x00"
 _DRAINED_FRAMES: Final = 1024
-"""A socket holds fewer; somebody else who has it may write on and on."""
+"""A bound on reading: a socket holds fewer, but another process that inherited it may keep writing."""
 
 
 class WireError(ValueError):
@@ -132,7 +132,7 @@ class Channel(Generic[M]):
     def send(self, message: Message, files: Sequence[int] = (), *, within_seconds: float = 0.0) -> None:
         """Send, at the end of this turn of the loop or when there is room; it may wait ``within_seconds`` for others.
 
-        After the end it does nothing: the end itself is told of by ``ended``. Raises nothing.
+        After the end it does nothing: ``ended`` reports the end. Raises nothing.
         """
         part = encode(message)
         if self.unsent and (
@@ -241,13 +241,13 @@ class Channel(Generic[M]):
     def _fail(self, what: str | None) -> None:
         if self._open:
             try:
-                self._ended(what)  # before the other side can notice: it kills whoever has hung up
+                self._ended(what)  # before the other side can notice: it kills a peer that has hung up
             finally:
                 self.close()
 
 
 def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:
-    """Send a message from any thread, past the loop. Returns False when there is no room, or none in that time.
+    """Send a message from any thread, past the loop. Returns False if the socket stays full for ``wait_seconds``.
 
     Raises OSError when the other side is gone.
     """
@@ -272,7 +272,7 @@ def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0)
 def receive_now(end: socket.socket, kinds: Any) -> list[Any]:
     """Wait for the next frame and return its messages; none at the end. Blocking.
 
-    Raises WireError, and BlockingIOError when there is no frame and the socket does not wait for one.
+    Raises WireError, and BlockingIOError when a non-blocking socket holds no frame.
     """
     frame, files = _read(end, memoryview(bytearray(FRAME_BYTES + 1)))
     _close(files)
@@ -297,15 +297,15 @@ def _framed(parts: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]
 
 
 def _read(end: socket.socket, buffer: memoryview) -> tuple[bytes | memoryview | None, Descriptors]:
-    """Return a frame, and what came beside it: nothing at the end, None when nothing is there now.
+    """Return a frame and its descriptors: an empty frame at the end, None when nothing is there now.
 
-    Raises WireError when it does not come whole.
+    Raises WireError when the frame is truncated.
     """
     try:
         try:
             size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
-            # It ended before it had read all. That is told once, and first: its last frames are still to come.
+            # The other side ended with frames unread. The socket reports that once, before that side's last frames.
             size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
     except (BlockingIOError, InterruptedError):
         return None, []
@@ -318,7 +318,9 @@ def _read(end: socket.socket, buffer: memoryview) -> tuple[bytes | memoryview | 
     descriptors = list(files)
     if flags & _CUT:
         _close(descriptors)
-        raise WireError("a frame is cut off: it is too long, or there is no descriptor left for its files")
+        raise WireError(
+            "a frame is cut off: it is too long, or this process has no descriptor left for its files"
+        )
     if size == 1 and descriptors:
         file = descriptors.pop(0)
         try:

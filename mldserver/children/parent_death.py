@@ -1,7 +1,7 @@
-"""A process that dies with its parent, whatever it is at: one left behind would go on working, and hold what it has.
+"""A process that dies with its parent: an orphan would go on working, and keep its files and locks.
 
 As a program it becomes another one that does: ``python -ISE parent_death.py PARENT PROGRAM ARGUMENTS…``. Linux only
-(``prctl``); elsewhere a process is not tied, and whatever runs the parent must end the group.
+(``prctl``); elsewhere a process is not tied, and the parent's supervisor must end the group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A child process as the server holds it: started, signalled, read, waited for, killed with all that it has started.
+"""A child process of the server: started, signalled, read, waited for, killed with its descendants.
 
-It leads a session and a process group of its own: a Ctrl-C on the terminal does not reach it, and one signal ends all of
-it. What it prints is read to the end, or its pipes would fill up and stop it.
+It leads a new session and process group: a Ctrl-C on the terminal does not reach it, and one signal ends the whole
+group. The server reads its output to the end, since full pipes would block it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REST_BYTES: Final = 1 << 20
 
 
 class Lines:
-    """Bytes of any chunking in, lines out; memory is bounded whatever comes. Synchronous."""
+    """Split bytes of any chunking into lines, in bounded memory. Synchronous."""
 
     def __init__(self) -> None:
         self._begun = bytearray()
@@ -58,9 +58,9 @@ class Lines:
 class ChildOutput:
     """The read end of a pipe, on the event loop: what a child prints, within bounds, line by line.
 
-    A flood is slowed, not followed: once its lines are too many the pipe is left alone for a while, and whoever floods it
-    waits. The pipe is not asyncio's kind of subprocess pipe: an event loop may take a process for alive until its pipes
-    are at their end, and a flood that nobody reads, or another process that has inherited them, would hide its death.
+    After too many lines the server pauses reading, so that the child blocks. This is not asyncio's subprocess pipe:
+    an event loop may take a process for alive until its pipes have ended, and unread output, or another process that
+    has inherited the pipes, would hide its death.
     """
 
     def __init__(self, file: int, take: Callable[[list[str]], bool]) -> None:
@@ -77,14 +77,14 @@ class ChildOutput:
         self._loop.add_reader(file, self._readable)
 
     def go_on(self) -> None:
-        """Read on at once, if that was to wait."""
+        """End a pause in reading at once."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
             self._loop.add_reader(self._file, self._readable)
 
     def close(self) -> None:
-        """Read what is left, and let go of the pipe, whoever else holds it. Closing again does nothing."""
+        """Read what is left, and close the pipe, even if another process holds it open. Closing again does nothing."""
         rest = _REST_BYTES
         while self._open and rest > 0 and (data := self._read()):
             self._take(self._lines.feed(data))

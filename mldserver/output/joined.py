@@ -1,10 +1,10 @@
 """Joined files: each stands for many small segments of a window. Blocking; call these in a thread.
 
-Whoever reads a window pays for each of its files, Spark one to four milliseconds, and an hour with the default flush
-interval has 720 of each server. So while a window is open each server writes its own small segments a second time, many
-as one file beside them. The ledger knows nothing of it. A joined file names its segments itself, in Parquet's metadata,
-and an attempt that is to read all of these reads it instead. One that is missing, or was never finished, is no loss:
-then the segments are read. Joined files are deleted when their window is published.
+Each file of a window costs its reader time, Spark one to four milliseconds, and an hour with the default flush
+interval has 720 files from each server. So while a window is open each server writes its own small segments a second
+time, many in one file in the same folder. The ledger does not list these files. A joined file names its segments in
+Parquet's metadata, and an attempt that must read all of these reads it instead. If a joined file is missing or
+incomplete, the attempt reads the segments. Joined files are deleted when their window is published.
 """
 
 from __future__ import annotations

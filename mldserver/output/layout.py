@@ -18,10 +18,10 @@ which one counts.
 
 Where the output is not local, the ledger's file, locks and scratch space lie on the host's own disk (``config/locations.py``).
 
-Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
-carries the tag of its writer, which is the ledger's id and the server's tag: so what a dead server left can be told from
-what a live one is about to register, and both from what was never this ledger's. A segment carries the fingerprint of
-its rows' shape (``coordinator/core/shape.py``) too, by which it is read.
+Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every
+attempt carries the tag of its writer, which is the ledger's id and the server's tag. The tag distinguishes files that
+a dead server left, files that a live one will register, and files of other ledgers. A segment also carries the
+fingerprint of its rows' shape (``coordinator/core/shape.py``), by which it is read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def window_path(window_id: str) -> str:
 def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, tag: str, shape: str) -> str:
     """Return a new segment's path.
 
-    ``clock`` makes names sort in merge order, ``unique`` tells retries apart, ``shape`` is the fingerprint of its rows'.
+    ``clock`` makes names sort in merge order, ``unique`` distinguishes retries, ``shape`` is the fingerprint of the
+    rows' shape.
     """
     return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{shape}-{unique}.parquet"
 

@@ -46,7 +46,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Read it back. Raises ValueError for what is no manifest, or one of a newer format."""
+        """Decode a manifest. Raises ValueError for other data, or a newer format."""
         try:
             fields = json.loads(data)
             if fields["format"] != FORMAT:
@@ -86,9 +86,9 @@ def latest(paths: Iterable[str]) -> dict[str, str]:
 def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFiles:
     """List the published files of a pipeline's output folder, each window in one revision.
 
-    ``out``: a local path or a URI that pyarrow.fs understands; a path in ``filesystem`` when that is given. The files
-    of a revision that is replaced after the call are deleted: whoever then opens one gets FileNotFoundError, and
-    lists again. Raises OSError, and ValueError for a manifest of a newer format.
+    ``out``: a local path or a URI that pyarrow.fs understands; a path in ``filesystem`` when that is given. The
+    server deletes the files of a revision that is replaced after the call: a reader that gets FileNotFoundError must
+    list again. Raises OSError, and ValueError for a manifest of a newer format.
     """
     from pyarrow import fs  # noqa: PLC0415  # readers pay for it, importers of the format do not
 
@@ -98,7 +98,7 @@ def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFile
     elif filesystem is None:
         filesystem, base = fs.LocalFileSystem(), str(Path(out).absolute())
     base = base.rstrip("/")
-    # What is published by renaming is in folders of its own.
+    # Windows published by renaming are ``window=`` folders.
     windows = [
         path
         for path in _list(filesystem, base, folders=True)

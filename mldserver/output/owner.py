@@ -32,11 +32,11 @@ _FORMAT: Final = 2
 _WAYS_OUT: Final = (
     "Restore the ledger (`mldserver ledger restore`), or name another `out`. To go on with this ledger in this "
     "folder start once with --new-ledger: what it does not name is moved to _mldserver/quarantine, published "
-    "windows stay (move them away if they are to be published again), and daemons must read again what is to count again."
+    "windows stay (move them away to publish them again), and daemons must read again what must count again."
 )
 _SHARE: Final = (
     "Servers on one ledger share one folder: name the folder that it has, on storage that every host reaches, or give "
-    "this folder a ledger (or a pipeline name) of its own."
+    "this folder another ledger (or pipeline name)."
 )
 
 
@@ -92,7 +92,7 @@ class FolderClaim:
                 advice = (
                     f"A pipeline whose handler was renamed goes on under its new name with --rename-from {owner.pipeline}, once "
                     "it is drained (`mldserver help operations`), or under its old name with --pipeline. Another pipeline needs "
-                    "a folder of its own."
+                    "another folder."
                 )
             raise OperatorError(
                 f"The output folder {self._store.uri()} belongs to pipeline {owner.pipeline} on the ledger "
@@ -102,7 +102,10 @@ class FolderClaim:
             )
 
     def read(self) -> FolderOwner:
-        """Return what the folder says, whoever owns it; a new one gets an id. Blocking. Raises OperatorError, OSError."""
+        """Return the recorded owner, this pipeline or another; a new folder gets an id. Blocking.
+
+        Raises OperatorError, OSError.
+        """
         with self._store.alone(PUBLISH_LOCK):
             owner = _read(self._store)
             if owner is None:
@@ -116,8 +119,8 @@ class FolderClaim:
         return owner
 
     def give(self, state: LedgerState) -> None:
-        """Let the folder be that of a ledger that was restored. Blocking. Raises OSError."""
-        assert state.folder is not None, "it was told which folder it is for"
+        """Record a restored ledger as the folder's owner. Blocking. Raises OSError."""
+        assert state.folder is not None, "a restored ledger names its folder"
         self._note(replace(self._mine, folder=state.folder, ledger_id=state.ledger_id, claims=state.claims))
 
     async def settle(self, state: LedgerState, ledger: Ledger) -> LedgerState:
@@ -145,7 +148,7 @@ class FolderClaim:
                 # Until the ledger has the new name, a start under the former one must find the folder as it was.
                 self._renamed, noted = noted, replace(noted, ledger=self._owner.ledger)
             await asyncio.to_thread(self._note, noted)
-            # A server that has claimed it anew since (and removed this one) may have noted that before.
+            # Another server may have claimed it since (and removed this one), and recorded that before this write.
             state, claimed = claimed, await ledger.peek()
             if claimed.ledger_id == state.ledger_id:
                 break

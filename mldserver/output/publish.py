@@ -4,8 +4,9 @@ On a local file system readers read ``window=<id>`` folders:
 
 * The first revision appears by one rename.
 * A later one changes places with the old one in one step; the old one lies in staging then, and is
-  deleted a little later. No two attempts give their files the same name, so a reader that listed the old files before the exchange
-  gets FileNotFoundError for them at worst, and lists again: never half a window, none of it, or a mixture.
+  deleted a little later. No two attempts give their files the same name, so a reader that listed the old files before
+  the exchange gets FileNotFoundError at worst, and lists again: it never reads half a window, no window, or a
+  mixture.
 * A revision without output (``on_window`` returned None) takes the old one away by a rename, into its own folder.
 
 Each is decided by where the output's first file lies, under a lock: it may be repeated, by a process that takes over
@@ -97,7 +98,7 @@ class Publisher:
     def _show(self, output: Commit) -> None:
         store, target = self._store, window_path(output.window_id)
         if not output.files:
-            # The attempt's empty folder tells that this was not done yet, by whoever else.
+            # A folder without ``replaced`` shows that no server has done this yet.
             done = f"{output.staging}/replaced"
             if output.revision > 1 and store.exists(target) and not store.exists(done):
                 store.rename(target, done)
@@ -126,7 +127,7 @@ class Publisher:
             )
 
     def clean(self, output: Commit) -> None:
-        """Delete what a published output has replaced: older revisions, and attempts that came to nothing."""
+        """Delete what a published output has replaced: older revisions, and failed attempts."""
         by_manifest = not self._store.local and self.table is None
         for folder in list(self._store.folders(f"{self.root}/{output.window_id}")):
             # Attempts behind the published one may be under way already.

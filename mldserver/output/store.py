@@ -82,7 +82,7 @@ class OutputStore:
         return f"{self._base}/{path}" if path else self._base
 
     def _make_room(self, target: str) -> None:
-        """Make the folder that a file is to lie in; an object store has none, and would be asked about each on the way."""
+        """Make a new file's folder; object stores have no folders, and would be queried for each parent."""
         if self._folders:
             self._fs.create_dir(target.rpartition("/")[0], recursive=True)
 
@@ -113,7 +113,7 @@ class OutputStore:
     def write(self, path: str, rows: pa.Table) -> int:
         """Write rows as one Parquet file and return its size in bytes once it is safe on disk.
 
-        Raises OSError: FileNotFoundError when it is gone at once, taken away by a server that buried this one.
+        Raises OSError: FileNotFoundError when another server expired this one and removed the file at once.
         """
         target, encodings = self._absolute(path), _encodings(rows)
         self._make_room(target)

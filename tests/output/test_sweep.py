@@ -68,7 +68,7 @@ async def test_an_output_that_is_published_while_a_start_lists_stays(tmp_path: P
     assert store.exists(f"{staging}/part-0.parquet")
     found = current_files(store._absolute(""), store._fs)
     assert found.paths == (store._absolute(f"{staging}/part-0.parquet"),)
-    assert not store.exists(failed), "an attempt that came to nothing goes"
+    assert not store.exists(failed), "a failed attempt is deleted"
     leaving.close()
     starting.close()
 
