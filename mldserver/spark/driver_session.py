@@ -176,10 +176,10 @@ class Life:
                 finally:
                     # Also when it is cancelled: from now on the group takes no task any more.
                     self.over.set()
+                    for ended in self._cancelling.values():
+                        ended.set()
                 for watch in watches:
                     watch.cancel()
-                for ended in self._cancelling.values():
-                    ended.set()
                 await self.child.close(_DRAIN_SECONDS)
         finally:
             self.over.set()

@@ -299,6 +299,26 @@ async def test_no_job_goes_to_a_driver_that_is_about_to_be_killed(bench: Callabl
         assert (await later).rows == 5
 
 
+async def test_a_job_that_waits_beside_a_cancelled_one_ends_with_the_engine(
+    bench: Callable[..., Bench],
+) -> None:
+    it = bench("deaf", concurrency=2, cancel_grace=7)
+    run = asyncio.ensure_future(it.engine.run())
+    call = asyncio.ensure_future(it.engine.compute(job("hangs")))
+    await it.engine.ready()
+    life = it.engine._life
+    assert life is not None
+    await until(lambda: bool(life.waiting))
+    call.cancel()
+    await asyncio.wait({call})
+    later = asyncio.ensure_future(it.engine.compute(job("w")))
+    await asyncio.sleep(0)
+    run.cancel()
+    await asyncio.wait({run})
+    with pytest.raises(DriverLost):
+        await asyncio.wait_for(later, 10)
+
+
 @pytest.mark.parametrize(
     ("names", "blame"),
     [
