@@ -79,9 +79,9 @@ class DirectSource:
     ) -> None:
         """``stream``: a table's name, or a stream's ARN.
 
-        ``poll_seconds``: between requests at the tip of a shard, five times as long when it is quiet; ``list_seconds``: between listings of the shards;
-        ``look_seconds``: between looks at what other servers have, and between words of the log on a shard's records;
-        ``forsaken_seconds``: a shard that nobody has taken for longer is taken by any server.
+        ``poll_seconds``: between requests at the tip of a shard, up to five times as long while it is quiet;
+        ``list_seconds``: between listings of the shards; ``look_seconds``: between looks at what
+        other servers have, and between words of the log on a shard's records; ``forsaken_seconds``: a shard that nobody has taken for longer is taken by any server.
         """
         self._stream = stream
         self._runtime = runtime
@@ -191,7 +191,7 @@ class DirectSource:
         # By AWS's clock, which stamps the records: what comes from now on is no earlier.
         self._first_ms = self._api.now_ms() - CLOCKS_APART_MS
         self._listing = listing = Listing(self._api, self._arn, clock=self._clock)
-        while not (await listing.refresh() or listing.tree.listing()):
+        while not await listing.refresh():
             await self._clock.sleep(self._poll_seconds)
         listed, seen = listing.tree.listing(), self._intake.seen()
         self._first = self._beginning.is_ahead(seen.shards)

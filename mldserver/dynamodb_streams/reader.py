@@ -1,11 +1,13 @@
 """One shard, read page by page: iterators renewed, gaps told, never faster than AWS allows.
 
-The reader requests the page after a page with records at once. Five empty pages in a row cross any gap of an open shard.
-So a reader that is behind the tip requests five without a pause; then it is at the tip, and pauses for a poll interval
-before each request. A reader that was at the tip within the last minute has no long gap before it: it pauses after the
-first empty page. So does one that has just read a record of the last minute: where changes never pause for long, five
-empty pages in a row never come. Only the fifth proves the tip in all cases. While no record comes, the pause grows to a tenth of the
-quiet time, up to ``longest_seconds``.
+After a page with records the reader requests the next one at once. Five empty pages in a row cross any gap of an open
+shard: the fifth, and only the fifth, proves that the reader is at the tip. Until then it requests them without a pause.
+At the tip it pauses for a poll interval before each request; while no record comes, the pause grows to a tenth of the quiet
+time, up to ``longest_seconds``.
+
+A reader counts as caught up if it was at the tip within the last minute, or has just read a record that was created within
+the last minute (where changes never pause for long, five empty pages in a row never come). No long gap can lie before it, so
+it pauses after the first empty page already.
 
 An iterator lives for 15 minutes. It is renewed behind the last sequence number that was read; before the first one,
 reading begins again where it began, and loses nothing by that. Only ``LATEST`` means another place later: there the

@@ -318,7 +318,7 @@ class _StreamReading:
     async def begin(self, position: Position) -> None:
         """List the stream's shards, and start to read them. Raises OperatorError."""
         began_ms = self._clock.steady_ms()
-        while not (await self._listing.refresh(within=_OPEN_SECONDS) or self._tree.listing()):
+        while not await self._listing.refresh(within=_OPEN_SECONDS):
             if self._clock.steady_ms() - began_ms >= _OPEN_SECONDS * 1000:
                 raise NotThereYet(
                     f"The stream {self._arn} ({self._listing.status}) lists no shard.",

@@ -205,7 +205,7 @@ def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Fi
     theirs = (place for place in places if "site-packages" in place[0] or not place[0].startswith(own))
     file, line = next(theirs, ("", "0"))
     if code is None:
-        text = f"takes longer than {timeout:g} s; the process was stopped: what waits or takes long belongs into `initialize`"
+        text = f"takes longer than {timeout:g} s; the process was stopped: move what waits or takes long into `initialize`"
     elif code < 0:
         names = {number.value: number.name for number in signal.Signals}
         text = f"crashes the interpreter ({names.get(-code, f'signal {-code}')})"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE = 1.5
-ADVICE = ": what waits or takes long belongs into `initialize`"
+ADVICE = ": move what waits or takes long into `initialize`"
 
 
 @pytest.fixture
