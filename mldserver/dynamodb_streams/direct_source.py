@@ -80,8 +80,9 @@ class DirectSource:
         """``stream``: a table's name, or a stream's ARN.
 
         ``poll_seconds``: between requests at the tip of a shard, up to five times as long while it is quiet;
-        ``list_seconds``: between listings of the shards; ``look_seconds``: between looks at what
-        other servers have, and between words of the log on a shard's records; ``forsaken_seconds``: a shard that nobody has taken for longer is taken by any server.
+        ``list_seconds``: between listings of the shards; ``look_seconds``: between looks at what other
+        servers have, and between words of the log on a shard's records; ``forsaken_seconds``: a shard that nobody has
+        taken for longer is taken by any server.
         """
         self._stream = stream
         self._runtime = runtime
