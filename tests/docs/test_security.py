@@ -35,18 +35,18 @@ HELD_BY = {
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
         "admin/test_endpoint_access.py::test_from_outside_it_is_the_client_certificate_that_counts",
     ],
-    "Any certificate from": [
+    "Any client with a certificate from": [
         "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
         "admin/test_endpoint_access.py::test_from_outside_it_is_the_client_certificate_that_counts",
         "base/test_tls.py::test_any_certificate_of_the_authority_gets_through_the_servers_own_too",
         "sources/test_tls.py::test_who_may_name_a_shard",
     ],
-    "With `tls_names`": [
+    "With `tls_names` set": [
         "sources/test_tls.py::test_a_certificate_with_another_name_than_those_allowed_names_no_shard",
         "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
         "test_server_tls.py::test_a_server_takes_the_shards_and_the_names_that_its_settings_allow",
     ],
-    "Where `listen_secret` is set": [
+    "If `listen_secret` is set": [
         "sources/test_secret.py::test_a_daemon_behind_a_bridge_with_the_secret_is_served",
         "sources/test_secret.py::test_a_peer_without_the_secret_names_no_shard_and_the_log_says_so_once_a_minute",
         "base/test_secret.py::test_another_secret_or_none_is_refused_whatever_the_chunks_are",
@@ -57,7 +57,7 @@ HELD_BY = {
         "kcl/test_command.py::test_it_runs_the_daemon_with_its_files_and_stops_it_in_order",
         "sources/test_secret.py::test_a_server_without_a_secret_takes_bridges_that_show_one",
     ],
-    "Whoever reaches `metrics_listen`": [
+    "Any client that reaches `metrics_listen`": [
         "admin/test_endpoint_keeper.py::test_the_address_for_metrics_serves_them_and_health_to_any_client_and_nothing_else",
     ],
     "A daemon that names a shard": [
@@ -70,7 +70,7 @@ HELD_BY = {
         "kcl/test_supervisor.py::test_a_server_whose_certificate_is_not_the_right_one_is_told_of_and_not_waited_for",
         "admin/test_http_client.py::test_where_one_side_proves_nothing_neither_is_told_a_word",
     ],
-    "Certificates that are read again": [
+    "After the server has read certificates again": [
         "base/test_tls.py::test_what_is_read_again_counts_for_the_next_handshake_and_no_session_outlives_it",
         "sources/test_tls.py::test_certificates_that_are_read_again_count_for_the_next_connection",
         "admin/test_endpoint_keeper.py::test_from_outside_it_speaks_tls_and_reads_certificates_again",
@@ -99,7 +99,7 @@ HELD_BY = {
         "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
         "coordinator/test_backup.py::test_a_backup_that_is_whole_is_restored",
     ],
-    "A folder that is there keeps": [
+    "An existing folder keeps": [
         "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
         "test_server.py::test_a_settings_file_with_passwords_that_others_can_read_is_told",
     ],
@@ -107,7 +107,7 @@ HELD_BY = {
         "spark/test_session.py::test_local_files_of_spark_follow_the_umask_of_the_server",
         "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
     ],
-    "On loopback anyone on the host": [
+    "On loopback any user of the host": [
         "admin/test_endpoint_access.py::test_over_loopback_it_is_the_token_that_counts",
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
         "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
@@ -122,12 +122,12 @@ HELD_BY = {
         "admin/test_access.py::test_a_token_needs_no_hard_links_and_no_name_that_another_server_may_have",
         "admin/test_endpoint_access.py::test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never",
     ],
-    "A file of the server's own": [
+    "If the server cannot keep other users from": [
         "admin/test_access.py::test_where_no_file_can_be_kept_from_others_that_is_told",
         "admin/test_endpoint_keeper.py::test_a_token_file_that_the_server_made_never_ends_a_start",
         "admin/test_endpoint_keeper.py::test_a_token_file_that_was_given_is_not_made",
     ],
-    "Terminal commands show the token": [
+    "Terminal commands send the token": [
         "admin/test_http_client.py::test_who_reads_shows_the_token_only_to_a_server_that_wants_it",
         "admin/test_http_client.py::test_a_stranger_who_has_taken_the_port_is_not_shown_the_token",
         "admin/test_http_client.py::test_the_kernels_tables_tell_whose_a_port_is",
@@ -144,10 +144,10 @@ HELD_BY = {
     "The server's own page": [
         "admin/test_endpoint.py::test_the_page_may_run_what_stands_in_it_and_nothing_else"
     ],
-    "What users name and write": [
+    "Names and texts that users choose": [
         "admin/test_page_behaviour.py::test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout"
     ],
-    "What HTTP clients do": [
+    "A separate process serves HTTP clients": [
         "admin/test_endpoint_keeper.py::test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on",
         "admin/test_endpoint_floods.py::test_who_sends_nothing_or_a_byte_now_and_then_is_cut",
         "admin/test_endpoint_floods.py::test_of_too_many_connections_the_oldest_gives_way",
@@ -155,7 +155,7 @@ HELD_BY = {
         "admin/test_endpoint_floods.py::test_who_asks_for_much_and_reads_nothing_is_cut",
         "admin/test_endpoint_floods.py::test_streams_and_acts_are_bounded",
     ],
-    "Garbage on the listener": [
+    "Malformed input on the listener": [
         "sources/test_mld.py::test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices",
         "protocol/test_connection_fuzz.py::test_whatever_the_peer_sends_nothing_raises_and_eof_closes",
     ],
@@ -211,7 +211,7 @@ def test_each_sentence_of_the_threat_model_has_its_tests_and_each_test_its_sente
     assert len(sentences) == len(HELD_BY)
     prose = [line for line in model.splitlines() if line and not line.startswith(("* ", "### "))]
     assert prose == [
-        "Each sentence of this part is held by tests, which `tests/docs/test_security.py` names."
+        "`tests/docs/test_security.py` names the tests of each sentence below."
     ]
 
 
