@@ -1,7 +1,7 @@
-"""The table of settings: of each the name, type, unit, default, bounds and meaning, once.
-
-A section is what its part goes by: ``Settings`` has all of them, ``Settings.part`` gives a part its own. A field is named
-like its setting; a duration's name also tells its unit, so that ``grace_seconds`` is ``grace``. Sizes are bytes.
+"""The table of settings: name, type, unit, default, bounds and help of each setting, in one place. Each
+section holds the settings of one part of the server. ``Settings`` has all sections, and ``Settings.part``
+returns the settings of one part. A field has the name of its setting; the field of a duration also has a
+unit, so ``grace_seconds`` holds ``grace``. Sizes are bytes.
 """
 
 # ruff: noqa: RUF009  # `setting` and `rare` return dataclass fields, as `field` itself does
@@ -71,7 +71,7 @@ def setting(kind: Kind[T], default: T | Made[T], *, common: bool = True) -> T:
 
 
 def rare(kind: Kind[T], default: T | Made[T]) -> T:
-    """Declare a setting that nobody needs on the first day: only ``--help-all`` shows it."""
+    """Declare a setting that new users do not need: only ``--help-all`` shows it."""
     return setting(kind, default, common=False)
 
 
@@ -81,32 +81,34 @@ _DERIVED: Final = Path()
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """Pipeline: what it is, and where its things lie."""
+    """Pipeline: handler, name, and places of output and state."""
 
     handler: str = setting(kinds.dotted_path, Made(str, ""))
-    """The handler's dotted path; the one setting without a default."""
+    """The handler's dotted path; the only setting without a default."""
     pipeline: str = setting(kinds.name, Made(str, "last part of `handler`"))
     """The pipeline's name, in logs and in the ledger."""
     rename_from: str | None = rare(kinds.optional(kinds.name), None)
-    """The name that the pipeline had until it was drained: it goes on under `pipeline`, at its positions."""
+    """The former name of a drained pipeline: it continues under the name `pipeline`, at its positions."""
     out: OutPlace = setting(locations.out, Made(lambda: _DERIVED, "out/PIPELINE"))
     """Folder of output and segments: a path, or a URI that pyarrow and Spark both reach."""
     ledger: LedgerPlace = setting(locations.ledger, SqlitePlace())
     """Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts."""
     new_ledger: bool = rare(kinds.flag, False)
-    """Begin anew in a folder, or a table, whose ledger was lost or exchanged; what this one does not name is set apart."""
+    """Accept a folder, or a table, whose ledger was lost or exchanged; segments that this ledger does not
+    name are moved to quarantine."""
     sink: SinkSpec | None = setting(locations.sink, None)
-    """What readers read: Parquet files in `out`, or a table that Spark writes into."""
+    """Where published windows go: Parquet files in `out`, or a table that Spark writes into."""
     sink_table: str | None = setting(kinds.optional(locations.table_name), None)
-    """The table of a JDBC sink, or of another that takes one."""
+    """The table of a JDBC sink, or of another sink that needs a table's name."""
     sink_options: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
-    """Options of Spark's writer into the table; for JDBC also user, password, driver; may be repeated."""
+    """Options of Spark's table writer; for JDBC also user, password, driver; may be repeated."""
     dead_letters: LetterPlace | None = setting(locations.dead_letters, None)
-    """Where records go that failed for good; only those in the ledger can be listed, parked behind and redriven."""
+    """Where records go that failed for good. Only letters in the ledger can be listed and redriven, and make
+    later records of their key wait."""
     server_id: str | None = rare(
         kinds.optional(kinds.text("a name that no other server on the ledger has")), None
     )
-    """This server's name on the ledger; none: HOST:PID:RANDOM."""
+    """This server's name in the ledger; none: HOST:PID:RANDOM."""
     grace_seconds: float = setting(seconds(), 30.0)
     """How long a shutdown may take before it is forced."""
     cache_dir: Path = rare(
@@ -117,12 +119,12 @@ class PipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionSettings:
-    """Connections: what daemons may do."""
+    """Connections: limits for daemons."""
 
     listen: Address = setting(kinds.address, TcpAddress("127.0.0.1", 7070))
     """Where daemons connect."""
     connection_limit: int = rare(kinds.count, 1024)
-    """Connections at a time; more wait in the kernel's queue."""
+    """Connections at a time; further connections wait in the kernel's queue."""
     # Java sets no limit; 10,000 records of 10 KiB come to about 140 MB a line, KPL-heavy streams above 100 MB.
     line_limit: int = rare(kinds.size(at_least=1024), 256 * MIB)
     """Longest message that a daemon may send."""
@@ -133,139 +135,145 @@ class ConnectionSettings:
     close_timeout_seconds: float = rare(seconds(), 5.0)
     """How long a daemon may leave an ended connection open."""
     answer_deadline_seconds: float | None = rare(kinds.optional(seconds()), 20.0)
-    """A batch that takes longer is answered while the handler works on; its checkpoint waits. none: only what is done is answered."""
+    """If a batch takes longer, answer it while the handler continues; its checkpoint waits. none: answer only
+    finished batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecuritySettings:
-    """Admin and security: who may see, steer and connect."""
+    """Admin and security: which clients may read, steer and connect."""
 
     admin: Address | None = setting(kinds.optional(kinds.address), TcpAddress("127.0.0.1", 7071))
-    """Where a running server is seen and steered; none: nowhere."""
+    """Address of the admin endpoint, for status and steering; none: no endpoint."""
     metrics_listen: Address | None = rare(kinds.optional(kinds.address), None)
     """Another address, which serves `/metrics`, `/healthz` and `/readyz` to any client, and nothing else: for Prometheus and probes."""
     admin_token_file: Path | None = setting(kinds.optional(kinds.folder), None)
-    """A file with the token for the admin endpoint; none: the server makes one for steering, beside its ledger."""
+    """A file with the token for the admin endpoint; none: the server creates a token for steering, next to
+    its ledger."""
     tls_certificate: Path | None = setting(kinds.optional(kinds.folder), None)
     """The server's certificate with its chain (PEM): `listen` speaks TLS, and so does `admin` outside loopback."""
     tls_key: Path | None = setting(kinds.optional(kinds.folder), None)
-    """Its private key (PEM); none: it is in the certificate's file."""
+    """The certificate's private key (PEM); none: the certificate's file holds the key."""
     tls_client_ca: Path | None = setting(kinds.optional(kinds.folder), None)
-    """Clients need a certificate of one of these authorities (PEM)."""
+    """Clients need a certificate from one of these authorities (PEM)."""
     tls_names: tuple[str, ...] = setting(locations.globs, ())
     """Names that clients' certificates may have (subject's CN or alternative names); may be repeated."""
     listen_secret: Path | None = setting(kinds.optional(kinds.folder), None)
     """A file with the secret that each daemon's bridge must show (mode 600); none: anyone who reaches `listen` may connect."""
     insecure: bool = setting(kinds.flag, False)
-    """Listen outside loopback though anyone may connect there, read, and send records."""
+    """Listen outside loopback without TLS: any client may connect, read, and send records."""
     allow_shards: tuple[str, ...] = setting(locations.globs, ())
     """Shards that daemons may connect for; may be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Log: where it goes."""
+    """Log: destination, level and format."""
 
     log_file: Path | None = setting(kinds.optional(kinds.folder), None)
-    """Log to this file, opened again on SIGHUP or SIGUSR1; none: stdout."""
+    """Log to this file, which SIGHUP or SIGUSR1 reopens; none: stdout."""
     log_level: Level = setting(kinds.choice(Level), "info")
     """The lowest level logged."""
     log_format: LogFormat = setting(kinds.choice(LogFormat), "auto")
     """auto: pretty on a terminal, else JSON lines."""
     log_error_messages: bool = setting(kinds.flag, False)
-    """Log and show in the status what errors of your code and of Spark say, to debug: it may quote rows."""
+    """To debug, show the messages of your code's and Spark's errors in the log and the status: they may quote
+    rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSettings:
-    """Handler failures: how often a record is tried, how fast, and what then."""
+    """Handler failures: attempts, back-off, and what happens to failed records."""
 
     on_failure: OnFailure = setting(kinds.choice(OnFailure), OnFailure.DEAD_LETTER)
-    """What becomes of a record that keeps failing: stored aside, only counted, or its connection is closed."""
+    """When a record keeps failing: store it as a dead letter, skip and count it, or close its connection."""
     on_key_failure: OnKeyFailure = setting(kinds.choice(OnKeyFailure), OnKeyFailure.CONTINUE)
-    """Later records of a dead letter's partition key go on, or wait behind it as dead letters too."""
+    """After a dead letter: process later records of its partition key, or park them as dead letters too."""
     failure_rules: tuple[FailureRule, ...] = setting(failure_rules, Made(tuple, "none"))
-    """What becomes of records by the class of their error, with its bases; may be repeated."""
+    """`on_failure` for an error class and its subclasses; may be repeated."""
     attempts: int = setting(kinds.count, 3)
     """Calls of the handler for one record."""
     max_age_ms: int | None = rare(kinds.optional(ms()), None)
-    """A failed record that arrived this long ago is not called again."""
+    """Do not retry a failed record that arrived longer ago than this."""
     retry_base_seconds: float = rare(seconds(), 0.1)
-    """First wait between calls; it doubles."""
+    """First wait between calls; each further wait is twice as long."""
     retry_cap_seconds: float = rare(seconds(), 10.0)
     """Longest wait between calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """Handler calls and workers: how long, how many at a time, in which processes."""
+    """Handler calls and workers: time limits, concurrency and processes."""
 
     handler_timeout_seconds: float = setting(seconds(), 60.0)
-    """A hook that runs longer has failed (`async`) or is logged as slow."""
+    """A hook that runs longer fails (`async`) or is logged as slow (synchronous)."""
     concurrency: int | None = setting(kinds.optional(kinds.count), None)
-    """Records of one batch and of different keys that `process_record` works on at a time; none: what it says."""
+    """Records of one batch with different keys that `process_record` handles at a time; none: the handler's
+    own value."""
     workers: int | None = setting(
         kinds.optional(kinds.count, word="inline"),
         Made(lambda: max(1, (os.cpu_count() or 1) - 1), "one fewer than cores, at least one"),
     )
-    """Processes that the handler runs in; `inline`: it runs in the server's own."""
+    """Processes that run the handler; `inline`: the server's process runs it."""
     worker_memory: int | None = rare(kinds.optional(kinds.size(at_least=MIB)), None)
-    """A worker that grows beyond this is replaced; half as much again, and it is killed."""
+    """A worker whose memory grows beyond this is replaced; beyond 1.5 times this it is killed."""
     worker_kill_after_ms: int | None = rare(kinds.optional(ms()), 2 * MINUTE_MS)
-    """A worker is killed when a call of the handler, or its silence, lasts longer."""
+    """Kill a worker when a handler call takes longer, or the worker does not answer for longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings:
-    """Segments and watermark: what the coordinator goes by."""
+    """Segments and watermark: limits and times of the coordinator."""
 
     flush_interval_ms: int = setting(ms(), 5_000)
     """Rows become durable at least this often."""
     flush_bytes: int = rare(kinds.size(), 64 * MIB)
-    """Rows become durable at once beyond this size; a window's first and last ones beyond a part of it."""
+    """Write rows at once beyond this size; a window's first and last rows already beyond a part of this
+    size."""
     buffer_bytes: int = rare(kinds.size(), 512 * MIB)
-    """Rows in memory at most; shards that are ahead wait."""
+    """Limit of rows in memory; near it, shards that are ahead wait."""
     segment_disk_bytes: int = setting(kinds.size(), 50 * GIB)
-    """Segments on disk at most; shards that are ahead wait."""
+    """Limit of segments on disk; near it, shards that are ahead wait."""
     late: Late = setting(kinds.choice(Late), "recompute")
-    """What becomes of late rows: their window is computed again, or they go to the late dataset."""
+    """For late rows: compute their window again, or write them to the late dataset."""
     recompute_delay_ms: int = rare(ms(zero=True), MINUTE_MS)
-    """How long late rows of a window are gathered before it is computed again."""
+    """How long to collect a window's late rows before the window is computed again."""
     retention_ms: int = setting(ms(zero=True), DAY_MS)
-    """How long finished windows are remembered, and their segments kept for late rows."""
+    """How long to keep finished windows, and their segments for late rows."""
     retention_bytes: int = rare(kinds.size(), 10 * GIB)
-    """Segments kept for late rows at most (and at most half of `segment_disk_bytes`)."""
+    """Limit of segments kept for late rows (and at most half of `segment_disk_bytes`)."""
     idle_time_ms: int = setting(ms(), 30_000)
-    """A shard that is caught up and gives no row for this long holds no window."""
+    """A shard that is caught up and gives no row for this long does not hold windows open."""
     max_ahead_ms: int | None = rare(kinds.optional(ms()), 10 * MINUTE_MS)
     """How far a row's time may run ahead of its record's arrival and still close windows; none: any time."""
     on_ahead: OnAhead = rare(kinds.choice(OnAhead), "keep")
-    """What becomes of such a row: it is kept in its own window, or its record fails as one with a bad row does."""
+    """For a row beyond `max_ahead`: keep it in its own window, or fail its record like one with a bad row."""
     quiet_time_ms: int = setting(ms(), MINUTE_MS)
     """When all shards are silent for this long, open windows close."""
     settle_time_ms: int = rare(ms(zero=True), 10_000)
-    """After start and after each new shard windows wait this long for other shards."""
+    """After the start and after each new shard, windows wait this long for other shards."""
     missing_limit_ms: int = rare(ms(), 10 * MINUTE_MS)
-    """A known shard without a connection holds windows this long."""
+    """A known shard without a connection holds windows open for this long."""
     shard_retention_ms: int = rare(ms(), 8 * DAY_MS)
-    """How long ended shards are remembered, at least: longer than the stream keeps records. With `stream` they are
-    for as long as it lists them."""
+    """How long to remember ended shards, at least: longer than the stream keeps records. With `stream`, they
+    are remembered for as long as the stream lists them."""
     accept_gap: bool = rare(kinds.flag, False)
-    """Take a daemon that skipped records, or a source that is another stream than before; logged."""
+    """Allow a shard to start past its stored position (records were skipped), or on another stream;
+    logged."""
     server_timeout_ms: int = rare(ms(), 30_000)
-    """A server silent for this long is taken for dead by the others."""
+    """The other servers take over from a server that is silent for this long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """Windows: how they are computed, and what happens when that fails."""
+    """Windows: attempts, deadlines, and what happens to failed windows."""
 
     window_on_failure: OnWindowFailure = setting(kinds.choice(OnWindowFailure), "halt")
-    """What becomes of a window that keeps failing: windows wait for a person, or it is set aside."""
+    """When a window keeps failing: halt all windows until a person decides, or set that window aside."""
     window_attempts: int = setting(kinds.count, 3)
     """Runs of `on_window` for one window."""
     window_retry_base_seconds: float = rare(seconds(), 1.0)
-    """First wait between runs; it doubles."""
+    """First wait between runs; each further wait is twice as long."""
     window_retry_cap_seconds: float = rare(seconds(), 60.0)
     """Longest wait between runs."""
     window_deadline_seconds: float | Literal["by_size"] | None = rare(
@@ -276,12 +284,13 @@ class WindowSettings:
     window_concurrency: int = setting(kinds.count, 1)
     """Windows that Spark computes at a time."""
     window_group: int = rare(kinds.count, 16)
-    """Small windows that are ready together share one Spark job, up to so many; 1: each has its own."""
+    """Up to this many small windows that are ready together share one Spark job; 1: each window has a
+    separate job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """Stream: what is read directly, or the one whose shards are listed."""
+    """Stream: where records come from, and which stream's shards are listed."""
 
     source: SourcePlace = setting(locations.source, "mld")
     """Where records come from: daemons that connect, or a DynamoDB stream that the server reads itself."""
@@ -293,13 +302,13 @@ class StreamSettings:
     poll_interval_seconds: float = rare(seconds(), 1.0)
     """Mean pause between two requests for new records of a shard (DynamoDB Streams); five times as long for a quiet shard."""
     stream: str | None = setting(kinds.optional(kinds.text("a Kinesis stream's name")), None)
-    """Stream whose shards are listed (ListShards), so that missing ones are known."""
+    """Stream whose shards the server lists (ListShards), to detect missing shards."""
     region: str | None = setting(kinds.optional(kinds.text("an AWS region's name")), None)
     """AWS region of stream and source."""
     endpoint_url: str | None = rare(kinds.optional(kinds.text("a URL")), None)
     """Endpoint of stream and source, for tests and emulators."""
     list_shards_interval_seconds: float = rare(seconds(), 30.0)
-    """How often shards are listed."""
+    """How often the server lists shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,13 +320,14 @@ class SparkSettings:
     spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
     """Spark properties; may be repeated."""
     spark_properties_file: Path | None = rare(kinds.optional(kinds.folder), None)
-    """A file of Spark properties, as spark-submit takes it; `spark_conf` goes before it."""
+    """A file of Spark properties, in spark-submit's format; `spark_conf` overrides it."""
     spark_py_files: tuple[Path, ...] = setting(locations.python_files, Made(tuple, "none"))
-    """Python code that executors import, beside the handler's own modules; may be repeated."""
+    """Further Python code that executors import, in addition to the handler's modules; may be repeated."""
     spark_python: str | None = setting(kinds.optional(kinds.text("a command or path on executors")), None)
-    """Python that executors run; none: `PYSPARK_PYTHON`, then the server's on a local master, `python3` on others."""
+    """Python that executors run; none: `PYSPARK_PYTHON`, then the server's Python on a local master,
+    `python3` on others."""
     spark_ui: bool = rare(kinds.flag, False)
-    """Whether Spark's web page is served."""
+    """Serve Spark's web page."""
     java_home: Path | None = setting(kinds.optional(kinds.folder), None)
     """Java to run Spark with; none: `JAVA_HOME`, then `PATH`."""
 
@@ -338,7 +348,8 @@ class Settings(
     StreamSettings,
     SparkSettings,
 ):
-    """Every setting of one server, in the order of the page: what a section's docstring says first is its title there."""
+    """Every setting of one server, in the order of the page. The first words of a section's docstring are its
+    title there."""
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """For settings that were given: where, in words."""
@@ -352,7 +363,7 @@ class Settings(
             object.__setattr__(self, "out", Path("out") / self.pipeline)
 
     def part(self, section: type[PartT], **own: Any) -> PartT:
-        """Return what a part goes by: a section, with fields of the part's ``own``."""
+        """Return the settings of one part: a section, plus the part's ``own`` fields."""
         names = {field.name for field in dataclasses.fields(section)} - own.keys()  # type: ignore[arg-type]  # sections are dataclasses
         return section(**own, **{name: getattr(self, name) for name in names if hasattr(self, name)})
 
@@ -361,7 +372,8 @@ class Settings(
         return self.origins.get(name, "default")
 
     def given(self) -> dict[str, str]:
-        """Return what was not left at its default, as text with its origin; for the log, so without secrets."""
+        """Return the settings that differ from their defaults, as text with their origin; without secrets,
+        for the log."""
         shown = {}
         for name, origin in self.origins.items():
             value, show = getattr(self, specs()[name].field), specs()[name].kind.show

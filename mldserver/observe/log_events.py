@@ -26,220 +26,236 @@ TABLE: Final = """
 server.starting  info  version pid handler out settings
     The process has read its settings.
 server.listening  info  address
-    Connections are accepted; ``address`` holds the real port. Or a stream is read: then it is the stream's ARN.
+    The server accepts connections; ``address`` holds the actual port. When the server reads a stream,
+    ``address`` is the stream's ARN.
 server.ready  info  seconds
-    Spark is warm, every part works: readiness is green.
+    Spark is warm and every part works: the server is ready.
 server.unready  error  reason
-    Readiness went red; ``reason`` says what waits for what.
+    The server is not ready any more; ``reason`` says why.
 server.stopping  info  reason connections
-    No more connections; each shard finishes its request.
+    The server stops: it accepts no more connections, and each shard finishes its request.
 server.few_files  warning  limit needed
-    The process may have fewer files open than its settings need, and the system lets it have no more: raise LimitNOFILE.
+    The system's limit of open files is lower than the settings need: raise LimitNOFILE.
 server.waiting  info  waiting_for seconds
     Shutdown (or start) still waits for these.
 pipeline.drained  info  set_aside
-    No window is open or waits; ``set_aside``: those that kept failing.
+    The drain is done: no window is open or waits; ``set_aside``: the windows that kept failing.
 server.stopped  info  exit_code seconds
     The last line of the log.
 server.failed  critical  exit_code traceback
     The process cannot go on.
 server.buried  warning  server seconds
-    Another server on the ledger is dead: its shards and windows are free for others.
+    Another server on the ledger is dead: this server expired it, and its shards and windows are free for
+    others.
 server.beat_failed  warning
-    The ledger could not be told that this server lives; after long others take it for dead.
+    This server could not write its heartbeat into the ledger; after ``server_timeout`` other servers expire
+    it.
 tls.read  info  certificate
-    On SIGHUP certificates were read again; connections that are there keep theirs.
+    The server read its certificates again on SIGHUP; open connections keep the earlier ones.
 tls.failed  debug|warning  peer times
-    No TLS connection came about: a certificate is missing or none of ours, or the peer does not speak TLS.
+    A TLS handshake failed: the peer's certificate is missing or not from `tls_client_ca`, or the peer does
+    not speak TLS.
 tls.refused  error
-    A certificate that was to be read again cannot be used: the one before it stays.
+    A certificate that the server read again cannot be used: the server keeps the former one.
 admin.listening  info  address metrics token_file
-    The server is seen and steered there; ``metrics`` is the address for metrics alone (`metrics_listen`), if there is one; ``token_file`` holds the token for steering, and is empty where none counts.
+    The admin endpoint listens at ``address``; ``metrics`` is the address for metrics alone
+    (`metrics_listen`), if it is set; ``token_file`` names the file with the token for steering, and is empty
+    where no token is used.
 admin.unavailable  warning
-    The default address cannot be listened on, as when another process has it: the server goes on without an admin endpoint.
+    The server cannot listen on the default address, for example because another process uses it: the server
+    continues without an admin endpoint.
 admin.token_unusable  warning
-    The server cannot make its token file, or keep it from others: over loopback nobody steers it, and nothing else is concerned.
+    The server cannot create its token file, or cannot keep other users from reading it: steering over
+    loopback is disabled, and everything else works.
 admin.refused  warning  requests statuses path who
-    Requests of the last minute that the admin endpoint refused: 401 and 403 for want of the right token or certificate, 404 for a path
-    that is not there. ``path`` and ``who`` are of the latest.
+    Requests of the last minute that the admin endpoint refused: 401 and 403 for a missing or wrong token or
+    certificate, 404 for an unknown path. ``path`` and ``who`` describe the latest request.
 admin.lost  warning  reason delay_seconds
-    The admin endpoint's process ended; a fresh one starts after the delay. Nothing else is concerned.
+    The admin endpoint's process ended; a new one starts after the delay. The pipeline is not affected.
 admin.failed  error  traceback
-    The server's status could not be made: `/readyz` is red and `/status` says why. Told again when the reason changes.
+    The server could not collect its status: `/readyz` is red and `/status` says why. Logged again when the
+    reason changes.
 admin.act  info|warning  act argument who done text
-    Somebody steered the server: ``who`` asked for what, and what became of it.
+    A client steered the server: ``who`` requested ``act``; ``done`` and ``text`` hold the result.
 connection.opened  debug  peer
     A peer connected.
 connection.refused  warning  peer limit
-    The connection limit holds; connections wait in the kernel's queue.
+    The connection limit is reached; further connections wait in the kernel's queue.
 connection.closed  info  reason seconds batches records
-    The connection ended as the protocol foresees.
+    The connection ended in a way that the protocol allows.
 connection.failed  warning|error  peer reason excerpt state handler hook sequence attempts times traceback
     The connection was closed because of an error.
 connection.state  debug  from_state to_state on
     A transition of the protocol's state machine.
 shard.opened  info  start position epoch version
-    A connection took a shard.
+    A connection opened a shard.
 shard.gap_accepted  error  start position
-    The daemon starts beyond the ledger; the operator accepts the gap.
+    The daemon starts beyond the ledger's position; the operator accepted the gap.
 shard.ended  info  position
-    The shard is read to its end and durable.
+    The shard was read to its end, and all its rows are durable.
 shard.lost  info  position
     The lease went to another worker.
 shard.shutdown_requested  info  position
-    The daemon stops or hands the shard over.
+    The daemon stops, or gives up the shard's lease in an orderly way.
 shard.taken_over  warning  peer
-    Another connection opened the shard; what still comes on this one is answered unread.
+    Another connection opened the shard; further batches on this connection are answered but not processed.
 shard.disconnected  warning  position
-    The connection is gone without an ending; the shard holds the watermark.
+    The connection ended before the shard's lease did; the shard holds the watermark.
 shard.failed  error  delay_seconds
-    A shard of a stream that is read directly could not be read on; it is begun again after the delay.
+    The server could not continue to read a shard of its stream; it opens the shard again after the delay.
 shard.missing  warning  seconds
     A known shard has had no connection for ``server_timeout``, here or elsewhere; it holds the watermark.
 shard.left_out  error  seconds
-    A missing shard does not hold the watermark any longer; its rows will be late.
+    A missing shard no longer holds the watermark; its rows will be late.
 shard.held  info  short_of used_bytes budget_bytes
-    The shard is ahead and memory or disk is short: its answer waits.
+    The shard is ahead, and memory or disk is short: the server delays its answer.
 shard.released  info  seconds
-    The shard goes on.
+    The server answers a shard again that it held back.
 shard.discovered  info  parents
-    The stream lists a shard that was not known.
+    The stream lists a new shard.
 batch.done  info|debug  records rows duplicates dead_letters skipped discarded bytes first last \
     millis_behind_latest attempts handler_seconds held_seconds checkpoint seconds
-    A batch is done. At info where it was unusual: records failed or came again, or it was held back or answered
-    early.
+    A batch is done. Logged at info if records failed or were delivered again, or if the batch was held back
+    or answered early.
 batches.done  info  batches records rows bytes first last millis_behind_latest slowest_seconds
-    A shard's batches of one flush interval, together. What is 0 is left out, and so are empty batches.
+    The sum of a shard's batches in one flush interval. Fields that are 0, and empty batches, are omitted.
 batch.answered_early  warning  seconds batches bytes
-    The daemon was answered after the answer deadline; so many batches, and bytes of lines, are still worked
-    on.
+    The server answered the daemon at the answer deadline; ``batches`` and ``bytes`` say how much is still
+    being processed.
 batch.given_up  warning  batches
-    The lease goes elsewhere: batches that were answered early are dropped, and delivered again there.
+    The lease moves to another worker: batches that were answered early are dropped, and the daemon delivers
+    them again there.
 checkpoint.done  debug  sequence seconds
     The daemon stored a checkpoint.
 checkpoint.retried  warning  sequence attempt delay_seconds
-    The daemon could not store a checkpoint; it is asked again.
+    The daemon could not store a checkpoint; the server retries.
 checkpoint.failed  error  sequence attempts
-    A checkpoint was given up for now; the next chance tries again.
+    All attempts to checkpoint failed; the next checkpoint of the shard includes this one.
 checkpoint.stopped  warning  sequence
-    ShutdownException: the lease is gone, nothing more is checkpointed.
+    ShutdownException: the lease was lost, so the server checkpoints nothing more.
 handler.loaded  info  handler hooks schema windows
     The handler was imported and checked.
 handler.failed  warning|error|debug  handler hook sequence attempt delay_seconds traceback times
-    A hook failed and is tried again; an error when ``initialize`` keeps failing, since its shard waits. The
-    same failure of a shard is told once a minute, with how many ``times`` it came since, and meanwhile at
-    debug; so are the next three events.
+    A hook failed and is retried. Logged as an error if ``initialize`` keeps failing, since its shard waits.
+    The same failure of a shard is logged once a minute, with the number of ``times`` since then, and at debug
+    in between; the same holds for the next three events.
 handler.dead_letter  error|debug  handler sequence partition_key attempts traceback times
     A record failed for good and is a dead letter.
 handler.skipped  warning|debug  handler sequence partition_key attempts traceback times
-    A record failed for good and is skipped: nothing of it is kept.
+    A record failed for good and is skipped: the server does not store it.
 handler.hook_failed  error|debug  handler hook attempts traceback times
-    A life-cycle hook failed for good; the daemon is answered all the same.
+    A life-cycle hook failed for good; the server answers the daemon as after a success.
 handler.discarded  debug  handler sequence partition_key attempts
     The handler discarded a record.
 handler.halted  critical  handler hook sequence attempts traceback
-    A record failed for good, and the policy or a rule says halt.
+    A record failed for good, and `on_failure` or a failure rule is halt.
 handler.not_checkpointing  warning  handler seconds position
-    A record processor of amazon_kclpy takes records, but has not checkpointed for so long.
+    A record processor of amazon_kclpy receives records, but has not checkpointed for ``seconds``.
 handler.end_not_checkpointed  warning  handler
-    A record processor of amazon_kclpy did not checkpoint its shard's end; the server does.
+    A record processor of amazon_kclpy did not checkpoint its shard's end; the server does it.
 handler.slow  warning  handler hook seconds
     A hook has run for longer than its deadline and is still running.
 library.log  debug|info|warning|error|critical  logger text
-    What a library logged, from warnings on.
+    A library logged this message; from level warning on.
 log.reopened  info  path
     SIGHUP or SIGUSR1: the log file was opened again.
 log.reopen_failed  error
     SIGHUP or SIGUSR1: the log file could not be opened again; the old one stays in use.
 log.lost  warning  lines since
-    So many lines are missing here, the first from `since`: the disk was full, the reader stalled or gone, or
-    a flood was cut.
+    ``lines`` log lines are missing here, the first from ``since``: the disk was full, the reader stalled or
+    ended, or a flood of lines was limited.
 worker.started  info  worker pid generation
-    A worker process takes shards.
+    A worker process is ready for shards.
 worker.lost  error  worker pid reason stacks batches delay_seconds
-    A worker process died or was killed; what it had in hand is given to the next one: so many batches, and other requests.
+    A worker process died or was killed; the next process retries its ``batches`` and other requests.
 worker.replaced  warning  worker pid reason bytes limit_bytes delay_seconds
-    A worker process had grown beyond its memory limit; it finished what it had begun.
+    A worker process exceeded its memory limit; it finished its current work and was replaced.
 worker.failed  critical  worker
-    A worker's processes die before they do anything.
+    A worker's processes die again and again before they process anything.
 worker.not_started  error  delay_seconds
-    A worker process did not come to be used: it could not start, or ended before.
+    A standby worker failed to start, or exited before it was used.
 worker.garbled  error  pid
-    A worker process sent what is no message: it is killed.
+    A worker process sent a malformed message: the server kills it.
 shard.reopened  info  worker
-    The shard's handler was opened again in another worker process.
+    The shard was opened again in another worker process.
 handler.output  info  stream text
     What the handler printed.
 flush.done  debug  rows segments late_rows bytes shards dead_letters seconds reason
-    Rows are durable, positions moved.
+    The rows of one flush are durable, and the shards' positions moved.
 flush.refused  warning|debug  lost_shards cut_windows expired_windows gone_letters
-    The ledger refused some rows, or other servers had filled a batch (debug); the rest is written again.
+    The ledger refused some rows, or other servers had filled a batch (debug); the server writes the remaining
+    rows again.
 flush.failed  error  attempt delay_seconds
-    Rows could not be made durable; they stay in memory and are tried again.
+    The server could not make rows durable; it keeps them in memory and retries.
 letter.too_large  warning  sequence bytes limit_bytes
-    A dead letter is larger than the place takes where dead letters go.
+    A dead letter is larger than its destination allows.
 redrive.done  info  letters rows dead_letters seconds
-    Dead letters ran once more; those that failed again are dead letters again.
+    Dead letters were redriven; those that failed again are dead letters again.
 redrive.failed  error
-    Dead letters could not be run once more; they stay as they are.
+    Dead letters could not be redriven; they remain unchanged.
 watermark.advanced  debug  watermark_ms held_by server reason
     The pipeline's watermark moved.
 watermark.held  info  watermark_ms held_by server reason seconds
     The watermark has not moved for a while; the shard ``held_by`` holds it, at ``server`` if not at this
     one.
 row.ahead  warning  sequence ahead_seconds rows
-    So many rows since the last such line run ahead of arrival by more than ``max_ahead``; the furthest is
-    named.
+    Since the last such event, ``rows`` rows were ahead of their arrival by more than ``max_ahead``;
+    ``sequence`` and ``ahead_seconds`` describe the furthest row.
 window.cut  debug  revision segments rows
-    A window's segments are fixed.
+    A window was closed: its set of segments is fixed.
 window.expired  debug  windows segments
-    Windows are not retained any more: late rows for them go to the late dataset.
+    The retention of windows ended: late rows for them go to the late dataset.
 window.done  info  revision rows_in rows_out segments files attempt spark_seconds lag_seconds seconds path
-    The one line of a window, when its output is visible. Spark has read as many rows as the ledger
-    registered (``rows_in``), and the files hold as many as it has written (``rows_out``).
+    A window's output is visible; one event for each revision. Spark has read as many rows as the ledger
+    registered (``rows_in``), and the files hold as many rows as Spark has written (``rows_out``).
 window.late  warning  rows kind
-    Rows came after their window was cut: for its next revision (``recompute``), or the late dataset
-    (``late``).
+    Rows arrived after their window was closed: they go to its next revision (``recompute``), or to the late
+    dataset (``late``).
 window.failed  warning  attempt delay_seconds traceback
-    A window's job failed and is tried again.
+    A window's job failed and is retried.
 window.group_failed  warning  windows traceback
     A job over several windows failed; each of them runs alone.
 window.slow  warning  seconds line
-    ``on_window`` of the window runs for a minute or more; ``line`` is the line of your code that runs. One window beside it
-    may be computed meanwhile. At ``window_deadline`` the run is cancelled and counts as failed.
+    ``on_window`` of the window runs for a minute or more; ``line`` is the line of your code that runs. The
+    server may compute one other window meanwhile. At ``window_deadline`` the run is cancelled and counts as
+    failed.
 window.dropped  debug  revision
-    Another server has taken the window, or it is done: nothing is left to do here.
+    This server drops its run of a window: another server has taken the window, or the window is done.
 window.halted  error  attempts traceback
-    A window's job kept failing; windows wait, ingestion goes on. ``advice`` names the command.
+    A window's job kept failing; later windows wait, while the server continues to store rows. ``advice``
+    names the command.
 window.decided  warning  decision
     An operator has decided about a halted window: ``retry``, ``set_aside``, or ``skip`` (it counts as
     published, without output).
 window.set_aside  error  attempts traceback
-    A window's job kept failing; it is set aside with its segments.
+    A window's job kept failing; the window is set aside with its segments.
 recovery.done  info  shards windows_published windows_restarted files_deleted late_published clock
-    What the start found in the ledger and did.
+    What the server found in the ledger at its start, and what it did.
 recovery.quarantined  warning  count path
-    Files in the output folder were not written for this ledger: they were moved to ``path``, not deleted.
+    Files in the output folder do not belong to this ledger: the server moved them to ``path``, and did not
+    delete them.
 file.exposed  warning  path
     Every user of this host can read a folder or a file that holds rows, dead letters or passwords.
 ledger.accepted  warning
-    Folder and ledger did not belong together; ``--new-ledger`` said to go on with both.
+    Folder and ledger did not belong together; the server continued because of ``--new-ledger``.
 ledger.not_shortened  warning
-    The log of a ledger in DynamoDB could not be shortened now; it is tried again in a minute, nothing waits
-    for it.
+    The server could not shorten the log of a ledger in DynamoDB; it retries in a minute, and nothing waits
+    for that.
 stream.ended  info  shards
     Every known shard has ended; every window closes.
 stream.quiet  info  seconds
     Every shard is caught up and silent; the open windows close.
 stream.unlisted  warning  stream
-    The stream could not be listed; shards are known from the ledger, from connections and from before.
+    The server could not list the stream's shards; it uses those from the ledger, from connections and from
+    earlier lists.
 stream.retried  warning  action attempt delay_seconds times
-    DynamoDB Streams was throttled, out of reach or at fault; it is asked again. Told once a minute, with how
-    many ``times`` it came since.
+    A request to DynamoDB Streams was throttled or failed; the server retries. Logged once a minute, with the
+    number of ``times`` since then.
 stream.gap  error  stream position gaps
-    A shard's position was trimmed before it could be read: records are lost, so many times since this server reads it.
+    A shard's records were trimmed before the server read them: these records are lost; ``gaps`` counts such
+    losses since this server reads the shard.
 stream.shard_gone  error  stream position gaps
-    DynamoDB neither lists the shard nor knows it by its name, for 15 seconds: what it still held is lost.
+    For 15 seconds, DynamoDB neither lists the shard nor knows it by its name: its unread records are lost.
 stream.shard_unknown  warning  stream position attempt
     DynamoDB lists the shard and answers that it does not exist. The server keeps asking. Logged once a minute.
 stream.shard_passed_over  warning  stream seconds
@@ -248,23 +264,24 @@ stream.replaced  error  stream status newest
     The stream was disabled while it was read, or it does not exist any more (no ``status``). ``newest``: the table's
     enabled stream, if there is one. A server reads that one only under ``--accept-gap``.
 stream.gap_accepted  warning  stream newest
-    The stream is over, and the server goes on with the table's new one.
+    The stream ended, and the server continues with the table's new stream.
 stream.disabled  warning  stream status newest
-    The stream that is named by its ARN was disabled; its table may have a newer one.
+    The stream with the configured ARN was disabled; its table may have a newer stream.
 spark.starting  info  master java start
     The driver process starts.
 spark.ignored  warning  file names
-    Properties in ``spark_properties_file`` whose names do not begin with ``spark.``: Spark takes no others.
+    Properties in ``spark_properties_file`` whose names do not begin with ``spark.``: Spark ignores them.
 spark.ready  info  seconds spark_version ui
-    The session is warm.
+    The Spark session is ready for windows.
 sink.untested  warning  table
-    This project's tests know what such a table is handed, and have no real one: try it before you rely on it.
+    This project's tests do not use a real table of this kind: test it before you rely on it.
 spark.progress  debug  job stages tasks tasks_done
     A running job's tasks.
 spark.log  debug|info|warning|error  logger text
     A line of Spark's own log.
 spark.lost  error  who reason exit_code delay_seconds
-    The driver process died (who: driver), or its JVM did and took it along (who: jvm); a fresh one starts.
+    The driver process died (who: driver), or its JVM died and ended the driver (who: jvm); the server starts
+    a new driver.
 kcl.waiting  warning  address seconds worker
     The server does not answer, or another process on this host is the same worker: the Java daemon is not started yet. Logged
     again every minute.
@@ -273,7 +290,7 @@ kcl.starting  info  command start properties java retrieval
 kcl.lease_gained  info  position
     The Java daemon has the shard's lease now.
 kcl.lease_lost  info
-    The Java daemon has lost the shard's lease, or gave it up.
+    The Java daemon has lost the shard's lease, or has given it up.
 kcl.shard_ended  info
     The Java daemon has delivered the shard's end.
 kcl.lead_released  info  worker
@@ -281,16 +298,17 @@ kcl.lead_released  info  worker
 kcl.no_leader  warning  count seconds shards
     Shards have no live owner and wait, because no daemon leads the application.
 kcl.fault  warning|error  text repeated
-    The Java daemon met a fault; `repeated`: so often again in the last minute.
+    The Java daemon reported a fault; `repeated`: how often it occurred again in the last minute.
 kcl.log  debug|info|warning|error  logger text repeated
-    A line of the Java daemon's log. A warning or error that comes again is counted, and told once a minute.
+    A line of the Java daemon's log. A repeated warning or error is counted, and logged once a minute.
 kcl.cut_short  warning
-    The Java daemon ends itself, because a connection to the server ended; it is not waited for.
+    The Java daemon ends itself, because a connection to the server ended; `mldserver kcl` does not wait for
+    it.
 kcl.exited  warning|info  exit_code delay_seconds seconds
     The Java daemon exited; it is started again after the delay.
 """
-"""Of each event: name, the level it is logged at (several where the outcome decides), its own fields beside
-COMMON_FIELDS (not all need be present), and below what it means."""
+"""For each event: its name, its level (several if the outcome decides), its fields in addition to
+COMMON_FIELDS (some may be absent), and on the next lines its meaning."""
 
 
 class Event(NamedTuple):
