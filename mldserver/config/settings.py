@@ -1,7 +1,7 @@
-"""The table of settings: name, type, unit, default, bounds and help of each setting, in one place. Each
-section holds the settings of one part of the server. ``Settings`` has all sections, and ``Settings.part``
-returns the settings of one part. A field has the name of its setting; the field of a duration also has a
-unit, so ``grace_seconds`` holds ``grace``. Sizes are bytes.
+"""The table of settings: name, type, unit, default, bounds and help of each setting, in one place.
+
+Each section holds the settings of one part of the server. ``Settings`` has all sections, and ``Settings.part``
+returns the settings of one part. A field has the name of its setting; the field of a duration also has a unit, so ``grace_seconds`` holds ``grace``. Sizes are bytes.
 """
 
 # ruff: noqa: RUF009  # `setting` and `rare` return dataclass fields, as `field` itself does
@@ -161,7 +161,7 @@ class SecuritySettings:
     listen_secret: Path | None = setting(kinds.optional(kinds.folder), None)
     """A file with the secret that each daemon's bridge must show (mode 600); none: anyone who reaches `listen` may connect."""
     insecure: bool = setting(kinds.flag, False)
-    """Listen outside loopback without TLS: any client may connect, read, and send records."""
+    """Listen outside loopback even without certificates: any client may connect, read, and send records."""
     allow_shards: tuple[str, ...] = setting(locations.globs, ())
     """Shards that daemons may connect for; may be repeated."""
 
@@ -348,8 +348,7 @@ class Settings(
     StreamSettings,
     SparkSettings,
 ):
-    """Every setting of one server, in the order of the page. The first words of a section's docstring are its
-    title there."""
+    """Every setting of one server, in the order of the page. A section's docstring begins with its title there."""
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """For settings that were given: where, in words."""
@@ -372,8 +371,7 @@ class Settings(
         return self.origins.get(name, "default")
 
     def given(self) -> dict[str, str]:
-        """Return the settings that differ from their defaults, as text with their origin; without secrets,
-        for the log."""
+        """Return the settings that differ from their defaults, as text with their origin, without secrets."""
         shown = {}
         for name, origin in self.origins.items():
             value, show = getattr(self, specs()[name].field), specs()[name].kind.show

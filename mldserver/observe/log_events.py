@@ -130,7 +130,7 @@ checkpoint.done  debug  sequence seconds
 checkpoint.retried  warning  sequence attempt delay_seconds
     The daemon could not store a checkpoint; the server retries.
 checkpoint.failed  error  sequence attempts
-    All attempts to checkpoint failed; the next checkpoint of the shard includes this one.
+    All attempts to checkpoint failed; the server tries again with the shard's next checkpoint.
 checkpoint.stopped  warning  sequence
     ShutdownException: the lease was lost, so the server checkpoints nothing more.
 handler.loaded  info  handler hooks schema windows

@@ -210,9 +210,7 @@ def test_each_sentence_of_the_threat_model_has_its_tests_and_each_test_its_sente
         assert re.search(r"\. [A-Z]", sentence) is None, f"two sentences in one: {sentence}"
     assert len(sentences) == len(HELD_BY)
     prose = [line for line in model.splitlines() if line and not line.startswith(("* ", "### "))]
-    assert prose == [
-        "`tests/docs/test_security.py` names the tests of each sentence below."
-    ]
+    assert prose == ["`tests/docs/test_security.py` names the tests of each sentence below."]
 
 
 @cache
