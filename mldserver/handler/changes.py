@@ -1,8 +1,8 @@
 """Handlers of DynamoDB changes behind the server's own hooks.
 
-``on_insert(change)``, ``on_update(change)`` and ``on_delete(change)``, any of them; or ``changes = True`` and one
-``process_record(change)`` or ``process_records(batch of changes)``. For all others it is a handler of records: what
-stands in its place takes a record, makes a change of it, and calls the hook. A change whose kind has no hook gives no row.
+Any of ``on_insert(change)``, ``on_update(change)`` and ``on_delete(change)``; or ``changes = True`` and one
+``process_record(change)`` or ``process_records(batch of changes)``. To the other modules it is a handler of records:
+an adapter converts each record to a change and calls the hook. A change whose kind has no hook gives no row.
 """
 
 from __future__ import annotations

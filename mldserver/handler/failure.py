@@ -47,14 +47,14 @@ class Failure(msgspec.Struct, frozen=True):
     error: str
     """``ExceptionType: message``."""
     traceback: str = ""
-    """The user's part of it; empty when the server refused what was returned."""
+    """The user's frames only; empty when the server refused the returned value."""
     names: tuple[str, ...] = ()
-    """The dotted names of the error's class and of its bases, nearest first: what rules are held against."""
+    """The dotted names of the error's class and of its bases, nearest first: failure rules match them."""
     wish: Wish | None = None
     after_seconds: float | None = None
     """With RETRY: how long to wait; None: as long as the back-off says."""
     records: tuple[Any, ...] | None = None
-    """With DISCARD and FATAL: the records that are meant, as the handler named them; None: all of the call."""
+    """With DISCARD and FATAL: the affected records, as the handler named them; None: all of the call."""
     frames: str = ""
     """The part of the traceback that is the same whenever the error is raised in the same place."""
     whole_call: bool = False
@@ -88,7 +88,7 @@ def bad_row(text: str) -> Failure:
 
 
 class _Class(NamedTuple):
-    """What is told of a class of errors. It keeps the class alive, so that its id stays its own."""
+    """The names of a class of errors. It keeps the class alive, so that no other class gets its id."""
 
     cls: type
     name: str
@@ -109,7 +109,7 @@ def describe(error: BaseException) -> Failure:
     message = printed(error)
     summary = f"{cls.name}: {message}" if message else cls.name
     try:
-        # The server's own frames at the top are skipped, unless there are no others.
+        # Skip the server's frames at the top, unless all frames are the server's.
         place = error.__traceback__
         while place is not None and place.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
             place = place.tb_next
@@ -185,7 +185,7 @@ def _last_line(cls: _Class, message: str) -> str:
 
 
 def _is_special(error: BaseException) -> bool:
-    """Whether there is more to tell of an error than its frames and its message."""
+    """Whether an error's report needs more than its frames and its message."""
     return isinstance(error, SyntaxError | BaseExceptionGroup) or hasattr(error, "__notes__")
 
 
@@ -209,8 +209,8 @@ def _frames_of(place: TracebackType | None) -> str:
 
 
 def printed(value: object) -> str:
-    """Return ``str`` of anything of the user's, bounded, even of what fails to print itself."""
-    # What a __str__ returns may be of a class with code of its own.
+    """Return ``str`` of a user's value, bounded, even if its ``__str__`` fails."""
+    # __str__ may return an instance of a str subclass, which may override methods.
     text = _safely(lambda: str.__str__(str(value)), "(its message cannot be printed)")
     cut = len(text) - _MESSAGE_LIMIT
     return text if cut <= 0 else f"{text[:_MESSAGE_LIMIT]}… ({cut} more characters)"

@@ -233,7 +233,9 @@ class _Inspection:
         if ddl is None:
             for name in ("windows", "on_window"):
                 if self._attribute(name) is not None:
-                    self._find(f"{name} needs rows, but there is no schema (such as schema = 'n INT')", name)
+                    self._find(
+                        f"{name} needs rows, but the handler has no schema (such as schema = 'n INT')", name
+                    )
             return None
         if not isinstance(ddl, str):
             self._find(f"schema is {_a(ddl)}, not Spark DDL as text", "schema")
@@ -275,7 +277,7 @@ class _Inspection:
             close = difflib.get_close_matches(windows.on, schema.names, n=1)
             hint = f"did you mean {close[0]}?" if close else ", ".join(schema.names)
             self._find(
-                f"windows are cut on {windows.on!r}, which is no column of the schema ({hint})", "windows"
+                f"windows are cut on {windows.on!r}, which is not a column of the schema ({hint})", "windows"
             )
         elif column.sql != "TIMESTAMP":
             self._find(
@@ -388,9 +390,9 @@ class _SourceMap:
 
 
 def _never_returns_a_value(function: Any) -> bool:
-    """Tell whether a function's source has no ``return`` with a value, so that it can return nothing but None.
+    """Return whether a function's source has no ``return`` with a value, so that it can only return None.
 
-    False where there is no source to read, for what is no ``def``, and for what a decorator has wrapped.
+    False if the source cannot be read, is not a ``def``, or is wrapped by a decorator.
     """
     if hasattr(function, "__wrapped__"):
         return False  # its source is that of the function inside

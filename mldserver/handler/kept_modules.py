@@ -16,7 +16,7 @@ from typing import Any
 
 
 class KeptLoader(importlib.machinery.SourceFileLoader):
-    """Loads one module from its text. Its file's name stays, so that what lies beside the file is found."""
+    """Loads one module from its text. It keeps the file's name, so that the module finds data files in its folder."""
 
     def __init__(self, name: str, file: str, source: bytes) -> None:
         """Keep the text."""

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 IMPORT_SECONDS: Final = 120.0
-"""How long importing the handler's module may take: one that hangs would hold up its process for ever, without a word."""
+"""How long importing the handler's module may take: an import that hangs would block its process for ever, without a
+log entry."""
 _DIGITS: Final = 12
-"""Of the hash: enough to tell a handler's versions apart, short enough for a table."""
+"""Length of the hash: enough to distinguish a handler's versions, short enough for a table."""
 _WANT_A_SESSION: Final = ("[SESSION_OR_CONTEXT_NOT_EXISTS]", "[NO_ACTIVE_OR_DEFAULT_SESSION]")
 _NO_SESSION: Final = (
     "Only Spark's driver has a session. Write the type as an object, such as IntegerType() or StructType([...]), "
@@ -60,7 +61,7 @@ class Loaded:
     path: str
     module: ModuleType
     target: Any
-    """The module itself, or the class (or whatever else) that the path names in it."""
+    """The module itself, or the class (or other object) that the path names in it."""
     name: str = ""
     """The part of the path after the colon."""
 
@@ -240,7 +241,7 @@ def _imported(module_name: str, path: str, seconds: float | None) -> ModuleType:
         raise HandlerUnready(
             f"{relative(file)}:{line}: " * bool(file)
             + f"importing the handler takes longer than {seconds:g} s.",
-            advice="Move what waits or takes long into `initialize`, with time-outs of its own.",
+            advice="Move slow or blocking code into `initialize`, with time-outs.",
             handler=path,
             file=file,
             line=line,

@@ -1,9 +1,9 @@
 """Spark while a user's module is imported: one session, the driver's, or none at all.
 
-A module that makes a session of its own is refused: it would start a JVM wherever the module is imported, or change
-the one session that there is. Where there is none (in the server, its workers, ``mldserver check`` and Spark's own Python
-workers) ``@udf("int")``, ``F.col("delay") > 15`` and the like would fail at module level, though nobody calls there
-what they make: a stand-in answers for Spark while the module is imported.
+A module that makes another session is refused: it would start a JVM in each process that imports it, or change the
+existing session. Without a session (in the server, its workers, ``mldserver check`` and Spark's own Python workers)
+``@udf("int")``, ``F.col("delay") > 15`` and the like would fail at module level, though those processes never call
+the results: a stand-in answers for Spark while the module is imported.
 
 This file imports nothing of ours: its text goes ahead of what executors unpickle (``spark/user_code.py``).
 """
@@ -22,13 +22,16 @@ class SessionAtImport(Exception):
 
 def _useless(*_: object) -> Any:
     raise RuntimeError(
-        "A function or column was made where there was no Spark session, and cannot be used in one that came later: "
+        "A function or column was made without a Spark session, and cannot be used in a later session: "
         "import its module again"
     )
 
 
 class NoSpark:
-    """Stands in for the context and its JVM: whatever is asked, it answers with itself. What is made of it cannot be used."""
+    """Stands in for the context and its JVM: every attribute and call returns the stand-in.
+
+    Objects made from it cannot be used.
+    """
 
     def __getattr__(self, name: str) -> Any:
         """Answer, but not to a JVM."""
@@ -44,11 +47,11 @@ class NoSpark:
         """Take an element of what would be Java's array."""
 
     def __bool__(self) -> bool:
-        """Say no to every question: there is no active session."""
+        """Return False: no session is active."""
         return False
 
     def _parse_ddl(self, ddl: str) -> Any:
-        """Return a type that passes for a UDF's result; a schema that is to be used is not made up."""
+        """Return a placeholder type for a UDF's result; refuse to invent a schema for any other use."""
         from pyspark.sql.types import DecimalType, StructType  # noqa: PLC0415  # whoever calls it has imported it
 
         if not sys._getframe(2).f_code.co_filename.endswith(("udf.py", "udtf.py")):  # noqa: SLF001  # the public way costs every frame

@@ -32,7 +32,7 @@ RECORD_COLUMN = "record"
 
 
 class HandlerKind(enum.StrEnum):
-    """Whether a handler is shared or made anew for each shard."""
+    """Whether shards share a handler, or each shard gets a new one."""
 
     MODULE = "module"
     CLASS = "class"
@@ -226,7 +226,7 @@ def parse_schema(ddl: str) -> Schema:
     names = [column.name for column in columns]
     reserved = "names that begin with an underscore are the server's own"
     problems += [f"column {name}: {reserved}" for name in names if name.startswith("_")]
-    twice = "is there twice (Spark does not tell case apart)"
+    twice = "is there twice (Spark ignores case)"
     problems += [f"column {name} {twice}" for name in _twice(names)]
     if problems:
         raise SchemaError(problems)
@@ -234,7 +234,7 @@ def parse_schema(ddl: str) -> Schema:
 
 
 def _definitions(ddl: str) -> list[Any]:
-    """Parse the columns. Nodes are told apart by their ``key``, so that nothing else needs sqlglot's classes."""
+    """Parse the columns. Callers distinguish nodes by their ``key``, so that they do not need sqlglot's classes."""
     if not ddl.strip():
         raise SchemaError(["it is empty; a schema has at least one column, as in 'carrier STRING'"])
     from sqlglot import parse_one  # noqa: PLC0415  # see above

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 KINDS: Final = ("shards", "windows", "servers", "late", "letters", "shapes")
-"""What rows there are beside the totals: each a mapping by key, in a book, its drafts and their changes."""
+"""The kinds of rows in addition to the totals: each a mapping by key, in a book, its drafts and their changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerTotals:
-    """What there is once in a ledger."""
+    """Values that a ledger holds once."""
 
     clock: int = 0
     dead_letters: int = 0
@@ -85,7 +85,7 @@ class Book:
     def __init__(self) -> None:
         self.version = 0
         self.news_from = 0
-        """Who has read less than this version must read everything: of older changes not all are known."""
+        """A reader behind this version must read everything: the book does not know all older changes."""
         self.totals = LedgerTotals()
         self.shards: dict[str, ShardState] = {}
         self.windows: dict[str, WindowEntry] = {}
@@ -106,7 +106,7 @@ class Book:
         self.segment_bytes = self.open_bytes = self.retained_bytes = 0
         """Bytes of the segments of all windows; of those that are open; of those that are published and retained."""
         self.redrives = 0
-        """Letters that are to be redriven."""
+        """The number of letters marked for a redrive."""
 
     def apply(self, changes: Changes) -> None:
         """Go on to the next version."""
@@ -234,12 +234,12 @@ class Overlay(Generic[_T]):
         return self.changed[key] if key in self.changed else self.base.get(key)
 
     def put(self, key: str, row: _T) -> None:
-        """Write a row; one that is the same already is no change."""
+        """Write a row; an equal row does not count as a change."""
         if self.get(key) != row:
             self.changed[key] = row
 
     def drop(self, key: str) -> None:
-        """Take a row out; one that is not there is no change."""
+        """Remove a row; a missing row does not count as a change."""
         if self.get(key) is not None:
             self.changed[key] = None
 
@@ -259,7 +259,7 @@ class Draft:
         self.paths: set[str] = set()
         """Paths of segments that windows took in."""
         self.dead_letters: tuple[DeadLetter, ...] = ()
-        """To be stored beside the changes."""
+        """Stored together with the changes."""
         self.declares = False
         """Whether a server declares a shape in it, and with it the pipeline's name."""
         self.spent: list[int] = []

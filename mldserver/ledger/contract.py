@@ -45,7 +45,7 @@ class ShardState:
     parents: tuple[str, ...] = ()
     """Parent shards where they are known (ListShards)."""
     owner: str | None = None
-    """The server whose connection holds it; None after its lease was lost, or its server buried."""
+    """The server whose connection holds it; None after the lease was lost or the server expired."""
     gap_accepted: bool = False
     """The operator accepts that the next opening starts beyond the position; the opening clears it."""
 
@@ -68,14 +68,14 @@ class SegmentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """One server, as it last told of itself."""
+    """One server, as it last reported itself."""
 
     server_id: str
     beat_ms: int
     """When it last beat, by the ledger's time; two beats of a server are never the same."""
     watermark_ms: int | None = None
-    """Its own shards' watermark, told only after everything that the watermark counted on was registered; None:
-    it has seen nothing yet, and holds the pipeline's."""
+    """Its own shards' watermark, reported only after the rows that it counts on were registered; None: it has seen
+    nothing yet, and holds the pipeline's."""
     idle: bool = False
     """It has no shards that count, or all are idle: it does not hold the pipeline's watermark."""
     held_by: str | None = None
@@ -83,7 +83,7 @@ class ServerState:
     shape: str = ""
     """Of its rows, as it declared it; empty before. No beat changes it."""
     life: int = field(default=0, compare=False)
-    """Which registration it is: who finds another, or no row, was buried. No beat changes it."""
+    """The number of its registration: a server that finds another number, or no row, has expired. No beat changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def batch_id(number: int) -> str:
 
 
 def batch_number(window_id: str) -> int | None:
-    """Return the number in a ``batches`` window's id; None when it is no such id."""
+    """Return the number in a ``batches`` window's id; None for other ids."""
     match = _BATCH.fullmatch(window_id)
     return int(match[1]) if match else None
 
@@ -147,10 +147,11 @@ class BatchProgress:
         return BatchProgress(last + 1) if last >= self.number else self
 
     def moved_on(self, step: BatchStep) -> BatchProgress | None:
-        """Return where they stand after a step; None when it has no room here any more.
+        """Return the progress after a step; None when the step does not fit any more.
 
-        A step that was planned while other servers put rows in counts on from those, as long as it stays in the same
-        window. One that fills it, or goes beyond, is planned anew: which rows go where is another matter then.
+        If other servers registered rows since the step was planned, its rows count after theirs, as long as they stay
+        in the same window. If they do not fit, the server must plan the step again, since its rows then belong to
+        other windows.
         """
         since, until = step.since, step.until
         if until == since:
@@ -205,7 +206,7 @@ class FlushResult:
     gone_letters: frozenset[str] = frozenset()
     """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
     batch_progress: BatchProgress | None = None
-    """Where ``batches`` windows stand, when the flush has no room in what other servers left: to be planned anew."""
+    """The present progress of ``batches`` windows, if the flush does not fit in it: the server must plan it again."""
 
     @property
     def registered(self) -> bool:
@@ -238,7 +239,7 @@ class WindowEntry:
     end_ms: int | None = None
     revision: int = 1
     attempt: int = 0
-    """Attempts begun, over all revisions; each has a staging directory of its own."""
+    """Attempts begun, over all revisions; each has a separate staging directory."""
     owner: str | None = None
     """The server that computes it, while it is CUT or COMMITTED; None then: any server may adopt it."""
     segments: tuple[Segment, ...] = ()
@@ -312,13 +313,14 @@ class LedgerState:
     dead_letters: int = 0
     """How many there are."""
     redrives: int = 0
-    """How many of them are to be redriven."""
+    """How many of them are marked for a redrive."""
     servers: dict[str, ServerState] = field(default_factory=dict)
     cut_below_ms: int | None = None
     """Event-time windows that end at or before it and have no entry any more were cut: their rows are late. Windows
-    whose end is to come are not forgotten; only a change of their size lets it go beyond the present (``declare``)."""
+    that end in the future are not forgotten; only a change of their size can move it beyond the present
+    (``declare``)."""
     ledger_id: str = field(default="", compare=False)
-    """Which ledger this is: made with it, and anew when it goes on from an older state (``claim``)."""
+    """The ledger's id: generated at its creation, and again when it continues from an older state (``claim``)."""
     folder: str | None = field(default=None, compare=False)
     """The id of the output folder that claimed it; None before."""
     claims: int = field(default=0, compare=False)
@@ -328,23 +330,23 @@ class LedgerState:
     shapes: dict[str, str] = field(default_factory=dict)
     """The text of every shape that ever was, by fingerprint."""
     draining: bool = False
-    """Servers are to drain; or have, and none was started since."""
+    """Servers must drain; or they have drained, and none was started since."""
     version: int = field(default=0, compare=False)
-    """Rises with every change of the ledger: what to ask for the next news with."""
+    """Rises with every change of the ledger: the caller passes it to ask for the next changes."""
     since: int = field(default=0, compare=False)
-    """0: ``windows`` is complete. Else it holds only those that changed after this version, also those that are
-    published and not retained since; all others are as they were then, or gone after having been told of so."""
+    """0: ``windows`` is complete. Else it holds only the windows that changed after this version, including those
+    published and not retained since. All others are unchanged, or were removed after such a report."""
     segment_bytes: int = field(default=0, compare=False)
-    """What all segments take that windows wait for, or retain, those of windows that are not told of too."""
+    """Bytes of all segments that windows wait for or retain, including windows missing from ``windows``."""
     open_bytes: int = field(default=0, compare=False)
-    """What those take whose windows are open."""
+    """Bytes of the segments of open windows."""
     under_way: dict[str, WindowEntry] = field(default_factory=dict, compare=False)
     """All windows that are cut or committed, whatever ``since`` is."""
     time_ms: int | None = field(default=None, compare=False)
     """The ledger's time when it was last written down; None: in a ledger without servers that has published nothing."""
 
     def paths(self) -> set[str]:
-        """Return the paths of the segments that are told of."""
+        """Return the paths of the segments in this state."""
         of_windows = (segment for e in self.windows.values() for segment in (*e.segments, *e.pending))
         return {segment.path for segment in (*self.late_segments, *of_windows)}
 
@@ -372,4 +374,4 @@ class StoredLetter:
     """Its name in this ledger; never given again."""
     letter: DeadLetter
     wanted: bool = False
-    """A server is to redrive it."""
+    """A server will redrive it."""

@@ -1,14 +1,14 @@
 """The ledger on DynamoDB, for servers on several hosts: ``Ledger`` over one partition of a table.
 
-Every transaction is one ``TransactWriteItems`` on condition of the version that it was decided on; what it changes is
-one item of a log (``dynamodb_journal.py``), which every server reads into a book of its own. Pipelines may share a table.
+Every transaction is one ``TransactWriteItems`` on condition of the version that it was decided on. Its changes are
+one item of a log (``dynamodb_journal.py``), which every server reads into its own book. Pipelines may share a table.
 
 Limits (AWS: 100 items and 4 MB a transaction, 400 KB an item, no item twice). A flush is never split: its segments
 belong to several shards at once. Whatever it holds, its transaction has at most 5 items and 0.8 MB: ``meta``, its
 changes (compressed), its dead letters (compressed), and the marks of what is kept apart. Of changes, or dead letters,
 that take more than 350 KB compressed, all is written before the transaction in items of 350 KB under its unique id, and
-named by it; what no transaction came to name is swept later. A segment in a window of its own takes some 37 bytes: a
-flush is kept apart from some 9,000 files on.
+named by it; what no transaction names is swept later. A segment in a separate window takes some 37 bytes: a flush is
+kept apart from some 9,000 files on.
 
 Cost: a transaction writes 2 or 3 items, each 2 write units while it takes less than 1 KB (a flush of ten shards and ten
 files: 0.6 KB), and reads the news first. A partition takes 1,000 write units a second: some 200 transactions.
@@ -62,7 +62,7 @@ log = structlog.get_logger("mldserver")
 _JITTER: Final = random.SystemRandom().random
 
 _DECISIONS: Final = 40
-"""How often a transaction is decided anew because another was faster."""
+"""The most decisions of one transaction: it is decided again when another was faster."""
 
 _NAMINGS: Final = 20
 """How often one call tries to put a snapshot in force while others are faster; the next call goes on."""
@@ -71,7 +71,7 @@ _SPREAD: Final = 0.5
 """How much longer than for another the log may be for a server, as a share."""
 
 _PAUSE_MS: Final = 60_000
-"""How long a snapshot that could not be written is put off: calls must not each wait for it in vain."""
+"""The pause after a snapshot could not be written, so that not every call waits for another failure."""
 
 
 class DynamoLedger(Ledger):
@@ -110,7 +110,7 @@ class DynamoLedger(Ledger):
         self._journal: Journal | None = None
         self._compaction: Compaction | None = None
         self._readers = 0
-        """Calls that read beside the turns of others."""
+        """Calls that read while others take their turns."""
         self._read = asyncio.Event()
         """Set when one of them has ended."""
         self._closed = False
@@ -128,7 +128,7 @@ class DynamoLedger(Ledger):
             journal = Journal(table, self._pipeline, self._former)
             if not await journal.load(self._clock.now_ms() if create and self._former is None else None):
                 name = self._former or self._pipeline
-                missing = f"There is no ledger of the pipeline {name} in the table {self._name}."
+                missing = f"The table {self._name} holds no ledger of the pipeline {name}."
                 raise LedgerError(
                     missing, advice="Name a pipeline that ran, and its table.", table=self._name
                 )
@@ -179,7 +179,7 @@ class DynamoLedger(Ledger):
             return read(journal.book)
 
     async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
-        """Decide on the latest version and write what that changes, until nobody else was faster."""
+        """Decide on the latest version and write the changes, again while other servers are faster."""
         async with self._up_to_date() as journal:
             for failures in range(_DECISIONS):
                 if failures:
@@ -246,15 +246,16 @@ class Compaction:
     """Keeps the log of one pipeline short, for one server: writes snapshots while transactions of all servers go on.
 
     A snapshot of version v may be put in force by any later transaction: readers load it, and then the log behind v, which is
-    there because only what lies before the snapshot that was in force last is ever deleted. So it does not matter who writes
-    meanwhile, nor for how long; what is written of a snapshot stays written when a call fails, and the next goes on with it.
+    there because only what lies before the snapshot that was in force last is ever deleted. So other servers may
+    write meanwhile, for any time. If a call fails, the written parts of a snapshot stay, and the next call continues
+    it.
 
         copy the book ─▶ write the parts, as waste ─▶ name them in a transaction ─▶ sweep
 
-    Until it is named a snapshot is waste that another server's sweep may take, once that one's own snapshot is in force. Both
-    claim it with its ``waste`` item, in one write on condition of what the other has done: who comes second leaves it alone.
+    Until it is named a snapshot is waste that another server's sweep may take, once that one's own snapshot is in
+    force. Both claim it with its ``waste`` item, in one conditional write: the second server leaves it alone.
 
-    Servers wait for a log of different lengths, by their names, so that seldom two of them write a snapshot at a time.
+    Servers wait for logs of different lengths, by their names, so that two of them seldom write a snapshot at a time.
     """
 
     journal: Journal
@@ -280,8 +281,8 @@ class Compaction:
     async def run(self) -> bool:
         """Write a snapshot, or the rest of one, put it in force, and delete what no reader needs any more.
 
-        False: there is nothing to do, somebody does it, or the ledger failed, which is told. What is written by then is of
-        use to the next call.
+        False: the log is short, another call is writing, or the ledger failed, which is logged. The next call
+        continues with what was written.
         """
         if self._busy.locked() or self.clock.steady_ms() < self._not_before_ms:
             return False
@@ -310,7 +311,7 @@ class Compaction:
     async def _written(self) -> Snapshot | None:
         """Return a snapshot once all of it is written.
 
-        None: the log is short after all, writing was in vain, or the ledger is being closed.
+        None: the log is short after all, a sweep took the snapshot, or the ledger is being closed.
         """
         async with self.turn:
             if self._closing.is_set():
@@ -336,7 +337,7 @@ class Compaction:
         return None if self._closing.is_set() else copy
 
     async def _put_in_force(self, copy: Snapshot) -> Snapshot | None:
-        """Return the snapshot before it; None when it is not in force, be it not yet or never."""
+        """Put a snapshot in force; return the one before it, or None when it is not in force yet or never will be."""
         for failures in range(1, _NAMINGS + 1):
             if self._closing.is_set():
                 break
@@ -353,7 +354,7 @@ class Compaction:
         return None
 
     async def _give_up(self, copy: Snapshot) -> None:
-        """Delete a snapshot that nobody needs: another is in force, or a sweep has taken it. Nobody else can name it."""
+        """Delete an unneeded snapshot: another is in force, or a sweep has taken it. No other server can name it."""
         async with self.turn:
             await self.journal.refresh()
             in_force = self.journal.snapshot.value

@@ -1,8 +1,8 @@
 """The log of a pipeline's transactions in DynamoDB, and the book that it comes to: read, appended to, kept short.
 
 A transaction is one ``TransactWriteItems``: ``meta`` goes from version v to v + 1 on condition that it is at v, and
-``log#<v+1>`` (and ``dead#<v+1>``) is put. Who decided on an older version fails, reads the news and decides again. Its
-answer may be lost: then the log says, by the transaction's unique id, whose version v + 1 is.
+``log#<v+1>`` (and ``dead#<v+1>``) is put. A server that decided on an older version fails, reads the newer log and
+decides again. If the answer is lost, the log says, by the transaction's unique id, whose version v + 1 is.
 
 When the log is longer than the snapshot before it, the book is written as a new snapshot (``dynamodb.py``), so
 that a start reads at most some three times what the ledger holds. The log's end always stays, so that a reader knows news
@@ -46,10 +46,10 @@ _READINGS: Final = 20
 """How often a ledger is read that changes under the reader, before it counts as damaged."""
 
 _ITEM_BYTES: Final = 200
-"""What an item of the log takes beside its data, about."""
+"""Approximate size of a log item without its data."""
 
 _KEY_BYTES: Final = 30_000
-"""How long the keys of an item of letters may be beside them: some 500 letters' keys that are nothing alike."""
+"""The most bytes of keys stored with an item of letters: some 500 letters' keys, if they compress badly."""
 
 _AT_ONCE: Final = 200
 """Items whose keys one visit to a thread unpacks."""
@@ -79,10 +79,11 @@ class Journal:
         """A condition on the book's version has failed: no news is bad news."""
 
     async def load(self, created_ms: int | None = None) -> bool:
-        """Read everything; False when there is no ledger. ``created_ms``: the time at which it may be created.
+        """Read everything; False when no ledger exists.
 
-        It stays in the partition of the name that the pipeline had first; under later names an item says which. Raises
-        LedgerVersionError for one of another format, or another name, now; LedgerError for a damaged one.
+        ``created_ms``: creation time of a new ledger; None: create none. It stays in the partition of the name that
+        the pipeline had first; under later names an item says which. Raises LedgerVersionError for one of another
+        format, or another name, now; LedgerError for a damaged one.
         """
         table = self.table
         if created_ms is not None:
@@ -194,7 +195,7 @@ class Journal:
                 fields["keys"] = {"B": keys}
             operations += [self.table.put(version_key("dead", version), fields), *self.table.named(value)]
         for spent in draft.spent:
-            # Where it is gone another server was faster: the transaction fails, whatever is in it.
+            # If the item is gone another server was faster, and the whole transaction fails.
             if (item := await self.table.get(version_key("dead", spent))) is not None:
                 operations.append(self.table.delete(version_key("dead", spent)))
                 operations += self.table.unnamed(Value.of(item))
@@ -234,9 +235,9 @@ class Journal:
         return pack() if small else await asyncio.to_thread(pack), dead, self._keys if letters else b""
 
     async def _transact(self, tx: str, log: Item, operations: list[dict[str, Any]], meta: Item) -> bool:
-        """Move ``meta`` to the next version, log it, and do this too; False: another transaction did, or will have.
+        """Move ``meta`` to the next version, log it, and do ``operations``; False: another transaction was faster.
 
-        ``log``, ``meta``: what there is to say there beside the version.
+        ``log``, ``meta``: their attributes in addition to the version.
         """
         table, version, form = self.table, self.book.version + 1, {"N": str(FORMAT)}
         name, fields = version_key("log", version), {"version": {"N": str(version)}} | meta
@@ -274,11 +275,11 @@ class Journal:
         return done
 
     async def parked_keys(self, letters: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
-        """Return the parked keys of a shard among these letters. May run beside other calls.
+        """Return the parked keys of a shard among these letters.
 
-        ``letters``: what the book says of them; those that are deleted meanwhile are passed over. Keys are an attribute of
-        their own: a page of a query tells those of a thousand items without their payloads. Only where that would be too
-        long are the letters themselves read.
+        May run during other calls. ``letters``: from the book; letters deleted meanwhile are skipped. Keys are a
+        separate attribute: a page of a query returns the keys of a thousand items without their payloads. Only if the
+        keys were too long to store are the letters themselves read.
         """
         parked: dict[str, Sequence] = {}
         packed: list[tuple[str, bytes]] = []
@@ -318,7 +319,7 @@ class Journal:
         return letters
 
     async def _letters_if_there(self, version: int) -> tuple[DeadLetter, ...] | None:
-        """Return an item's letters; None when there is no such item."""
+        """Return an item's letters; None when the item does not exist."""
         name = version_key("dead", version)
         item = await self.table.get(name)
         if item is None:

@@ -68,7 +68,7 @@ class ErrorMeaning(enum.Enum):
     CONDITION = enum.auto()
     """A condition does not hold: nothing of the request was written (or an earlier sending of it was)."""
     ABSENT = enum.auto()
-    """There is no such table."""
+    """The table does not exist."""
     EXISTS = enum.auto()
     """The table is there already, or is being made."""
     FATAL = enum.auto()
@@ -104,7 +104,7 @@ def judge(error: Exception) -> ErrorMeaning:
     reasons = {reason.get("Code", "None") for reason in error.response.get("CancellationReasons", ())}
     codes = reasons - {"None"} or {error_code(error)}
     verdicts = {_VERDICTS.get(code, ErrorMeaning.FATAL) for code in codes}
-    # One condition that does not hold decides, whatever else was in the way.
+    # One failed condition decides, even together with other reasons.
     return (
         ErrorMeaning.CONDITION if ErrorMeaning.CONDITION in verdicts else max(verdicts, key=lambda v: v.value)
     )
@@ -115,7 +115,7 @@ def translate(error: Exception, table: str, *, did: str) -> LedgerError:
     verdict = judge(error)
     if verdict is ErrorMeaning.ABSENT:
         return LedgerError(
-            f"There is no ledger: DynamoDB has no table {table}.",
+            f"No ledger was found: DynamoDB has no table {table}.",
             did=did,
             advice="Create it with `mldserver ledger create`, or check its name and the region.",
             table=table,
@@ -205,7 +205,7 @@ class Table:
     async def send(
         self, operation: str, *, foreseen: ErrorMeaning | None = None, did: str = "", **request: Any
     ) -> dict[str, Any] | None:
-        """Send a request, again while that may help; return the answer, or None for the error that is foreseen."""
+        """Send a request, with retries of temporary errors; return the answer, or None for the ``foreseen`` error."""
         call = getattr(self.client, operation)
         failures = 0
         while True:
@@ -333,9 +333,9 @@ class Table:
         await self.write(_part_key(value.blob, part), {"data": {"B": piece}})
 
     def named(self, value: Value, *, whole: bool = False) -> list[dict[str, Any]]:
-        """Return what a transaction that names a value must do: it is no waste any more.
+        """Return the operations of a transaction that names a value, which then is not waste any more.
 
-        ``whole``: it fails when a sweep has taken it.
+        ``whole``: the transaction fails if a sweep has taken the value.
         """
         condition = {
             "ConditionExpression": "attribute_exists(pipeline) AND attribute_not_exists(#taken)",
@@ -344,7 +344,7 @@ class Table:
         return [self.delete(f"waste#{value.blob}", **(condition if whole else {}))] if value.blob else []
 
     def unnamed(self, value: Value) -> list[dict[str, Any]]:
-        """Return what a transaction that names a value no longer must do."""
+        """Return the operations of a transaction that stops naming a value."""
         if value.blob is None:
             return []
         return [self.put(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})]

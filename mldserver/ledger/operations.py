@@ -8,14 +8,14 @@ A transaction is a *rule* (``rules.py``, ``row_rules.py``): plain code that read
 changes a draft of the ledger's next version (``book.py``). A store (``sqlite.py``, for servers of one host; ``dynamodb.py``)
 keeps a book up to date with what other servers write, and writes down what a draft changes.
 
-Several servers may share a ledger. Each registers under an id of its own and beats; a server that has not beaten for
-long is *buried* by another: its row goes, so that whatever it still tries is refused (``ServerBuried``), its windows
-are adopted, and only then are its unregistered files deleted. A server that opens the ledger under an id that is
-registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
+Several servers may share a ledger. Each registers under its id and beats. Another server *expires* (buries) a server
+that has not beaten for long: it removes the server's row, so that the ledger refuses its later writes
+(``ServerBuried``), adopts its windows, and only then deletes its unregistered files. A server that opens the ledger
+under a registered id expires the previous holder. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
 ``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``forget_shards``, ``drain``, ``close`` and those of dead letters
-may, else InternalError. Of a server that was buried, or has left, every call that writes raises ServerBuried, except
+may, else InternalError. After a server expired or left, every writing call of it raises ServerBuried, except
 ``leave`` and those.
 """
 
@@ -66,14 +66,14 @@ class Transaction(Generic[_T]):
     """The server, and its life, that must be registered still."""
 
     def run(self, draft: Draft) -> _T:
-        """Let the rule change a draft. Raises ServerBuried unless the member still lives this life."""
+        """Apply the rule to a draft. Raises ServerBuried unless the member's registration is still the same."""
         if self.member is not None:
             server_id, life = self.member
             server = draft.servers.get(server_id)
             if server is None or server.life != life:
                 raise ServerBuried(
-                    f"Server {server_id} is not registered any more: another took it for dead, has its id,"
-                    " or has claimed the ledger anew (--new-ledger).",
+                    f"Server {server_id} is not registered any more: another expired it, has its id,"
+                    " or has claimed the ledger again (--new-ledger).",
                     did="Nothing was written.",
                     advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
                     server=server_id,
@@ -107,7 +107,7 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
-        """Run a transaction on the latest book; return what came of it, and what ``read`` finds in the book then."""
+        """Run a transaction on the latest book; return its result, and what ``read`` returns of the book after it."""
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -150,8 +150,8 @@ class Ledger(abc.ABC):
     async def open(self) -> LedgerState:
         """Create or open the ledger, register this server, and return what the ledger holds. Closed after an error.
 
-        Who had this id before is buried. Without a first ``sync`` this server holds the watermark (None, not idle).
-        Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
+        A previous server with this id is expired. Without a first ``sync`` this server holds the watermark (None, not
+        idle). Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
         """
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
@@ -167,7 +167,7 @@ class Ledger(abc.ABC):
     async def peek(self) -> LedgerState:
         """Return what the ledger holds, opening it when it is not open, without registering: for tools.
 
-        Creates nothing: raises LedgerError when there is no ledger, and else as ``open``. Close it also after an error.
+        Creates nothing: raises LedgerError when no ledger exists, otherwise as ``open``. Close it also after an error.
         """
         await self._connect(create=False)
         return self._seen(await self._timed(self._look(Book.state)))
@@ -199,8 +199,8 @@ class Ledger(abc.ABC):
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then.
 
-        ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
-        old one, and is not named, is not this ledger's any more. All other servers are removed, as if buried.
+        ``instead_of``: if the ``ledger_id`` is still this one, the ledger gets a new id and the folder: files of the
+        old id that it does not name are foreign then. All other servers are removed, as if expired.
         """
         claim = Transaction(rules.claim, (folder, instead_of, self.server_id), member=self._registered())
         return (await self._timed(self._transact(claim, Book.state)))[1]
@@ -215,10 +215,10 @@ class Ledger(abc.ABC):
     async def declare(self, change: ShapeChange, *, version: int) -> bool:
         """Note the shape of this server's rows (``coordinator/core/shape.py``), which from now on is the pipeline's.
 
-        False, and nothing happened: it is another than the pipeline's, and the ledger is not as it was at ``version``
-        any more. So who has looked at all servers and segments of that version has decided rightly, and servers that run
-        at the same time have the same one. Where no other server has declared one, a drain is over. A pipeline that has
-        its former name still gets the new one.
+        False, without a change: it differs from the pipeline's, and the ledger has changed since ``version``. So a
+        caller that checked all servers and segments of that version has decided on present data, and servers that run
+        at the same time have the same shape. Where no other server has declared one, a drain is over. A pipeline that
+        has its former name still gets the new one.
         """
         return await self._member(rules.declare, self.server_id, change, version, self._clock.now_ms())
 
@@ -249,7 +249,7 @@ class Ledger(abc.ABC):
         await self._tool(rules.end_shards, sorted(shard_ids), self.time_ms())
 
     async def accept_gap(self, shard_id: str) -> bool:
-        """Let the next opening of a shard start beyond its position. False: no such shard."""
+        """Allow the next opening of a shard to start beyond its position. False: the shard is unknown."""
         return await self._tool(rules.accept_gap, shard_id)
 
     async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
@@ -260,7 +260,7 @@ class Ledger(abc.ABC):
         return await self._tool(rules.reset, sorted(shard_ids))
 
     async def forget_shards(self, shard_ids: frozenset[str]) -> frozenset[str]:
-        """Forget shards without an owner: names that are no shards of the stream. Return which those were."""
+        """Forget shards without an owner, for names that are not shards of the stream. Return the forgotten ids."""
         return await self._tool(rules.forget_shards, sorted(shard_ids))
 
     # Rows.
@@ -311,11 +311,10 @@ class Ledger(abc.ABC):
     async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
 
-        ``attempts``: of each window the attempt whose output was made visible. Passed over are windows that are not
-        COMMITTED with that attempt, or not this server's, any more: who repeats a call whose answer was lost says
-        nothing of the revision that another server has committed meanwhile. ``retain=False``: late rows lead to no
-        revision, so that the windows are not retained, but for those with pending segments. Entries stay until they
-        are pruned.
+        ``attempts``: of each window the attempt whose output was made visible. Skips windows that are not COMMITTED
+        with that attempt, or not this server's, any more: repeating a call whose answer was lost does not affect a
+        revision that another server has committed meanwhile. ``retain=False``: late rows lead to no revision, so only
+        windows with pending segments are retained. Entries stay until they are pruned.
         """
         now_ms = self.time_ms()
         return await self._member(
@@ -367,7 +366,7 @@ class Ledger(abc.ABC):
         limit: int = 10_000,
         ends_before_ms: int | None = None,
     ) -> int:
-        """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
+        """Forget windows published and not retained, and shards ended, before those times (ms), except ``keep_shards``.
 
         A window that ends after ``ends_before_ms`` (event time; None: ``windows_before_ms``) stays, whenever it was
         published (a row from the future, and a quiet stream): ``cut_below_ms`` would close every window up to its end for
@@ -386,7 +385,7 @@ class Ledger(abc.ABC):
             ends_before_ms=ends_before_ms,
         )
 
-    # Dead letters. Tools may call all of it.
+    # Dead letters. Tools may call all these methods.
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""
@@ -402,7 +401,7 @@ class Ledger(abc.ABC):
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the partition keys of a shard's stored dead letters, each with the sequence of the first.
 
-        The first in the shard's order, not in that of storage: a letter that failed again is stored anew.
+        The first in the shard's order, not in that of storage: a letter that failed again is stored as a new letter.
 
         Later records of these keys wait (``on_key_failure = park``). Letters without a key park nothing.
         """
@@ -419,7 +418,7 @@ class Ledger(abc.ABC):
         """Store letters that come from elsewhere, marked or not."""
         await self._tool(row_rules.store, new, wanted=wanted)
 
-    # Who may.
+    # Permissions.
 
     def _registered(self) -> tuple[str, int]:
         """Return the server and its life. Raises InternalError for a tool."""

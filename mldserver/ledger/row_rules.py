@@ -5,9 +5,9 @@ A flush is weighed as a whole, then written as a whole.
 The letters of one transaction are one item, which is never changed: the book says which of them are marked and which
 are gone, and the item goes with the last. A letter's id is the item's version and its place in there: ``17.0``.
 
-A letter that is to be *redriven* is marked, by a tool. A server finds the mark, runs the handler, and registers what that
-gave together with the letter's end, in one flush (``Flush.redriven``): two servers that take the same letter, or one that
-dies in between, count it once. What fails again is a new letter of the same flush.
+To *redrive* a letter, a tool marks it. A server finds the mark, runs the handler, and registers the result together
+with the letter's end, in one flush (``Flush.redriven``): two servers that take the same letter, or one that dies in
+between, count it once. A record that fails again is a new letter of the same flush.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment
         entry = WindowEntry(window_id, WindowState.OPEN, first.start_ms, first.end_ms)
     assert entry is not None, "a flush with such a segment is refused"
     if kind is SegmentKind.RECOMPUTE and entry.state is WindowState.OPEN:
-        what = f"Window {window_id} is open: {first.path} is no segment for a later revision."
+        what = f"Window {window_id} is open: {first.path} cannot be a segment for a later revision."
         raise _bug(what, window=window_id)
     for segment in segments:
         if segment.path in draft.book.paths or segment.path in draft.paths:
@@ -138,7 +138,7 @@ def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment
             raise InternalError(
                 f"Window {window_id} has other bounds than those of {segment.path}.",
                 did="The flush was rolled back.",
-                advice="A changed window size needs an output folder of its own.",
+                advice="A changed window size needs another output folder.",
                 window=window_id,
             )
     fresh = tuple(replace(segment, revision=0) if segment.revision else segment for segment in segments)
@@ -223,7 +223,7 @@ def places(bits: int, first: int = 0) -> Iterator[int]:
 
 
 def stored(book: Book, version: int, place: int, letter: DeadLetter) -> StoredLetter:
-    """Return a letter as the book tells of it."""
+    """Return a letter with its id and its mark in the book."""
     wanted = book.letters[str(version)].wanted >> place & 1
     return StoredLetter(f"{version}.{place}", letter, wanted=bool(wanted))
 

@@ -1,4 +1,4 @@
-"""Rules of servers, shards and windows over a draft: who lives, who holds what, and a window's life after its rows.
+"""Rules of servers, shards and windows over a draft: live servers, owners, and a window's life after its rows.
 
 They mean what ``Ledger`` says.
 """
@@ -41,7 +41,7 @@ def enter(draft: Draft, server_id: str, now_ms: int) -> int:
 
 
 def beat(draft: Draft, state: ServerState, server_id: str) -> None:
-    """Keep what a server tells of itself. Raises InternalError when it tells of another."""
+    """Store a server's report about itself. Raises InternalError for a report about another server."""
     if state.server_id != server_id:
         raise InternalError(f"Server {server_id} told of {state.server_id}.", server=server_id)
     known = draft.servers.get(server_id)
@@ -52,7 +52,7 @@ def beat(draft: Draft, state: ServerState, server_id: str) -> None:
 
 
 def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
-    """Note a server's shape. One that is not the pipeline's takes its place, if nobody wrote since ``version``."""
+    """Store a server's shape. A different shape replaces the pipeline's if the ledger is still at ``version``."""
     if change.fingerprint != draft.totals.shape and draft.book.version != version:
         return False
     draft.declares = True
@@ -61,7 +61,7 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
     draft.servers.put(server_id, replace(own, shape=change.fingerprint))
     if draft.shapes.get(change.fingerprint) is None:
         draft.shapes.put(change.fingerprint, change.text)
-    # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
+    # A drain is over once all servers that ran before have left: other starting servers have declared nothing yet.
     others = [server for name, server in draft.book.servers.items() if name != server_id]
     draining = draft.totals.draining and any(other.shape for other in others)
     known = change.fingerprint == draft.totals.shape
@@ -92,9 +92,9 @@ def drain(draft: Draft) -> None:
 
 
 def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str]:
-    """Remove servers that have not beaten since they were seen, but for the one that asks.
+    """Remove servers that have not beaten since they were seen, except the caller.
 
-    Returns those that are gone, whoever removed them.
+    Returns those that are gone, including those removed by other servers.
     """
     gone = set()
     for other_id in sorted(seen.keys() - {server_id}):
@@ -106,7 +106,7 @@ def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str
 
 
 def claim(draft: Draft, folder: str, instead_of: str | None, claimant: str | None) -> None:
-    """Note whose ledger it is, unless that is known; in place of one that is given up, anew, with no other server."""
+    """Store the folder unless one is stored; if the id is ``instead_of``, replace both, and remove other servers."""
     totals = replace(draft.totals, claims=draft.totals.claims + 1, folder=draft.totals.folder or folder)
     if totals.ledger_id == instead_of:
         totals = replace(totals, ledger_id=uuid.uuid4().hex[:8], folder=folder)
@@ -157,7 +157,7 @@ def release_shard(draft: Draft, shard_id: str, epoch: int) -> None:
 
 
 def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
-    """Mark shards as ended; when one ended first stays. Those that nobody knew are noted as ended."""
+    """Mark shards as ended; the first end time stays. Unknown shards are added as ended."""
     for shard_id in shard_ids:
         shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
         if not shard.ended:
@@ -165,7 +165,7 @@ def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
 
 
 def accept_gap(draft: Draft, shard_id: str) -> bool:
-    """Let the next opening start beyond the position; False when there is no such shard."""
+    """Allow the next opening to start beyond the position; False when the shard is unknown."""
     shard = draft.shards.get(shard_id)
     if shard is not None:
         draft.shards.put(shard_id, replace(shard, gap_accepted=True))
@@ -367,7 +367,7 @@ def prune(
     limit: int,
     ends_before_ms: int | None = None,
 ) -> int:
-    """Forget windows that are over, and shards that ended before a time, but for those to keep; return how many."""
+    """Forget windows that are over, and shards that ended before a time, except ``keep_shards``; return how many."""
     book = draft.book
     old = takewhile(lambda published: published[0] < windows_before_ms, book.over)
     entries = (book.windows[window_id] for _, window_id in old)

@@ -1,9 +1,9 @@
-"""The ledger on SQLite, for servers of one host: ``Ledger`` over a file that lies beside the segments.
+"""The ledger on SQLite, for servers of one host: ``Ledger`` over a file in the output folder.
 
-``SqliteStore`` is synchronous and knows no event loop. Its book is brought up to date at the beginning of each
-transaction, by what other servers wrote since; a transaction that writes takes SQLite's write lock first, so that nobody
-else comes between. ``SqliteLedger`` runs it on one thread that belongs to the ledger: it takes calls in the order in
-which they were made, so that one transaction never overlaps another and the loop never waits for the disk.
+``SqliteStore`` is synchronous and knows no event loop. At the beginning of each transaction it applies what other
+servers wrote since to its book; a transaction that writes takes SQLite's write lock first, which excludes other
+writers. ``SqliteLedger`` runs it on one thread that belongs to the ledger: it takes calls in the order in which they
+were made, so that one transaction never overlaps another and the loop never waits for the disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _AT_ONCE: Final = 100
 its turn again, as often as there are rows."""
 
 _LOADED: Final = 1000
-"""Windows that are read at a time: their rows take as much memory as what is made of them."""
+"""Windows read at a time: the raw rows take as much memory as the decoded windows."""
 
 
 class SqliteStore:
@@ -88,7 +88,7 @@ class SqliteStore:
             return read(self.book)
 
     def transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
-        """Run a transaction; return what came of it, and what ``read`` finds in the book then."""
+        """Run a transaction; return its result, and what ``read`` returns of the book after it."""
         with self._transaction("BEGIN IMMEDIATE") as db:
             draft = Draft(self.book)
             result = transaction.run(draft)
@@ -248,9 +248,9 @@ def _drop(db: sqlite3.Connection, column: str, values: list[Any], *before: Any) 
 
 
 def go_on_from(path: Path, pipeline: str, folder: str) -> None:
-    """Make a copy of a ledger one that goes on: under an id of its own, for a folder, with no server.
+    """Turn a copy of a ledger into a usable one: give it a new id and a folder, and remove its servers.
 
-    Raises LedgerError when it is damaged, of another format, another pipeline's, or cannot be written.
+    Raises LedgerError when it is damaged, of another format or pipeline, or cannot be written.
     """
     with contextlib.closing(SqliteStore(path, pipeline=pipeline)) as store:
         store.open()
@@ -324,6 +324,6 @@ class SqliteLedger(Ledger):
                 with contextlib.suppress(asyncio.CancelledError):  # this one is raised in the end
                     await asyncio.wait([waiter])
             if not waiter.cancelled():
-                waiter.exception()  # nobody's any more
+                waiter.exception()  # no caller is left to raise it to
             raise
         return waiter.result()

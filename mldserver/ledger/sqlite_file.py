@@ -12,18 +12,18 @@ constraints but its keys. A file without tables is a ledger that was never creat
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
     ``created_ms``.
 ``log``, one row for each of the latest transactions that changed anything
-    ``version``: its number. ``changes``: what it wrote, as JSON: from these other servers learn what they do not know
-    yet. Who is further behind reads the tables, which hold all of it.
+    ``version``: its number. ``changes``: what it wrote, as JSON: other servers read from these what they do not know
+    yet. A server that is further behind reads the tables, which hold everything.
 ``totals``, at most one row (id 1): what there is once in a ledger
     ``clock``: next free value of the merge clock. ``dead_letters``: how many there are. ``lives``: how often a server has
     registered. ``cut_below_ms``: the latest end of all pruned windows; an event-time window that ends at or before it
     and has no row was cut. ``batch_progress``: where the open ``batches`` window stands (number, rows, opened at).
     ``ledger_id``: random, in the names of its files; a restored ledger has another. ``folder``: the id of the output
     folder that claimed it (``owner.json`` there). ``claims``: how often a server has claimed it for that folder.
-    ``shape``: the fingerprint of the one that was declared last. ``draining``: servers are to drain, or have.
-``servers``, one row for each server that lives, or is not buried yet
-    ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
-    ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told. ``shape``: what it declared; empty before.
+    ``shape``: the fingerprint of the one that was declared last. ``draining``: servers must drain, or have drained.
+``servers``, one row for each server that has not left or expired
+    ``life``: the number of its registration; a server that finds another number, or no row, has expired. ``beat_ms``,
+    ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as last reported. ``shape``: what it declared; empty before.
 ``shards``, one row for each shard that is known and not pruned
     ``epoch``: times it was opened (and reset); 0 when all that is known of it is its end. ``position``, ``effective_ms``,
     ``event_ms``: those of its last durable record. ``ended_ms``: when it ended. ``parents``: a list, empty when unknown.
@@ -43,8 +43,8 @@ constraints but its keys. A file without tables is a ledger that was never creat
 ``shapes``, one row for each that was ever declared (``coordinator/core/shape.py``)
     ``text``: what rows were like, and how they were cut. They stay: people change them, so that there are few.
 ``letter_items``, one row for each transaction (``version``) of whose dead letters some are there
-    ``count``: how many there were. ``wanted``, ``gone``: which are to be redriven, and which went: a hexadecimal number
-    with a bit for each ``place``.
+    ``count``: how many there were. ``wanted``, ``gone``: which are marked for a redrive, and which are deleted: a
+    hexadecimal number with a bit for each ``place``.
 ``dead_letters``, one row for each that is there
     ``version``, ``place``: its id. ``data`` is the record's payload as it came. ``parked_behind``: ``number/sub`` of the
     letter that it waits behind.
@@ -75,7 +75,7 @@ BUSY_TIMEOUT_MS: Final = 5000
 """How long a call waits for another server's transaction."""
 
 _APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
-"""Stands in the database's header: what tells a ledger from any other SQLite file."""
+"""In the database's header: distinguishes a ledger from any other SQLite file."""
 
 TABLES: Final = {
     "totals": ("totals", "id"),
@@ -181,7 +181,7 @@ def connect(
             what = f"The folder {path.parent} cannot be made: {error.strerror}."
             raise folder_error(error)(what, path=str(path)) from error
         if former is None:
-            # SQLite gives the files beside it the same mode. What fails here SQLite tells below.
+            # SQLite gives its additional files the same mode. After a failure here SQLite raises below.
             with contextlib.suppress(OSError):
                 make_private_file(path)
     if (created_ms is None or former is not None) and not path.exists():
@@ -205,9 +205,9 @@ def connect(
 
 
 def copy_whole(path: Path, target: Path) -> None:
-    """Copy a ledger, whatever its servers are doing, into one file that needs no other beside it.
+    """Copy a ledger, even while its servers run, into one self-contained file.
 
-    Raises LedgerError when there is none, or it cannot be read or written.
+    Raises LedgerError when the ledger does not exist, or cannot be read or written.
     """
     if not path.exists():
         raise _missing(path)
@@ -255,7 +255,7 @@ def check_tables(path: Path) -> None:
 def pipeline_of(path: Path) -> str | None:
     """Return the name of the pipeline that a ledger's file belongs to.
 
-    None when it does not say so: there is no file, or it is damaged, or no ledger. Opening it tells which.
+    None when the file is missing, is damaged or is another kind of file; opening it raises the reason.
     """
     try:
         # Not `connect(path)`, which would make an empty file where there is none.
@@ -283,7 +283,7 @@ def _is_new(db: sqlite3.Connection, path: Path) -> bool:
     if tables:
         raise LedgerVersionError(
             f"{path} is an SQLite database, but no ledger.",
-            advice="Give this server an output folder of its own.",
+            advice="Give this server another output folder.",
             path=str(path),
         )
     return True
@@ -312,7 +312,7 @@ def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None
     if form != FORMAT:
         raise LedgerVersionError(
             f"The ledger has format {form}; this program knows format {FORMAT}.",
-            advice="That format was never released: give this server an output folder of its own."
+            advice="That format was never released: give this server another output folder."
             if form < FORMAT
             else "Run the version of mldserver that wrote it, or a later one.",
             path=str(path),
@@ -320,7 +320,7 @@ def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None
     if pipeline not in names:
         raise LedgerVersionError(
             f"The ledger belongs to the pipeline {pipeline!r}, not to {names[0]!r}.",
-            advice="Give each pipeline an output folder of its own, or the name that it had; a drained one is renamed with"
+            advice="Give each pipeline a separate output folder, or the name that it had; a drained one is renamed with"
             " --rename-from (`mldserver help operations`).",
             path=str(path),
         )

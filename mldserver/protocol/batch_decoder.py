@@ -58,7 +58,7 @@ def decode_records(line: bytes | bytearray | memoryview, *, version: Version, sh
     except orjson.JSONDecodeError as error:
         raise DecodeError(f"A batch is not JSON: {error.msg}.", excerpt=excerpt(line)) from None
     if type(message) is not dict or message.get("action") != "processRecords":
-        raise DecodeError("A line is no processRecords message.", excerpt=excerpt(line))
+        raise DecodeError("A line is not a processRecords message.", excerpt=excerpt(line))
     raw = message.get("records")
     if type(raw) is not list:
         raise wrong("records", raw, "a list")

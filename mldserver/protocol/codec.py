@@ -1,12 +1,12 @@
 """Bytes to lines, lines to messages, messages to lines: everything but batches, which only the handler's runtime decodes.
 
 A line ends with LF; CRLF is accepted; blank lines are skipped (the Java skips them too, KCL 3.1.3). Each byte is
-searched once for a line end, and copied once: into its line. A large line's first copy costs more than all else that is
-done with it here (its memory is touched for the first time), so there is no second one.
+searched once for a line end, and copied once: into its line. A large line's first copy costs more than all other
+steps here (page faults on new memory), so the framer makes only one.
 
-Messages are read strictly in types and ranges, and unknown fields are passed over. ``bool`` is no integer, and neither is
-one beyond 64 bits (a float, as orjson reads it). What the daemon must never see is decided here too: exactly the known
-keys, in compact JSON, with one LF (an extra key makes the daemon wait for ever, KCL 3.1.3).
+Messages are read strictly in types and ranges, and unknown fields are passed over. ``bool`` does not count as an
+integer, nor does a number beyond 64 bits (orjson reads a float). What the daemon must never see is decided here too:
+exactly the known keys, in compact JSON, with one LF (an extra key makes the daemon wait for ever, KCL 3.1.3).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_LONG: Final = 2**63 - 1
 MAX_SEQUENCE_DIGITS: Final = 129
 """AWS limit: a sequence number matches ``0|([1-9]\\d{0,128})`` (Kinesis API; DynamoDB Streams: 21 to 40)."""
 SENTINELS: Final = frozenset({"TRIM_HORIZON", "LATEST", "AT_TIMESTAMP", "SHARD_END"})
-"""Places that are no sequence number (KCL 3.1.3 SentinelCheckpoint)."""
+"""Checkpoint values that are not sequence numbers (KCL 3.1.3 SentinelCheckpoint)."""
 _EXCERPT: Final = 80
 
 
@@ -127,16 +127,16 @@ class LineFramer:
 
 
 def decode(line: Line) -> PeerMessage:
-    """Return the message on a line. Raises DecodeError, and nothing else, for what is none.
+    """Return the message on a line.
 
-    A batch is told by its start (MLD writes ``action`` first, KCL 3.1.3) and passed on as it came; ``decode_records``
-    finds out whether it is one.
+    Raises only DecodeError, for a malformed line. A batch is recognized by its start (MLD writes ``action`` first,
+    KCL 3.1.3) and passed on undecoded; ``decode_records`` verifies it.
     """
     if _BATCH.match(line):
         return ProcessRecords(line)
     if len(line) > CONTROL_LIMIT:
         raise DecodeError(
-            f"A line of {len(line)} bytes is no batch: it does not start with its action.",
+            f"A line of {len(line)} bytes is not a batch: it does not start with its action.",
             excerpt=excerpt(line),
         )
     try:
@@ -189,7 +189,7 @@ def _initialize(message: dict[str, Any]) -> Initialize:
 
 def _checkpoint(message: dict[str, Any]) -> CheckpointReply:
     if "error" not in message:
-        # Java writes null, never leaves it out: without the key, success and failure could not be told apart.
+        # Java writes null, never omits the key: without it, a success would look like a failure.
         raise DecodeError("A checkpoint reply has no field error.")
     name = "sequenceNumber" if "sequenceNumber" in message else "checkpoint"
     return CheckpointReply(

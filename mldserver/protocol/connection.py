@@ -170,12 +170,12 @@ class MLDConnection:
             self._step(Input.EOF)
 
     def timer_fired(self, name: Timer, *, patient: bool = True) -> None:
-        """Take a time-out. One that was cancelled meanwhile is ignored: it may have been on its way.
+        """Handle a time-out. Ignore a cancelled timer: it may have fired before the cancellation.
 
-        An incomplete line of which something came since its timer was started gets the time again, but not when the
-        shell has no patience (``patient``). So a line that stops arriving is noticed after once to twice that time,
-        without a timer for each piece of it. A peer that sends a byte each time may go on for long, with never more than
-        ``line_limit`` in its hands; what all of them hold is the shell's to bound, which loses its patience then.
+        An incomplete line that received bytes since its timer was started gets the time again, unless ``patient`` is
+        false. So a stalled line is noticed after once to twice that time, without a timer for each piece. A peer that
+        sends a byte each time may continue for long, but occupies at most ``line_limit``; the shell bounds the total
+        of all peers, and passes ``patient=False`` beyond it.
         """
         if name not in self._timers:
             return
@@ -208,7 +208,7 @@ class MLDConnection:
     def checkpoint(self, position: Sequence | None) -> None:
         """Ask for a checkpoint at ``position``; None: at everything delivered, which at a shard's end is SHARD_END.
 
-        After ShutdownException nothing is sent, and CheckpointsStopped is told again. In V1 the sub-sequence is not
+        After ShutdownException it sends nothing, and reports CheckpointsStopped again. In V1 the sub-sequence is not
         sent: a position inside an aggregate is then the caller's error. Raises InternalError where the daemon would
         refuse a checkpoint, and for a position at a shard's end.
         """
@@ -220,7 +220,7 @@ class MLDConnection:
         self._step(command)
 
     def reject(self, error: PeerError) -> None:
-        """Say that the batch that was passed on is no valid message. Raises InternalError when there is none."""
+        """Report that the batch passed on is not a valid message. Raises InternalError when no batch was passed on."""
         self._step(Input.REJECT, error)
 
     def abort(self, error: MldserverError) -> None:

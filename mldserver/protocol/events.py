@@ -1,4 +1,4 @@
-"""What a connection tells its shell: frozen values, in the order in which they happened."""
+"""Events that a connection reports to its shell: frozen values, in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 class StartTimer(msgspec.Struct, frozen=True):
-    """Start a timer, or start it anew."""
+    """Start a timer, or restart it."""
 
     name: Timer
     seconds: float

@@ -13,8 +13,8 @@ record on one machine (Python 3.11), data read afterwards:
 So payloads are decoded at once, unless they are large and the shard's handler was not seen to read any. The structs are
 frozen, which costs nothing: no handler can change what is read of a record after it.
 
-Nothing is explained here: whatever is not plainly right gives None, and ``batch_decoder.py`` reads the line again, field by
-field, to find out what is wrong with it, or that it is right after all (nulls where they are rare, V1).
+This module reports no reasons: for any unexpected value it returns None, and ``batch_decoder.py`` reads the line
+again, field by field, to find the fault, or to accept the line (rare nulls, V1).
 """
 
 from __future__ import annotations

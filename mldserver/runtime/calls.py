@@ -1,4 +1,4 @@
-"""Calls into the user's code: asynchronous hooks on the event loop, synchronous ones there too or on a thread of theirs.
+"""Calls into the user's code: asynchronous hooks on the event loop, synchronous ones there too or on a separate thread.
 
 Whatever a hook raises comes back as a value, so nothing of the user's can travel through the server as an exception:
 ``SystemExit``, ``StopIteration``, ``GeneratorExit`` and a ``CancelledError`` that the hook made itself are failures
@@ -10,7 +10,7 @@ cancels: libraries with time-outs cancel the task that they are in, and older on
 (``Task.uncancel``). What comes neither from the calling task nor from the deadline is the hook's own, and its failure.
 
 One task watches all calls of a runtime that are running (``Deadlines``), and sleeps through those that are done in time: a
-task for each call costs more than a small batch does. What is beyond its deadline is told, or cancelled.
+task for each call costs more than a small batch does. It logs or cancels calls beyond their deadline.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = structlog.get_logger("mldserver")
 _T = TypeVar("_T")
 
 _TURN_MS: Final = 10
-"""Calls that take longer together let the event loop turn before the next."""
+"""After calls that took longer together, the event loop runs once before the next call."""
 _PLAIN: Final[frozenset[type]] = frozenset({type(None), tuple, dict, list})
 _TIMEOUT = ("builtins.TimeoutError", "builtins.OSError", "builtins.Exception", "builtins.BaseException")
 
@@ -58,7 +58,7 @@ class BoundHook:
     plain: frozenset[type] = _PLAIN
     """Types of returned values that ``take`` would not change: it is not called for them."""
     take: Callable[[Any], Any] = settled
-    """Makes of what was returned, at once and as part of the call, what is kept of it. Raises what is wrong with it."""
+    """Converts the returned value, at once and as part of the call, to the value that is kept. Raises for a wrong value."""
 
 
 class Returned(msgspec.Struct):
@@ -104,7 +104,7 @@ class Deadlines:
         self._come.set()
 
     def end(self, watch: CallWatch) -> None:
-        """Nobody waits for these calls any more. One that runs on, on its thread, is watched to its end."""
+        """Stop watching calls that no caller waits for. A call that still runs on its thread is watched to its end."""
         watch.abandoned = True
         if watch.task is not None or watch.started_ms is None:
             self._watches.discard(watch)
@@ -112,7 +112,7 @@ class Deadlines:
             self._watches -= {each for each in self._watches if each.abandoned and each.started_ms is None}
 
     def tell_here(self) -> None:
-        """Tell once of a call that holds up the event loop for longer than it may: when it is done, or beside it."""
+        """Log once, during or after it, a call that blocks the event loop for longer than the limit."""
         here = self.here
         started_ms = None if here is None else here.started_ms  # once: another thread may end it meanwhile
         if here is None or started_ms is None or here.told_ms is not None:
@@ -133,8 +133,8 @@ class Deadlines:
     def running_ms(self) -> int:
         """Return how long the longest call that cannot be stopped has run; from any thread.
 
-        An asynchronous call is one from when it goes on after its cancellation. Those that nobody waits for count too:
-        no other can begin on their thread.
+        An asynchronous call counts from its cancellation at the deadline. Abandoned calls count too: no other call
+        can begin on their thread.
         """
         now_ms = self._clock.steady_ms()
         watches = tuple(self._watches)
@@ -146,8 +146,8 @@ class Deadlines:
     async def run(self) -> None:
         """Look after deadlines until cancelled; return at once when there is none.
 
-        With the end of it asynchronous calls end too, also those that hold on when their batch is cancelled: nobody
-        would cancel them any more.
+        When it ends, it also cancels asynchronous calls that survived the cancellation of their batch: nothing else
+        would cancel them later.
         """
         if self.seconds is None:
             return
@@ -168,7 +168,7 @@ class Deadlines:
                 _expire(watch, now_ms)
 
     def _look(self) -> float:
-        """Cancel calls that are overdue, or tell of them; return in how many milliseconds the next one is."""
+        """Cancel or log overdue calls; return the milliseconds until the next one is due."""
         now_ms, next_ms = self._clock.steady_ms(), math.inf
         for watch in self._watches:
             started_ms = watch.started_ms  # once: its thread may end it meanwhile
@@ -233,8 +233,8 @@ class Caller:
     async def run(self, hook: BoundHook, arguments: Iterable[Any], *, shard: str) -> Returned:
         """Call ``hook`` with each argument in turn; stop at the first failure.
 
-        An asynchronous call beyond its deadline is cancelled and has failed. A synchronous one cannot be stopped:
-        it is told in the log (``handler.slow``) for as long as it runs.
+        An asynchronous call beyond its deadline is cancelled and has failed. A synchronous one cannot be stopped: the
+        server logs it (``handler.slow``) for as long as it runs.
         """
         if not hook.is_async:
 
@@ -277,7 +277,7 @@ class Caller:
     ) -> _T:
         """Return what ``function`` returns, run on a worker thread; it may call the synchronous ``hook`` there.
 
-        One hop to the thread costs more than a small batch does: whoever has more to do there does it in one.
+        One hop to the thread costs more than a small batch: do all work there in one call.
         """
         thread = thread or self.thread
         if thread is None:
@@ -292,7 +292,7 @@ class Caller:
     def here(self, function: Callable[[CallWatch], _T], hook: BoundHook, *, shard: str) -> _T:
         """Return what ``function`` returns, called at once; it may call the synchronous ``hook``.
 
-        Nothing else runs on the event loop meanwhile: what was slow is told when it is over.
+        Nothing else runs on the event loop meanwhile, so a slow call is logged when it is over.
         """
         deadlines = self.deadlines
         deadlines.tell_here()
@@ -315,7 +315,8 @@ class Caller:
         try:
             for argument in arguments:
                 if watch is not None:
-                    # In this order: whoever gives the call up looks whether it has begun only when that is written.
+                    # In this order: a caller that abandons the call writes ``abandoned`` before it reads
+                    # ``started_ms``.
                     watch.started_ms = now_ms()
                     if watch.abandoned:
                         break
@@ -359,7 +360,7 @@ class Caller:
         returned: Returned,
         given_up: Callable[[], bool],
     ) -> None:
-        """Make the calls; ``given_up``: whether nobody wants them any more, once this task is cancelled."""
+        """Make the calls; ``given_up``: whether the caller was cancelled, read once this task is cancelled."""
         task, now_ms = asyncio.current_task(), self._clock.steady_ms
         assert task is not None, "see run"
         cancelling, plain, turned_ms = task.cancelling, hook.plain, now_ms()
@@ -398,9 +399,9 @@ class Caller:
 
 
 async def _take_back(task: asyncio.Task[Any]) -> asyncio.CancelledError | None:
-    """Let the loop turn once, and take back what cancels this task; return the cancellation if it came only now.
+    """Yield to the loop once, and undo the cancellations of this task; return a cancellation that came during the yield.
 
-    The caller has to look who wanted it.
+    The caller must find out who requested it.
     """
     late = None
     try:

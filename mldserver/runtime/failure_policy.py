@@ -1,4 +1,4 @@
-"""What a failure is, and what a pipeline's policy makes of it. Pure: no clock, no randomness, no I/O.
+"""Failures, and how a pipeline's policy ends them. Pure: no clock, no randomness, no I/O.
 
 Of each failed call the policy says whether the record is called again, and if not, how it ends. In this order:
 
@@ -30,15 +30,15 @@ REPEATING: Final = frozenset(
             for name in ("ArithmeticError", "AssertionError", "AttributeError", "LookupError")
         ),
         *(f"builtins.{name}" for name in ("NameError", "NotImplementedError", "TypeError", "ValueError")),
-        # Decoding errors, where they are no ValueError as those of UTF-8, base64, JSON and Arrow are.
+        # Decoding errors that are not ValueErrors (those of UTF-8, base64, JSON and Arrow are).
         *("builtins.SyntaxError", "_csv.Error", "struct.error", "zlib.error", "gzip.BadGzipFile"),
         *("_pickle.UnpicklingError", "msgspec.MsgspecError", "google.protobuf.message.DecodeError"),
         *("BadRow", "BadRows"),
     }
 )
-"""Errors that the same record raises again: of data and of code. A call that ends with one of them, or of a class
-derived from them, is not made again unless a rule says so. An ``OSError`` is none, whatever else it is: a service that
-answers with an error page instead of JSON (``requests.JSONDecodeError``) may do better next time."""
+"""Errors that the same record raises again: of data and of code. A call that raises one of them, or of a class
+derived from them, is not repeated unless a rule says so. An ``OSError`` never counts, even if it has such a base: a
+service that answers with an error page instead of JSON (``requests.JSONDecodeError``) may succeed next time."""
 
 _OSERROR: Final = "builtins.OSError"
 
@@ -85,7 +85,7 @@ class FailurePolicy(FailureSettings):
             return Ending.DISCARD
         rule = None
         for dotted in failure.names if self.failure_rules else ():
-            # The nearest class; of two rules that name the same class, the one that says more of it.
+            # The nearest class; of two rules that name the same class, the one with the longer dotted name.
             about = [each for each in self.failure_rules if each.matches(dotted)]
             if about:
                 rule = max(about, key=lambda each: each.name.count("."))

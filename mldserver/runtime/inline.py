@@ -1,11 +1,10 @@
 """The runtime inside the server's own process: for tests and small set-ups.
 
-Asynchronous hooks run on the event loop. Synchronous ones do too where the runtime is to work ``at_once``: a batch is then
-done when the call returns. A handler that says ``blocking = True``, lanes, and record processors of amazon_kclpy (which may
-wait for much) have threads (``base/threads.py``): one for the pipeline, for each lane, or for each shard. What a hook does
-cannot reach the wire (``calls.py``, ``failure.py``).
-Memory and crashes are shared with the server: a hook that ends the interpreter (``os._exit``, a crash in C) ends the
-server, whose ledger makes up for it at the next start.
+Asynchronous hooks run on the event loop. With ``at_once`` synchronous ones do too: a batch is then done when the call
+returns. A handler that says ``blocking = True``, lanes, and record processors of amazon_kclpy (which may wait for
+much) have threads (``base/threads.py``): one for the pipeline, for each lane, or for each shard. What a hook does
+cannot reach the wire (``calls.py``, ``failure.py``). Memory and crashes are shared with the server: a hook that ends
+the interpreter (``os._exit``, a crash in C) ends the server, whose ledger makes up for it at the next start.
 """
 
 from __future__ import annotations
@@ -76,13 +75,13 @@ class InlineRuntime:
         watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Take a handler that is loaded. Raises HandlerInvalid when it cannot have the lanes that it is to have.
+        """Run a loaded handler. Raises HandlerInvalid when it does not support the requested lanes.
 
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
-        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``at_once``:
-        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts``, ``watched``
-        and ``mark``: as ``Caller`` has them.
+        time): then an asynchronous call is cancelled and has failed, and a synchronous one is logged. ``at_once``:
+        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts``, ``watched`` and
+        ``mark``: as ``Caller`` has them.
         """
         lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
         if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
@@ -136,16 +135,16 @@ class InlineRuntime:
         )
 
     async def open(self, shard: Shard) -> None:
-        """Make the shard's handler and run its ``initialize`` hook, again and again until it succeeds.
+        """Make the shard's handler and run its ``initialize`` hook, repeatedly until it succeeds.
 
-        Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits, since
-        there is no record yet that could be set aside, and from then on its failures are logged as errors.
+        Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits,
+        since it has no record to set aside yet, and from then on its failures are logged as errors.
         """
         await self.forget(shard.id)
         await self._lanes_free()
         tools, failures = self._tools, 0
         if tools.spec.kind is HandlerKind.PROCESSOR:
-            # It may wait for much: on a thread of its own.
+            # It may block for long, so it runs on a separate thread.
             thread = await self._shard_threads.take(shard.id)
             tools = replace(tools, caller=copy.copy(tools.caller), threads=(thread,))
             tools.caller.thread = thread
@@ -214,12 +213,12 @@ class InlineRuntime:
         return processor.progress.position
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
-        """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
+        """Hold back the later records of these keys of an open shard (see ``Runtime.park``)."""
         if self._policy.parks:
             self._opened(shard_id).parked.update(keys)
 
     async def unpark(self, shard_id: str, key: str) -> None:
-        """Let the later records of a key be processed again (see ``Runtime.unpark``)."""
+        """Process the later records of a key again (see ``Runtime.unpark``)."""
         opened = self._shards.get(shard_id)
         if opened is not None:
             opened.parked.pop(key, None)
@@ -238,7 +237,7 @@ class InlineRuntime:
 
     @property
     def trouble(self) -> str | None:
-        """Return None: what hurts the handler here hurts the server too, which does not live to tell."""
+        """Return None: a crash of the handler also ends the server, which then reports nothing."""
         return None
 
     async def run(self) -> None:
@@ -254,9 +253,9 @@ class InlineRuntime:
                 group.create_task(thread.close(_CLOSE_SECONDS))
 
     async def _lanes_free(self) -> None:
-        """Return when no lane is at a call any more that was given up with its batch: hooks of a shard never overlap.
+        """Return when no lane runs an abandoned call of a cancelled batch any more: hooks of a shard never overlap.
 
-        The first thread is no concern: hooks wait for their turn there.
+        The first thread does not matter: hooks wait for their turn there.
         """
         async with asyncio.TaskGroup() as group:
             for thread in self._threads[1:]:

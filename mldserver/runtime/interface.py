@@ -1,9 +1,9 @@
 """What the server asks of a runtime: the place where handlers run.
 
-A runtime takes batches as their source has them (``Payload``) and gives rows back as Arrow tables. It may do so inside the
-server's process (``inline.py``) or in worker processes; nothing above this interface can tell the difference, so what
-crosses it can be had as bytes. What each batch makes anew is a msgspec struct: a frozen dataclass takes five times as
-long to make.
+A runtime takes batches as their source has them (``Payload``) and gives rows back as Arrow tables. It may do so
+inside the server's process (``inline.py``) or in worker processes; callers of this interface see no difference, so
+all values that cross it can be encoded. Values made for each batch are msgspec structs: a frozen dataclass takes five
+times as long to make.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
-"""Columns that every row carries beside the handler's own.
+"""Columns that every row carries in addition to the handler's.
 
 ``_time`` int64, effective time in ms; ``_clock`` int64, the pipeline's merge order; ``_shard`` string; ``_sequence``
 string (decimal); ``_sub_sequence`` int64; ``_arrival`` timestamp[ms, UTC], null in V1. A runtime fills all but
@@ -63,7 +63,7 @@ class MLDLine(msgspec.Struct, frozen=True):
         return len(self.line)
 
     def decode(self, decoder: BatchDecoder) -> DecodedBatch:
-        """Decode the line. Raises PeerError when it is no valid message."""
+        """Decode the line. Raises PeerError when it is not a valid message."""
         return decoder.decode(self.line, self.version)
 
     def packed(self) -> tuple[int, Line]:
@@ -76,7 +76,7 @@ _RECORDS = 0
 
 
 class Records(msgspec.Struct, frozen=True):
-    """Records that need no decoding, of one shard and in its order: whoever makes it sees to that."""
+    """Decoded records of one shard; the caller must pass them in the shard's order."""
 
     records: list[Record]
     millis_behind_latest: int | None = None
@@ -126,7 +126,7 @@ class Delivery(msgspec.Struct, frozen=True):
     shard_id: str
     payload: Payload
     received_ms: int
-    """When it was complete (server's clock); stands in for arrival times that its source does not tell."""
+    """When it was complete (server's clock); replaces arrival times that its source does not report."""
     after: Sequence | None
     """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
     part: range | None = None
@@ -142,7 +142,7 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class BatchOutline(msgspec.Struct, frozen=True):
-    """What the coordinator must know of a batch beside its rows."""
+    """What the coordinator must know of a batch in addition to its rows."""
 
     records: int
     """Records in the message (KPL aggregates counted by their user records), duplicates included."""
@@ -162,7 +162,7 @@ class BatchOutcome(msgspec.Struct, frozen=True):
 
     outline: BatchOutline
     rows: pa.Table | None
-    """The handler's columns and META_COLUMNS but ``_clock``, in shard order; None when there are no rows."""
+    """The handler's columns and META_COLUMNS except ``_clock``, in shard order; None without rows."""
     dead_letters: tuple[DeadLetter, ...] = ()
     attempts: int = 1
     """The most calls that any record of the batch took."""
@@ -210,18 +210,20 @@ class Runtime(Protocol):
         """
 
     def begin(self, delivery: Delivery) -> Begun:
-        """Do as ``process`` does, as far as that goes without waiting; return what is to be awaited where it does not.
+        """Begin ``process``, as far as possible without waiting; return its outcome or an awaitable.
 
-        A future will hold the outcome by itself, or a coroutine that is to be awaited for it. Both raise as ``process``
-        does, and so does this. Whoever does not want the rest any more cancels it, or closes it.
+        A future completes by itself, perhaps with a coroutine; a coroutine must be awaited (``outcome_of`` does
+        both). They raise as ``process`` does, and so does this. To abandon the rest, cancel the future or close the
+        coroutine.
         """
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a batch and run the handler over its records.
 
-        Raises PeerError when its payload is no valid message (the handler was not called), HandlerHalted when a record
-        failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its process: its
-        records must be delivered again, so the connection has to be closed. No other error of the handler leaves it.
+        Raises PeerError when its payload is not a valid message (the handler was not called), HandlerHalted when a
+        record failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its
+        process: its records must be delivered again, so the connection has to be closed. No other error of the
+        handler leaves it.
         """
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
@@ -233,7 +235,7 @@ class Runtime(Protocol):
         """
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
-        """Let the later records of partition keys wait, under ``on_key_failure = park``; else do nothing.
+        """Hold back the later records of partition keys, under ``on_key_failure = park``; else do nothing.
 
         ``keys``: those of an open shard that have dead letters from earlier, each with the sequence of the first: what
         is stored when the shard is opened. Their records become dead letters without a call; so do, from then on, those

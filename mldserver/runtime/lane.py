@@ -50,7 +50,7 @@ class Tools:
     spec: HandlerSpec
     caller: Caller
     threads: Sequence[WorkerThread]
-    """One for each lane of a synchronous record hook; the first is also for whatever else may block."""
+    """One for each lane of a synchronous record hook; the first also runs other blocking work."""
     clock: Clock
     policy: FailurePolicy
     random: Callable[[], float]
@@ -62,9 +62,9 @@ class Tools:
     def teller(self, shard: str) -> Callable[..., None]:
         """Return what logs failures of a shard's handler, each given as level, event, failure and further fields.
 
-        One that was told within the last minute is told at debug, and counted.
+        A failure that was logged within the last minute is logged at debug, and counted.
         """
-        # Once: more costly than a line that is left out.
+        # Bind once: binding costs more than a suppressed line.
         bound = log.bind(shard=shard, handler=self.spec.path)
         messages = self.policy.log_error_messages
 
@@ -86,7 +86,7 @@ class Tools:
 
 @dataclass(slots=True)
 class _Came:
-    """What a step's calls came to, before the plan hears of it."""
+    """The result of a step's calls, before the plan receives it."""
 
     built: Built | None = None
     faults: Mapping[int, Failure] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Lane:
     async def run_async(self, near: Callable[[Callable[[CallWatch], None]], Any]) -> None:
         """Work on the event loop until every record is decided, or the shard stops.
 
-        ``near`` runs something whose time grows with the batch where it holds up nobody.
+        ``near`` runs work whose time grows with the batch: large batches off the event loop.
         """
         while (step := self.plan.step()) is not None:
             await self.pause(step)
@@ -144,7 +144,7 @@ class Lane:
                     hook, arguments = self._call(step)
                     returned = caller.call_sync(hook, arguments, watch)
                 if watch.abandoned:
-                    return None  # nobody waits for what comes of it
+                    return None  # the caller has abandoned the result
                 self._settle(step, returned)
                 step, returned = self.plan.step(), None
                 if step is not None and step.failures:
@@ -178,7 +178,7 @@ class Lane:
         self.again.clear()
 
     def _call(self, step: Step) -> tuple[BoundHook, Iterable[Any]]:
-        """Return what a step calls: one call a record, or one for all of them."""
+        """Return a step's hook and arguments: one argument a record, or one for all records."""
         hook, function = self.hook, self.hook.function
         if self.tools.spec.record_hook is RecordHook.RECORD:
             # No list: when each record fails, there are as many steps as records.
@@ -199,7 +199,7 @@ class Lane:
         if self.tools.spec.record_hook is not RecordHook.RECORD:
             self._hear(step, partial(self._judge, step, returned))
         else:
-            # Each record had a call of its own, up to the first that failed.
+            # Each record had a separate call, up to the first that failed.
             done, failure = len(returned.values), returned.failure
             # One behind the last call was thrown into the thread from outside.
             failed = failure is not None and done < len(step.indices)
@@ -216,9 +216,9 @@ class Lane:
             self._hear(Step(indices, halved=step.halved), lambda: _came(self.tools.rows.build(pairs)))
 
     def _hear(self, step: Step, judge: Callable[[], _Came]) -> None:
-        """Let the plan hear what came of a step.
+        """Report a step's result to the plan.
 
-        Values may have code of their own, which may fail in any way: all of it runs before the plan hears of anything.
+        Values may run user code, which may fail in any way: all of it runs before the plan changes.
         """
         try:
             came = judge()

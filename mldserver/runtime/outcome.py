@@ -36,10 +36,10 @@ class FreshBatch(msgspec.Struct, frozen=True):
     """A decoded batch."""
 
     fresh: Sequence[Record]
-    """The records that the handler is to see, in shard order: those after ``Delivery.after``."""
+    """The records for the handler, in shard order: those after ``Delivery.after``."""
     outline: BatchOutline
     arrivals_ms: Sequence[int]
-    """The arrival times of all records of the message, duplicates too; the time of receipt where there is none."""
+    """The arrival times of all records of the message, duplicates too; the time of receipt for those without one."""
 
     def times_ms(self) -> Any:
         """Return for each fresh record its ``_time`` (numpy, int64): the running maximum of the arrival times."""
@@ -50,7 +50,7 @@ class FreshBatch(msgspec.Struct, frozen=True):
 def take(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
     """Decode a batch and drop what was accepted earlier.
 
-    Raises PeerError for a payload that is none, InternalError for what nobody foresaw in it.
+    Raises PeerError for an invalid payload, InternalError for an unexpected failure of the decoder.
     """
     try:
         batch = delivery.payload.decode(decoder)
@@ -97,9 +97,9 @@ def damaged(records: Sequence[Record]) -> dict[int, Failure]:
 
 
 def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> Any:
-    """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS but ``_clock``.
+    """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS except ``_clock``.
 
-    None when there are no rows.
+    None without rows.
     """
     parts = [part for part in parts if part.table is not None]
     if not parts:

@@ -1,6 +1,6 @@
 """Which calls a batch takes when some fail: a synchronous core that only decides.
 
-The shell asks the plan for the next call (``BatchPlan.step``), makes it, and tells what came of it. The rules, where
+The shell asks the plan for the next call (``BatchPlan.step``), makes it, and reports the result. The rules, where
 ``FailurePolicy.ending`` says whether a failed record is called again:
 
 * One record a call (``process_record``): the failing record alone is called again until it succeeds or ends; then the
@@ -8,8 +8,8 @@ The shell asks the plan for the next call (``BatchPlan.step``), makes it, and te
 * A whole batch a call (``process_records``, ``process_table``): the batch is called again, and when that is over the
   failing record is searched by halving. A part that succeeds is done: no record is processed successfully twice because
   of another one. A half is not called when it is known to hold the failure (the other one succeeded), and what lies
-  behind the first record that was found is called in one piece. So one bad record among n costs ``attempts`` calls
-  of the batch, ceil(log2 n) to find it, at most one of its own, and at most one for what is left.
+  behind the first record that was found is called in one piece. So one bad record among n costs ``attempts`` calls of
+  the batch, ceil(log2 n) to find it, at most one for it alone, and at most one for the rest.
 * Records that are named (rows that cannot be taken, ``BatchResult``, ``Fatal(records=…)``): the others are done or
   called again without them; only those are tried again, or end.
 * A call that returns something of the wrong shape (``Failure.whole_call``) fails for all its records: the handler's code
@@ -40,9 +40,9 @@ class Step(msgspec.Struct, frozen=True):
 
     indices: Sequence[int]
     failures: int = 0
-    """How often it has failed in a row: the call is to wait. 0: it need not wait."""
+    """How often it has failed in a row: the call waits for a back-off. 0: it does not wait."""
     after_seconds: float | None = None
-    """How long it is to wait; None: the back-off of ``failures``."""
+    """How long it waits; None: the back-off of ``failures``."""
     halved: bool = False
 
 
@@ -127,9 +127,9 @@ class BatchPlan:
             self._end(index, ending or Ending(self.policy.on_failure), faults[index])
 
     def park(self, keys: Mapping[str, records.Sequence], *, behind: int = -1) -> None:
-        """Records of these keys are dead letters too, unless they were handed over: they wait behind one of their key.
+        """Make records of these keys dead letters, unless they were handed over: they wait behind one of their key.
 
-        Those up to the index ``behind`` are no concern.
+        Ignores records up to the index ``behind``.
         """
         if self._by_key is None:
             self._by_key = {}
@@ -178,7 +178,7 @@ class BatchPlan:
         assert ending is not None, "a single record without an end was called again above"
         self._end(first, ending, failure)
         if step.halved and self._merging:
-            # A bad record was found: what is left of the search may well be good, all of it.
+            # A bad record was found: all remaining parts of the search may be good, so one call takes them.
             rest: list[int] = []
             while self.todo and self.todo[-1].halved and not self.todo[-1].failures:
                 rest += self.todo.pop().indices
@@ -188,7 +188,7 @@ class BatchPlan:
         return None
 
     def named(self, step: Step, indices: Iterable[int], failure: Failure, now_ms: int) -> list[Again]:
-        """A call failed because of these records of it; the others were not taken, and are called without them."""
+        """Handle a call that failed because of these records; the others are called again without them."""
         named = sorted(set(indices))
         rest = [index for index in step.indices if index not in set(named)]
         if rest:
@@ -196,7 +196,7 @@ class BatchPlan:
         return self.faulty(step, dict.fromkeys(named, failure), now_ms)
 
     def faulty(self, step: Step, faults: Mapping[int, Failure], now_ms: int) -> list[Again]:
-        """A call succeeded but for some of its records; the others are done.
+        """Handle a call that succeeded except for some of its records; the others are done.
 
         Returns what will be tried again.
         """
@@ -225,7 +225,7 @@ class BatchPlan:
         """Count a call for these records that failed; return how they end, None when they are called again."""
         for index in indices:
             self._calls[index] = self._calls.get(index, 0) + 1
-        # The oldest of them; not looked at when it does not matter.
+        # The oldest record's age; computed only if the policy has a maximum.
         aged = self.policy.max_age_ms is not None
         age_ms = now_ms - min(map(self.arrivals_ms.__getitem__, indices)) if aged else 0
         return self.policy.ending(failure, calls=self._calls[indices[0]], age_ms=age_ms)
@@ -251,7 +251,7 @@ class BatchPlan:
             found += [index for index in step.indices if index in unwanted]
             left = [index for index in step.indices if index not in unwanted]
             if left:
-                # A copy is no suspect any more: the failure may have been of what was taken out.
+                # A copy is not the suspect any more: a removed record may have caused the failure.
                 same = len(left) == len(step.indices)
                 kept.append(step if same else msgspec.structs.replace(step, indices=left))
         self.todo = kept

@@ -43,7 +43,7 @@ class Built:
 
 
 class BadRow(ValueError):
-    """A returned value is no row of the schema."""
+    """A returned value is not a row of the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RowBuilder:
     ) -> None:
         """Build rows of ``schema``; a null in ``time_column`` (what windows are cut on) is a fault.
 
-        ``at_once``: ``take`` is to find every fault.
+        ``at_once``: ``take`` finds every fault.
         """
         self._schema = schema
         columns = () if schema is None else schema.columns
@@ -92,10 +92,10 @@ class RowBuilder:
         """Types of values that ``take`` returns as they are."""
 
     def take(self, value: Any) -> Any:
-        """Return what is to be kept of a value until ``build``: nothing that the handler can change any more.
+        """Return a value as it is kept until ``build``: the handler cannot change it any more.
 
-        Raises BadRow for a row with a fault if all are to be found at once, otherwise ``build`` tells of it; and
-        whatever the value's own code raises.
+        With ``at_once``, raises BadRow for a row with a fault, otherwise ``build`` reports it. Raises what the
+        value's own code raises.
         """
         kind = type(value)
         # Most values need no more than this.
@@ -186,7 +186,7 @@ class RowBuilder:
             if unknown:
                 raise BadRow(unknown_columns(unknown, self._names))
             return tuple([value.get(name) for name in self._names])
-        raise BadRow(f"{shown(value)} is not a row: return a tuple, a dict, a list of them, or None")
+        raise BadRow(f"{shown(value)} is not a row: return a tuple, a dict, a list of rows, or None")
 
     def _arrays(self, rows: Sequence[tuple[Any, ...]]) -> list[Any] | None:
         """Return one array a column, or None when some value is at fault."""

@@ -23,7 +23,7 @@ _ANY_INTEGER: Final = pa.decimal128(20, 0)
 
 
 class TableMismatch(ValueError):
-    """A returned table cannot be told apart into records and columns: the whole call failed."""
+    """The server cannot assign a returned table's rows and columns: the whole call failed."""
 
     def __init__(self, problem: str, *, whole_call: bool = False) -> None:
         """Say what is wrong; ``whole_call``: as ``Failure`` has it."""

@@ -1,4 +1,4 @@
-"""Checks a handler in a process of its own, so that nothing it does reaches the caller: its import, and trial records.
+"""Checks a handler in a separate process, so that nothing it does reaches the caller: its import, and trial records.
 
 That process is this module too (``python -m mldserver.runtime.trial``). The module under check may print, hang, or end the
 interpreter; so the result goes into a file, never to standard output, and the parent makes sense of its absence.
@@ -53,7 +53,7 @@ _EXAMPLE_WIDTH: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class FailureClass:
-    """Records that failed with one class of error, and the first of them."""
+    """Records that failed with one class of error, and the first one's details."""
 
     name: str
     records: int

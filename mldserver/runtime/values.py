@@ -44,7 +44,7 @@ def shown(value: object) -> str:
 
 
 def settled(value: Any) -> Any:
-    """Run a generator that a hook returned to its end; refuse a coroutine that nobody awaits."""
+    """Run a generator that a hook returned to its end; refuse a coroutine, which the hook did not await."""
     if isinstance(value, GeneratorType):
         return list(value)
     if inspect.iscoroutine(value):
@@ -184,7 +184,7 @@ def _decimal(value: Any) -> Decimal:
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         raise _WrongKind
     try:
-        # A float is taken by its shortest text: 12.34 means 12.34, not the binary fraction beside it.
+        # A float is converted from its shortest text: 12.34 means 12.34, not the nearest binary fraction.
         return Decimal(repr(float(value)) if isinstance(value, float) else value)
     except InvalidOperation:
         raise _WrongKind from None

@@ -65,10 +65,10 @@ class BatchWork(msgspec.Struct, eq=False):
     lanes: Sequence[Lane] = ()
     rows: Any = None
     done: bool = False
-    """Whether the first run of calls was all that there was to do."""
+    """Whether the first run of calls finished the batch."""
 
     def begin(self) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
-        """Do as ``run`` does, at once on the event loop; return what is left to await, from the first pause on."""
+        """Do as ``run``, at once on the event loop; return the outcome, or a coroutine for the rest after a pause."""
         caller, shard_id = self.tools.caller, self.delivery.shard_id
         deadlines, began_ms = caller.deadlines, self.tools.clock.steady_ms()
         watch = deadlines.here = CallWatch(self.hook.name, shard_id, started_ms=began_ms)
@@ -93,11 +93,9 @@ class BatchWork(msgspec.Struct, eq=False):
     async def run(self, error: BaseException | None = None, *, step: Step | None = None) -> BatchOutcome:
         """Work until every record is decided; with ``step``, or after ``error``, go on where ``begin`` came to that.
 
-        What nobody foresaw in what the handler made is a failure of the batch: it is called again, and condemned when it
-        has failed as often as a record may.
-
-        Raises PeerError for a payload that is no batch, HandlerHalted when a failure stops the shard, InternalError rather
-        than to leave a record out.
+        An unexpected error from the handler's values is a failure of the batch: it is called again, and condemned
+        when it has failed as often as a record may. Raises PeerError for a payload that is not a batch, HandlerHalted
+        when a failure stops the shard, InternalError instead of leaving a record out.
         """
         failures = 0
         while True:
@@ -156,7 +154,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 except BaseException as error:
                     if self.tools.caller.is_operators(error):
                         raise
-                    return False  # a value's own code: it runs again where its failure is told
+                    return False  # a value's own code: it runs again in the step that logs its failure
                 if built.faults:
                     return False
                 self.rows = join_rows([built], self.taken, shard_id=self.delivery.shard_id)
@@ -213,7 +211,7 @@ class BatchWork(msgspec.Struct, eq=False):
             await self.tools.clock.sleep(delay)
 
     def _with_ends(self, outcome: BatchOutcome, ends: Sequence[tuple[int, End]]) -> BatchOutcome:
-        """Return what became of the batch, with the records that have no rows; tell of them."""
+        """Return the batch's outcome with the records that have no rows; log those."""
         tell, fresh = self.tools.teller(self.delivery.shard_id), self.taken.fresh
         for index, end in ends:
             (level, event), record = _EVENTS[end.ending], fresh[index]

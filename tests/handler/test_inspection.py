@@ -174,11 +174,11 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
         ),
         (
             PROCESS + "from mldserver import tumbling\nwindows = tumbling('1 hour')",
-            "mine.py:3: windows needs rows, but there is no schema",
+            "mine.py:3: windows needs rows, but the handler has no schema",
         ),
         (
             PROCESS + "def on_window(rows, window): return rows",
-            "mine.py:2: on_window needs rows, but there is no schema",
+            "mine.py:2: on_window needs rows, but the handler has no schema",
         ),
     ],
 )
@@ -192,9 +192,9 @@ def test_what_cannot_be_run_is_told_with_file_and_line(inspect: Any, text: Any, 
     [
         (
             "scheduld",
-            "windows are cut on 'scheduld', which is no column of the schema (did you mean scheduled?)",
+            "windows are cut on 'scheduld', which is not a column of the schema (did you mean scheduled?)",
         ),
-        ("zzz", "windows are cut on 'zzz', which is no column of the schema (scheduled, local, n)"),
+        ("zzz", "windows are cut on 'zzz', which is not a column of the schema (scheduled, local, n)"),
         ("local", "windows are cut on 'local', which is TIMESTAMP_NTZ; it must be a TIMESTAMP"),
         ("n", "windows are cut on 'n', which is INT; it must be a TIMESTAMP"),
     ],

@@ -129,7 +129,7 @@ def test_a_column_is_found_by_its_exact_name() -> None:
         ("a STRUCT<x: INT, X: INT>", "column a: field X is there twice"),
         ("a STRUCT<x: VARIANT>", "column a: column x: VARIANT is not supported"),
         ("_time INT", "column _time: names that begin with an underscore are the server's own"),
-        ("a INT, A STRING", "column A is there twice (Spark does not tell case apart)"),
+        ("a INT, A STRING", "column A is there twice (Spark ignores case)"),
         ("a " + "ARRAY<" * 3000 + "INT" + ">" * 3000, "nested too deeply"),
     ],
 )

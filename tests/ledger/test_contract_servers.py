@@ -95,7 +95,7 @@ async def test_another_identity_ends_all_other_servers_and_frees_what_they_held(
         old = (await other.claim("folder")).ledger_id
         anew = await one.claim("folder", instead_of=old)
         assert (list(anew.servers), anew.shards["a"].owner) == (["one"], None)
-        with pytest.raises(ServerBuried, match=r"or has claimed the ledger anew \(--new-ledger\)"):
+        with pytest.raises(ServerBuried, match=r"or has claimed the ledger again \(--new-ledger\)"):
             await other.claim("folder", instead_of=anew.ledger_id)
         assert (await one.peek()).ledger_id == anew.ledger_id
 

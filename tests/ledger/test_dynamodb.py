@@ -157,7 +157,7 @@ async def test_the_table_is_made_on_request_and_once(dynamodb: Factory, emulator
     await ledger.create_table()
     made = [told for operation, told in emulator.calls if operation == "CreateTable"]
     assert [told["BillingMode"] for told in made] == ["PAY_PER_REQUEST"] * 2
-    with pytest.raises(LedgerError, match="There is no ledger of the pipeline p"):
+    with pytest.raises(LedgerError, match="holds no ledger of the pipeline p"):
         await ledger.peek()
     await ledger.close()
 

@@ -127,7 +127,7 @@ async def test_of_two_starts_that_take_a_new_ledger_at_once_one_stops_with_a_sen
     (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
     found, other_found = await ledger.open(), await other.open()
     first = await claim.settle(found, ledger)
-    with pytest.raises(ServerBuried, match="claimed the ledger anew"):
+    with pytest.raises(ServerBuried, match="claimed the ledger again"):
         await other_claim.settle(other_found, other)
     assert (await ledger.peek()).ledger_id == first.ledger_id == json.loads(store.get(OWNER))["ledger_id"]
 

@@ -99,9 +99,7 @@ def test_what_was_made_without_a_session_says_so_in_one_that_comes_later() -> No
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     told = done.stdout.splitlines()
     assert len(told) == 4
-    assert all(
-        line.startswith("A function or column was made where there was no Spark session") for line in told
-    )
+    assert all(line.startswith("A function or column was made without a Spark session") for line in told)
 
 
 def test_what_another_pyspark_does_not_have_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

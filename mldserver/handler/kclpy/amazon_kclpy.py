@@ -4,8 +4,8 @@ How far a processor has checkpointed, and the ``checkpointer`` that it holds, ar
 of the KCL's checkpointer (KCL 3.1.3, ShardRecordProcessorCheckpointer): a checkpoint lies between
 the last one and the last record delivered, else it is an IllegalArgumentException. Two things differ, since a call that
 failed is made again here. A checkpoint that names no record covers the present call, not all that was ever delivered;
-and one that names a record behind the present call (the processor remembers it from the call that failed) counts up to
-the present call's end. So nothing that failed counts as done because of what happened to stand beside it.
+and one that names a record behind the present call (the processor remembers it from the call that failed) counts up
+to the present call's end. So a checkpoint never covers failed records outside the present call.
 
 What a processor's module takes from amazon_kclpy while it is imported are base classes, ``CheckpointError``, and names for
 annotations. An installed amazon_kclpy is always preferred: its base classes are used as they are.
@@ -157,7 +157,7 @@ class Checkpointer:
         """Note that every record up to a sequence is done; without one: every record delivered so far.
 
         Raises CheckpointError: ``IllegalArgumentException`` for what was not delivered, lies before the last checkpoint,
-        or is no sequence number; ``ShutdownException`` once the lease, or the connection, is gone.
+        or is not a sequence number; ``ShutdownException`` once the lease, or the connection, is gone.
         """
         try:
             self._progress.checkpoint(sequence_number, sub_sequence_number)
@@ -308,7 +308,7 @@ _BASES = {
 
 
 class _KCLProcess:
-    """``amazon_kclpy.kcl.KCLProcess``: there is no such process here, the server runs the processor."""
+    """``amazon_kclpy.kcl.KCLProcess``: it starts no process, since the server runs the processor."""
 
     __module__ = f"{PACKAGE}.kcl"
 

@@ -1,8 +1,7 @@
 """One record processor behind the server's own hooks: which classes are processors, what each version is called with.
 
 An instance of ``Processor`` looks like any other handler class's: ``initialize(shard)``, ``process_records(batch)``,
-``lease_lost(shard)`` … What the processor raises passes through, so that the pipeline's failure policy sees it; what it
-returns is nobody's.
+``lease_lost(shard)`` … What the processor raises passes through to the pipeline's failure policy; what it returns is ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _METHODS: Final = {
     2: {"initialize": 1, "process_records": 1, "shutdown": 1, "shutdown_requested": 1},
     3: {"initialize": 1, "process_records": 1, "lease_lost": 1, "shard_ended": 1, "shutdown_requested": 1},
 }
-"""For each version its methods, and how many arguments they are called with beside the instance."""
+"""For each version its methods, and their numbers of arguments without the instance."""
 _BEFORE_V3: Final = {"lease_lost": "shutdown", "shard_ended": "shutdown"}
 
 
@@ -52,7 +51,7 @@ class ProcessorClass:
     """The ``CheckpointError`` that it knows."""
 
     def __call__(self) -> Processor:
-        """Make the processor of one shard; raises whatever its ``__init__`` raises."""
+        """Make the processor of one shard; raises what its ``__init__`` raises."""
         return Processor(self.cls(), self.version, self.error)
 
 
