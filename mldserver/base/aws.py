@@ -48,7 +48,7 @@ async def aws_client(
     """
     if session is None:
         session = await aside(partial(_session, service), name="mldserver-aws")
-    from aiobotocore.config import AioConfig  # noqa: PLC0415  # whoever has a session has imported it
+    from aiobotocore.config import AioConfig  # noqa: PLC0415  # callers with a session have imported it
 
     made = session.client(service, region_name=region, endpoint_url=endpoint_url, config=AioConfig(**config))
     async with made as client:
@@ -57,7 +57,7 @@ async def aws_client(
 
 def error_code(error: Exception) -> str:
     """Return AWS's code for an error, or the class's name where it is none of AWS's."""
-    from botocore.exceptions import ClientError  # noqa: PLC0415  # whoever has such an error has imported it
+    from botocore.exceptions import ClientError  # noqa: PLC0415  # callers with such an error have imported it
 
     return (
         str(error.response.get("Error", {}).get("Code", ""))

@@ -4,7 +4,7 @@ A clock has two readings. ``now_ms`` is the time of day: for values that are sto
 since an administrator may set it. ``steady_ms`` measures durations: it never goes back, and has no meaning outside
 the process.
 
-Then what counts durations; and what waits on the event loop: the first of several, and a flag that a connection waits with.
+The module also has a counter of durations, and helpers that wait on the event loop: for the first of several, and for a flag.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BOUNDS_MS: Final = (
 
 
 class Durations:
-    """How many things took at most so long as each of ``BOUNDS_MS``, and longer than the one before; the last: longer ones."""
+    """Counts durations up to each of ``BOUNDS_MS`` and above the bound before it; the last count: longer ones."""
 
     __slots__ = ("counts", "sum_ms")
 
@@ -64,7 +64,7 @@ class Durations:
         self.sum_ms = 0
 
     def add(self, took_ms: int) -> None:
-        """Count one."""
+        """Count a duration."""
         self.counts[bisect_left(BOUNDS_MS, took_ms)] += 1
         self.sum_ms += took_ms
 

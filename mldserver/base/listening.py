@@ -50,7 +50,7 @@ def listen_unix(path: Path) -> socket.socket:
     try:
         listener.setblocking(False)
         listener.bind(str(path))
-        # Nobody can connect before listen: the mode holds from the first moment on.
+        # No client can connect before listen: the mode holds from the first moment on.
         path.chmod(_SOCKET_MODE)
         listener.listen(_BACKLOG)
     except OSError:

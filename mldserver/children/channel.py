@@ -231,7 +231,7 @@ class Channel(Generic[M]):
                 return True
         except WireError as error:
             wrong = str(error)
-        except Exception as error:  # noqa: BLE001  # the message is lost: whoever waits for it must learn that
+        except Exception as error:  # noqa: BLE001  # the message is lost: the caller that waits for it must learn that
             wrong = f"a message cannot be taken: {type(error).__name__}: {error}"
         finally:
             _close(files)

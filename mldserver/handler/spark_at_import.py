@@ -52,7 +52,7 @@ class NoSpark:
 
     def _parse_ddl(self, ddl: str) -> Any:
         """Return a placeholder type for a UDF's result; refuse to invent a schema for any other use."""
-        from pyspark.sql.types import DecimalType, StructType  # noqa: PLC0415  # whoever calls it has imported it
+        from pyspark.sql.types import DecimalType, StructType  # noqa: PLC0415  # its callers have imported it
 
         if not sys._getframe(2).f_code.co_filename.endswith(("udf.py", "udtf.py")):  # noqa: SLF001  # the public way costs every frame
             self._to_ddl()

@@ -75,7 +75,7 @@ class Transaction(Generic[_T]):
                     f"Server {server_id} is not registered any more: another expired it, has its id,"
                     " or has claimed the ledger again (--new-ledger).",
                     did="Nothing was written.",
-                    advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
+                    advice="It must start again; if it hung for long, look at the machine, or raise the time-out.",
                     server=server_id,
                 )
         return self.rule(draft, *self.args, **(self.fields or {}))

@@ -163,7 +163,7 @@ class FolderClaim:
 
     def _folder(self, state: LedgerState) -> str:
         if state.folder is not None and self._owner.ledger_id is None and self._mine.ledger is None:
-            # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
+            # A user has deleted owner.json: the ledger, which lies in the folder, still knows its owner.
             return state.folder
         return self._owner.folder
 

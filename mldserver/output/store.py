@@ -133,7 +133,7 @@ class OutputStore:
                 compression_level=1,
                 use_dictionary=[name for name in rows.column_names if name not in encodings],
                 column_encoding=encodings,
-                # Nobody looks for a range of these, and to compare texts is a tenth of the whole.
+                # No reader filters on ranges of these, and comparing the texts takes a tenth of the time.
                 write_statistics=[name for name in rows.column_names if name not in {"_shard", "_sequence"}],
             )
         self.sync(path)

@@ -27,10 +27,10 @@ Why the rows are what they are (facts of KCL 1.x to 3.5.1):
   outstanding. From then on the commands become CHECKPOINT_GONE and ANSWER_GONE: nothing is sent for the former, and
   the latter is legal even at a shard's end.
 * A shard's end has one chance. A status without a stored checkpoint leaves the children of the shard blocked until
-the JVM restarts, without any report. So ENDING has no ANSWER row (ENDED, after the stored checkpoint, has),
-  every error but ShutdownException is repeated, and when the attempts are exhausted the connection is closed on
-  purpose: the JVM exits, its supervisor restarts it, and the shard's end is delivered again. The restart is the only
-  cure there is, so it had better come at once and with a clear error.
+  the JVM restarts, without any report. So ENDING has no ANSWER row (ENDED, after the stored checkpoint, has), every
+  error but ShutdownException is repeated, and when the attempts are exhausted the connection is closed on purpose:
+  the JVM exits, its supervisor restarts it, and the shard's end is delivered again. The restart is the only cure
+  there is, so it had better come at once and with a clear error.
 * ``shutdownRequested`` is not the end: with a graceful hand-over ``leaseLost`` follows on the same connection while
   the JVM lives on, at SIGTERM EOF may follow. After ``leaseLost`` and ``shardEnded`` nothing can follow, and our side
   ends its output right after the status, since only that makes every kind of bridge exit.

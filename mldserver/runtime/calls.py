@@ -255,7 +255,7 @@ class Caller:
         self.deadlines.begin(watch)
         self._mark(1)
         try:
-            # Whoever cancels the caller cancels that task, and waits for its end.
+            # A cancellation of the caller cancels that task, and waits for its end.
             await watch.task
         except asyncio.CancelledError as error:
             if not given_up():
@@ -310,7 +310,7 @@ class Caller:
         returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
         values, plain, take = returned.values, hook.plain, hook.take
         # On the event loop too a synchronous hook may run a loop of its own (asyncio.run), as on a thread.
-        loop = asyncio._get_running_loop()  # noqa: SLF001  # for whoever runs loops: exported for that
+        loop = asyncio._get_running_loop()  # noqa: SLF001  # exported for implementations of loops
         asyncio._set_running_loop(None)  # noqa: SLF001  # see above
         try:
             for argument in arguments:

@@ -115,7 +115,7 @@ def test_an_import_that_hangs_is_told_with_its_place(write: Any, monkeypatch: py
     where = caught.value.where
     assert (where["file"].rpartition("/")[2], where["line"] in {4, 5}) == ("mine_hangs.py", True)
     assert "importing the handler takes longer than 120 s." in caught.value.what
-    assert "Move what waits" in caught.value.advice
+    assert "Move slow or blocking code" in caught.value.advice
 
 
 def test_a_missing_module_is_told_with_the_folder_searched_and_a_close_match(

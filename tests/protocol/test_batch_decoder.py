@@ -82,7 +82,7 @@ def test_of_keys_that_come_twice_the_last_one_counts() -> None:
 
 def test_a_line_that_only_begins_like_a_batch_is_none() -> None:
     for line in (b'{"action":"processRecords","action":"leaseLost","records":[]}', b"[]"):
-        with pytest.raises(DecodeError, match="no processRecords message"):
+        with pytest.raises(DecodeError, match="not a processRecords message"):
             decode_records(line, version=Version.V2, shard_id="s")
 
 
