@@ -90,7 +90,7 @@ class AdminEndpoint:
         assert settings.admin is not None, "there is an endpoint only where there is an address"
         self._settings = settings
         self._place: Address = settings.admin
-        self._hide = redaction(settings.secrets())
+        self._hide = redaction(settings.secrets(), in_json=True)
         self._by_token = isinstance(settings.admin, TcpAddress) and is_local(settings.admin)
         self._clock = clock
         # On loopback it speaks plain HTTP.

@@ -124,14 +124,14 @@ _SECRET_NAME = re.compile(
 """What Spark redacts (its default of ``spark.redaction.regex``), and names of Azure and of databases."""
 
 _SECRET_OPTION = re.compile(
-    r"((?:^|[?&;,'\"])[^;?&:=\s]*(?:secret|passw|pwd|token|key|credential|signature)[^;?&:=]*=)([^;&\s]*)",
+    r"((?:^|[?&;,'\"(])[^;?&:=\s]*(?:secret|passw|pwd|token|key|credential|signature)[^;?&:=]*=)(\{[^}]*\}|[^;&\s]*)",
     re.IGNORECASE,
 )
-"""``?password=…``, ``;token=…`` and the like, in a URL of any kind."""
+"""``?password=…``, ``;token={…}`` and the like, in a URL of any kind."""
 _USER_INFO = re.compile(
     r"([A-Za-z][\w.+-]*:)?//"
     # A password may hold an unescaped '/', as AWS's secret keys do.
-    r"(?:([^/?#@:\s]*)(:[^/?#@\s]*)?|([^/?#@:\s]+)(:(?!\d+/)[^?#\s]*))@"
+    r"(?:([^/?#@:\s]*)(:[^/?#\s]*)?|([^/?#@:\s]+)(:(?!\d+/)[^?#\s]*))@"
 )
 """``//user:password@`` of a URL. The user is hidden too: it is an access key where the URL names a bucket."""
 _ORACLE_LOGIN = re.compile(r"(jdbc:oracle:\w+:[^/:@;?\s]+/)([^@;?\s]+)@")
@@ -186,15 +186,19 @@ def secrets_in(*found: str | Mapping[str, str]) -> set[str]:
     return (secrets | set(map(unquote, secrets))) - {""}
 
 
-def redaction(secrets: Iterable[str]) -> Callable[[str], str]:
-    """Return what hides these secrets in text that others have written, in JSON too. Secrets under 6 characters stay."""
+def redaction(secrets: Iterable[str], *, in_json: bool = False) -> Callable[[str], str]:
+    """Return what hides these secrets in text that others have written, in JSON too. Secrets under 6 characters stay.
+
+    ``in_json``: the text is compact JSON, whose field names stay: a weak password may be one of them.
+    """
     wanted = {secret for secret in secrets if len(secret) >= _SHORTEST}
     wanted |= {json.dumps(secret, ensure_ascii=False)[1:-1] for secret in wanted}
     if not wanted:
         return lambda text: text
     # The longest first: one may begin as another does.
     found = sorted(wanted, key=len, reverse=True)
-    return partial(re.compile("|".join(map(re.escape, found))).sub, _HIDDEN)
+    pattern = f"(?:{'|'.join(map(re.escape, found))})" + (r'(?![^"\\]*":)' if in_json else "")
+    return partial(re.compile(pattern).sub, _HIDDEN)
 
 
 def redacted_option(option: str) -> str:

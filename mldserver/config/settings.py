@@ -387,8 +387,14 @@ class Settings(
         return any(_secrets_in(getattr(self, specs()[name].field)) for name in of_file)
 
     def secrets(self) -> set[str]:
-        """Return the secrets that URLs and pairs of any setting hold, so that the log can be searched for them."""
-        return {secret for name in self.origins for secret in _secrets_in(getattr(self, specs()[name].field))}
+        """Return the secrets that URLs and pairs of any setting hold, so that the log can be searched for them.
+
+        A password that is the pipeline's name is none: without the name no command would know the server.
+        """
+        found = {
+            secret for name in self.origins for secret in _secrets_in(getattr(self, specs()[name].field))
+        }
+        return found - {self.pipeline}
 
 
 def _secrets_in(value: object) -> set[str]:

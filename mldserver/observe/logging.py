@@ -127,7 +127,7 @@ def configure(
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     colours = terminal and not os.environ.get("NO_COLOR")
 
-    hide = redaction(secrets)
+    hide = redaction(secrets, in_json=not pretty)
 
     def render(event: Mapping[str, Any]) -> bytes:
         if pretty:

@@ -76,6 +76,15 @@ def test_logs_get_no_secrets(uri: str, shown: str) -> None:
         ),
         ("Could not reach http://me:abc@h:1/, or x.", "Could not reach http://…@h:1/, or x."),
         ("http://h:8080/a@b", "http://h:8080/a@b"),
+        ("mongodb://me:a@b:c@h:1/x", "mongodb://…@h:1/x"),
+        (
+            "jdbc:sqlserver://h;user=me;password={a;b};encrypt=true",
+            "jdbc:sqlserver://h;user=me;password=…;encrypt=true",
+        ),
+        (
+            "jdbc:mysql://address=(host=h)(user=me)(password=abc)/x",
+            "jdbc:mysql://address=(host=h)(user=me)(password=…",
+        ),
     ],
 )
 def test_an_address_is_shown_without_what_opens_it(address: str, shown: str) -> None:
@@ -111,6 +120,12 @@ def test_what_others_say_is_told_without_the_secrets_that_they_were_given() -> N
     said = "a/b.c==(longer) a/b.c== a%2Fb.c%3D%3D open sesame true mldserver me_myself axb.c== in-a-url"
     assert redaction(secrets)(said) == "… … … … true mldserver me_myself axb.c== …"
     assert redaction(secrets)('{"text": "q\\"uoted"}') == '{"text": "…"}'
+
+
+def test_a_password_that_is_a_field_of_the_document_too_leaves_the_field_its_name() -> None:
+    document = '{"windows":{"late_windows":1,"text":"windows: \\"windows\\": 2"},"shards":["windows"]}'
+    shown = redaction({"windows"}, in_json=True)(document)
+    assert shown == '{"windows":{"late_windows":1,"text":"…: \\"…\\": 2"},"shards":["…"]}'
 
 
 @pytest.mark.parametrize("master", ["local[2]", "sc://h:1/;user_id=me_myself"])

@@ -69,3 +69,14 @@ def test_the_canary_was_taken_by_those_that_hold_urls() -> None:
         "spark_master",
         "spark_conf",
     }
+
+
+def test_a_password_that_is_the_pipelines_name_does_not_hide_the_name() -> None:
+    given = {
+        "handler": "a.b",
+        "pipeline": "departures",
+        "sink": "delta:/t",
+        "sink_options": {"password": "departures", "other_password": "open sesame"},
+    }
+    settings = resolve(given, environ={"HOME": "/nowhere"}, folder=Path(__file__).parent)
+    assert settings.secrets() == {"open sesame"}
