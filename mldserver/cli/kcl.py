@@ -20,7 +20,7 @@ from mldserver.base.clock import SystemClock
 from mldserver.base.secret import read_secret
 from mldserver.base.service import Service, entitle
 from mldserver.base.tls import client_context
-from mldserver.base.uris import redacted_option
+from mldserver.base.uris import redacted, redacted_option
 from mldserver.cli import working_directory
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.resolve import resolve
@@ -215,7 +215,8 @@ async def _run(
         await require_aws(wanted.stream, region=wanted.region)
     properties = daemon_properties(wanted)
     java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
-    told = {"java": java.version, "retrieval": wanted.retrieval, "properties": properties}
+    shown = {name: redacted(value) for name, value in properties.items()}
+    told = {"java": java.version, "retrieval": wanted.retrieval, "properties": shown}
     told["command"] = [java.command, *map(redacted_option, java_options)]
     command, environment = prepare(
         files,

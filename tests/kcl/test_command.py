@@ -91,6 +91,7 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "eu-central-1"]
     command += ["--connect", f"127.0.0.1:{server.getsockname()[1]}", "--property", "maxRecords=7"]
+    command += ["--kinesis-endpoint", "http://me:hush@h"]
     command += ["--java-option", "-Daws.secretAccessKey=hush", "--java-option", "-Xmx64m"]
     secret = tmp_path / "secret"
     secret.write_text("correct-horse-battery")
@@ -131,6 +132,7 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
     assert [event["event"] for event in events] == ["kcl.starting", "kcl.log", "kcl.exited"]
     assert events[0]["command"][1:] == ["-Daws.secretAccessKey=…", "-Xmx64m"]
     assert (events[0]["retrieval"], events[0]["properties"]["retrievalMode"]) == ("polling", "POLLING")
+    assert "hush" not in str(events)
     assert events[1]["text"] == "up with -Xmx64m"
     assert events[2]["exit_code"] == 143
     assert list(temporary.iterdir()) == []
