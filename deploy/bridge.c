@@ -251,8 +251,10 @@ static void show_secret(const char *path)
     static const char prefix[] = "mldserver-secret ";
     char *word = up.bytes + sizeof prefix - 1;
     FILE *file = fopen(path, "r");
-    if (!file)
+    if (!file) {
+        address = path; /* the message is about the file */
         die(1, strerror(errno));
+    }
     size_t length = fread(word, 1, LONGEST_SECRET, file);
     fclose(file);
     while (length && isspace((unsigned char)word[length - 1]))

@@ -177,7 +177,7 @@ def main(arguments: list[str]) -> int:
         first = greeting(secret[0]) if secret else b""
         relay(connect(arguments[0], files), first)
     except OSError as error:  # first: a certificate that is refused is a ValueError too
-        return complain(1, arguments[0], sentence(error))
+        return complain(1, error.filename or arguments[0], sentence(error))
     except ValueError as error:
         return complain(2, arguments[0], error)
     return 0

@@ -417,7 +417,7 @@ def test_a_secret_is_shown_before_the_daemons_first_line(
         assert not command.exists() or b"correct-horse" not in command.read_bytes()
     secret.unlink()
     done = run(program(name, files), address, *map(str, shown), str(secret))
-    assert (done.returncode, done.stderr) == (1, f"mldserver bridge: {address}: No such file or directory\n")
+    assert (done.returncode, done.stderr) == (1, f"mldserver bridge: {secret}: No such file or directory\n")
 
 
 @pytest.mark.parametrize(
