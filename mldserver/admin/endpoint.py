@@ -321,7 +321,9 @@ class Endpoint:
             response = await self._answer(request, connection)
         except _RequestRefused as error:
             response = error.response
-            self._note_refusal(response.status, request.path, connection)
+            # A client that reads shows its token only once it is asked for it.
+            if (response.status, request.method) != (401, "GET") or hdrs.AUTHORIZATION in request.headers:
+                self._note_refusal(response.status, request.path, connection)
         except Exception:  # noqa: BLE001  # a bug in here costs one answer
             traceback.print_exc()
             response = _json(500, error="The endpoint has failed; the server's log says how.")

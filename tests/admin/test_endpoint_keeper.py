@@ -549,6 +549,21 @@ async def test_requests_that_are_refused_are_counted_in_the_log_once_a_minute(
         assert refused["who"].startswith("127.0.0.1 port")
 
 
+async def test_a_reader_that_is_only_asked_for_its_token_is_not_logged_as_refused(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("a" * 32)
+    file.chmod(0o600)
+    async with shown(settings(tmp_path, admin_token_file=file)) as one:
+        await one.live()
+        assert (await one.ask("/status")).code == 401  # as `mldserver top` does once a second
+        assert (await one.ask("/nothing", Authorization=f"Bearer {'a' * 32}")).code == 404
+        while not events(logged, "admin.refused"):
+            await one.clock.sleep(1)
+        assert events(logged, "admin.refused")[0]["statuses"] == {"404": 1}
+
+
 async def test_commands_find_an_endpoint_at_any_address_by_the_output_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
