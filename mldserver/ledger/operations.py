@@ -10,8 +10,8 @@ keeps a book up to date with what other servers write, and writes down what a dr
 
 Several servers may share a ledger. Each registers under its id and beats. Another server *expires* (buries) a server
 that has not beaten for long: it removes the server's row, so that the ledger refuses its later writes
-(``ServerBuried``), adopts its windows, and only then deletes its unregistered files. A server that opens the ledger
-under a registered id expires the previous holder. Shards are fenced by epochs, windows by attempts.
+(``ServerBuried``). Servers adopt its windows, and only then delete its unregistered files. A server that opens the
+ledger under a registered id expires the previous holder. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
 ``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``forget_shards``, ``drain``, ``close`` and those of dead letters
