@@ -1,7 +1,6 @@
-"""The command line: ``mldserver COMMAND``. Each command is a module of its own, imported when it is called.
+"""The command line: ``mldserver COMMAND``. Each command is a separate module, imported when it is called.
 
-Here is also what the process was started with, and may not have: a working directory, and standard streams that take what
-is written.
+This module also handles a missing working directory, and standard streams that are closed or cannot be written.
 """
 
 from __future__ import annotations
@@ -60,25 +59,25 @@ mldserver help handlers
 # The texts stand here so that `mldserver --help` imports none of the commands.
 _COMMANDS: Final = {
     "serve": "Run a handler: listen for daemons, compute windows, checkpoint.",
-    "drain": "Stop the servers of a pipeline and publish all they have, so that it can be changed.",
+    "drain": "Stop a pipeline's servers and publish all windows, so that you can change the pipeline.",
     "check": "Import a handler and report everything that is wrong with it.",
-    "sim": "Run a whole pipeline without AWS or Java, faults on request.",
+    "sim": "Run a whole pipeline without AWS or the Java daemon, with faults on request.",
     "demo": "Play real departures, or a shop's orders, through the server and show the windows.",
-    "status": "Show what a running server does; its exit code tells ready from not.",
-    "top": "The same, live in a terminal.",
-    "pause": "Let a running server hold its answers: daemons wait, and keep their leases.",
-    "resume": "Let shards go on that were paused or drained.",
-    "flush": "Let a running server make all its rows durable now.",
-    "drain-shard": "Make a shard durable and checkpointed, and hold it, so that its lease can move.",
-    "log-level": "Set from which level on a running server logs.",
-    "reload": "Let a running server go on with the handler's new code, without losing a connection.",
+    "status": "Show the status of a running server; the exit code says whether it is ready.",
+    "top": "Show the status of a running server, live in a terminal.",
+    "pause": "Pause a running server's answers: daemons wait, and keep their leases.",
+    "resume": "Resume shards that were paused or drained.",
+    "flush": "Make all rows of a running server durable now.",
+    "drain-shard": "Make a shard's rows durable, checkpoint it, and hold it, so that its lease can move.",
+    "log-level": "Set the lowest level that a running server logs.",
+    "reload": "Load the handler's new code in a running server, without losing a connection.",
     "logs": "Show and follow a server's log.",
-    "windows": "Show windows, and run those again that were set aside.",
-    "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
+    "windows": "Show windows; retry, set aside or skip windows that keep failing.",
+    "ledger": "Show shards' positions and servers; reset a shard, or accept its gap.",
     "dead-letters": "Show records that failed for good, run them again, or delete them.",
-    "streams": "Show the stream of a table in DynamoDB, and how far it is read.",
-    "kcl": "Run the Java MultiLangDaemon, connected to a server.",
-    "conformance": "Play the daemon's behaviour at any child of it, and judge how that takes it.",
+    "streams": "Show the stream of a DynamoDB table, and how far the pipeline has read it.",
+    "kcl": "Run the Java MultiLangDaemon and connect it to a server.",
+    "conformance": "Test any child of the MultiLangDaemon against the daemon's behaviour.",
 }
 
 _ELSEWHERE: Final = {
@@ -93,15 +92,15 @@ _ELSEWHERE: Final = {
 _STDOUT: Final = 1
 _STDERR: Final = 2
 _ESCAPED: Final = "backslashreplace"
-"""For text that the terminal's encoding does not have, such as file names that are no UTF-8: no reason to fail."""
+"""Error handler for text that the terminal cannot encode, such as file names that are not UTF-8: escape, do not fail."""
 
 
 class ReaderGone(BrokenPipeError):
-    """Nobody reads standard output any more: `head` and pagers end when they have seen enough."""
+    """The reader of standard output has ended: `head` and pagers end when they have seen enough."""
 
 
 class StandardOutput(io.FileIO):
-    """Standard output's descriptor. Where it cannot be written, that is no fault of the program, as another OSError is."""
+    """Standard output's descriptor. Its write errors are not faults of the program, unlike other OSErrors."""
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
         """Write some of ``data``. Raises ReaderGone, and OperatorError when the disk is full; later writes go nowhere."""
@@ -122,7 +121,7 @@ class StandardOutput(io.FileIO):
 
 
 def guard_output() -> None:
-    """Let ``sys.stdout`` tell its own errors from all others. Streams that the process was started without go nowhere."""
+    """Mark errors of ``sys.stdout`` as such. Replace missing standard streams by the null device."""
     for descriptor in range(_STDERR + 1):
         try:
             os.fstat(descriptor)
@@ -140,7 +139,7 @@ def guard_output() -> None:
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error. Where it cannot be written there is nobody to be told."""
+    """Write a line to standard error. Ignore an error of that write: it cannot be reported."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"mldserver: {redacted(text)}\n")
         sys.stderr.flush()
@@ -153,7 +152,7 @@ def working_directory() -> Path:
     except OSError as error:
         raise OperatorError(
             f"There is no working directory: {error.strerror}.",
-            advice="Somebody has deleted it: start from another.",
+            advice="The folder was deleted: start from another.",
         ) from error
 
 
@@ -232,8 +231,8 @@ def command_line(arguments: Sequence[str]) -> App:
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return the process's exit code.
 
-    What the operator or their handler got wrong is told in one paragraph on standard error; tracebacks are for bugs. The
-    exit code is 2 when only a person can do something about all of it.
+    Errors of the operator or the handler are reported in one paragraph on standard error; tracebacks are for bugs. The exit
+    code is 2 if only a person can fix all errors.
     """
     errors: list[MldserverError]
     try:

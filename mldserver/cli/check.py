@@ -29,7 +29,7 @@ mldserver check handlers.clicks:Clicks --retention '24 hours'
 mldserver check handlers.departures --input events.jsonl
 ```
 
-The handler is imported in a process of its own; what it prints there is shown. With `--input` records run through it
+The handler is imported in a separate process; its printed output is shown. With `--input` records run through it
 there, each once; nothing is stored. Exit code: 0 it can be run, 1 it cannot, or records failed (unless
 `--allow-dead-letters`), 2 the command was called wrongly.
 """
@@ -55,11 +55,11 @@ def check(
     handler
         Dotted path of the handler: `package.module` or `package.module:Name`.
     input
-        Records to run through it, one a line, as for `sim`; .gz and .xz are unpacked.
+        File of records to run through the handler, one a line, as for `sim`; .gz and .xz are unpacked.
     limit
-        Run this many of them at most.
+        Run at most this many records.
     allow_dead_letters
-        Records that fail are shown and leave the exit code at 0.
+        Exit with 0 even if records fail; failures are still shown.
     retention
         How long the stream keeps its records, such as '24 hours': windows must not be longer.
     timeout

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _HELP = """
-Play the MultiLangDaemon's behaviour at any child, and judge it.
+Test any child of the MultiLangDaemon against the daemon's behaviour.
 
-Each case is a conversation of its own, with a shard of its own: a connection to HOST:PORT or unix:PATH, or a process that
-COMMAND starts and that speaks on its standard streams. A child that has failed in one is fresh in the next.
+Each case is a separate conversation, with a separate shard: a connection to HOST:PORT or unix:PATH, or a process that
+COMMAND starts and that uses its standard streams. A failed case does not affect the next.
 
 ```
 mldserver serve handlers.raw --accept-gap --listen 127.0.0.1:7075 --out out/trial
@@ -38,9 +38,9 @@ mldserver conformance 127.0.0.1:7075 --only 'G*'
 mldserver conformance --list
 ```
 
-A child takes what is played for records of its stream: never play at one that works. Cases of checkpoints show nothing
-unless its handler checkpoints. `mldserver help conformance` tells what the verdicts mean. Exit code 0 means that no case
-failed, 1 that one did.
+A child takes the test records for records of its stream: never test a production child. Checkpoint cases show nothing
+unless the child's handler checkpoints. `mldserver help conformance` explains the verdicts. Exit codes: 0 no case failed, 1 a
+case failed.
 """
 _AT_A_TIME: Final = 32
 """Connections."""
@@ -60,14 +60,14 @@ def conformance(
     json: Annotated[Path | None, Parameter(help="Also write every case as JSON to this file.")] = None,
     only: Annotated[
         tuple[str, ...],
-        Parameter(help="Play cases with these numbers or sections (`*` for any); may be repeated."),
+        Parameter(help="Run only cases with these numbers or sections (`*` for any); may be repeated."),
     ] = (),
     list_cases: Annotated[
-        bool, Parameter(name="--list", negative=(), help="Show the cases, each with its source; play none.")
+        bool, Parameter(name="--list", negative=(), help="Show the cases, each with its source; run none.")
     ] = False,
     patience: Annotated[
         float,
-        Parameter(help="Seconds that a child has for each of its lines.", validator=Number(gt=0)),
+        Parameter(help="Seconds that a child may take for each line.", validator=Number(gt=0)),
     ] = 10.0,
     at_a_time: Annotated[
         int | None,

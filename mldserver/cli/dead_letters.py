@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mldserver.records import DeadLetter
 
 _HELP = """
-Show the records that failed for good, send them through the present handler, or delete them.
+Show the records that failed for good, redrive them through the current handler, or delete them.
 
 ```
 mldserver dead-letters list --out out/trips --error ValueError
@@ -49,10 +49,11 @@ mldserver dead-letters redrive --out out/trips --from 's3://bucket/_dead_letters
 mldserver dead-letters purge 17 18 --out out/trips --yes
 ```
 
-A letter that is *wanted* is run again by the server that has its shard, or else by any; what that gives is registered
-together with the letter's end, so that it counts once whatever dies. What fails again is a new letter.
+After `redrive` a letter is *wanted*: the server that has its shard runs it again, or else any server. One transaction
+registers the resulting rows and ends the letter, so that they count once, even after crashes. A record that fails again
+becomes a new letter.
 
-Exit codes: 0 done, 2 there is no such letter or ledger, or it cannot be read.
+Exit codes: 0 done, 2 the letter or the ledger does not exist, or the ledger cannot be read.
 """
 
 app = App(name="dead-letters", help=_HELP, help_format="markdown")
@@ -78,7 +79,7 @@ class Which:
     """Only those that failed since: an ISO 8601 time (UTC unless it says), or a duration such as `2 hours`."""
 
     def of(self, ledger: Ledger, runner: asyncio.Runner) -> Iterator[StoredLetter]:
-        """Yield a ledger's letters that meet every condition. Raises ConfigError when ``since`` is no time."""
+        """Yield a ledger's letters that meet every condition. Raises ConfigError if ``since`` is not a time."""
         since_ms, after = 0, None
         if self.since is not None:
             since_ms = round(since_time(self.since, datetime.now(UTC)).timestamp() * 1000)
@@ -97,7 +98,12 @@ class Which:
 
 _ALL: Final = Which()
 
-Letters = Annotated[str, Parameter(help="Ids, as `dead-letters list` shows them; or conditions; or `--all`.")]
+Letters = Annotated[
+    str,
+    Parameter(
+        help="Letters' ids, as `dead-letters list` shows them. Instead of ids, give conditions or `--all`."
+    ),
+]
 Everything = Annotated[bool, Parameter(name="--all", negative=(), help="All letters.")]
 
 
@@ -114,7 +120,7 @@ def list_letters(
     Parameters
     ----------
     limit
-        At most so many; the others are counted. [default: 100; with --json all]
+        List at most this many; the others are counted. [default: 100; with --json all]
     """
     settings = settings_at(where)
     most = _LISTED if limit is None and not as_json else limit
@@ -152,12 +158,12 @@ def show_letter(
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> None:
-    """Show all of a letter.
+    """Show everything about a letter.
 
     Parameters
     ----------
     letter
-        Its id, as `dead-letters list` shows it; `list --json` has it as `letter`, and the record's as `id`.
+        The letter's id, as `dead-letters list` shows it. In `list --json` it is `letter`; `id` is the record's.
     payload
         Write the record's payload, and nothing else, to standard output.
     """
@@ -183,15 +189,14 @@ def redrive_letters(
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> None:
-    """Have letters run through the present handler: by the server that runs, or the next that starts.
+    """Redrive letters through the current handler, on the running server or the next that starts.
 
     Parameters
     ----------
     files
-        Letters that lie in files (`dead_letters = jsonl` or `parquet`, or `s3://…`), as paths or URIs; `*` stands for
-        any name in a folder. They are put into the ledger first; one that is there already is not put in again.
-    cancel
-        Take the wish back, for letters that no server has taken yet.
+        Letters in files (`dead_letters = jsonl` or `parquet`, or `s3://…`), as paths or URIs; `*` stands for any name in a
+        folder. They are put into the ledger first; letters that the ledger already has are not added again. cancel Cancel
+        the redrive of letters that no server has taken yet.
     """
     settings = settings_at(where)
     if files:
@@ -222,7 +227,7 @@ def purge_letters(
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> None:
-    """Delete letters from the ledger, for good. Without `--yes` it only says how many those are.
+    """Delete letters from the ledger, for good. Without `--yes`, only show how many match.
 
     Parameters
     ----------

@@ -32,12 +32,12 @@ _HELP = """
 Play real departures, or a shop's orders, through the server and show the windows. Ends by itself.
 
 27,004 flights that left New York in January 2013 go as records of three shards through a fake MultiLangDaemon, over
-TCP, into the server; the handler `handlers.departures_daily` makes rows of them, and Spark counts flights and averages
+TCP, into the server; the handler `handlers.departures_daily` turns them into rows, and Spark counts flights and averages
 delays, once per closed day.
 
 With `--source dynamodb` orders are placed, changed and cancelled in a fake table of DynamoDB, whose stream the server reads
-directly while one of its shards splits. The handler `handlers.shop` makes rows of the changes, and Spark sums up orders and
-revenue, once per closed hour. All hours together must come to what is left in the table.
+directly while one of its shards splits. The handler `handlers.shop` turns the changes into rows, and Spark sums up orders and
+revenue, once per closed hour. The sum of all hours must equal the contents of the table.
 
 ```
 mldserver demo

@@ -75,9 +75,11 @@ def kcl(
     ] = None,
     tls_certificate: Annotated[
         str | None,
-        Parameter(help="What the connections show the server (PEM): then they are encrypted."),
+        Parameter(help="The client's certificate for TLS connections to the server (PEM)."),
     ] = None,
-    tls_key: Annotated[str | None, Parameter(help="Its private key; none: in the same file.")] = None,
+    tls_key: Annotated[
+        str | None, Parameter(help="The certificate's private key; none: in the same file.")
+    ] = None,
     tls_ca: Annotated[
         str | None,
         Parameter(
@@ -86,7 +88,7 @@ def kcl(
     ] = None,
     listen_secret: Annotated[
         str | None,
-        Parameter(help="The file of the secret that the server wants to be shown (its listen_secret)."),
+        Parameter(help="The file with the secret that the server requires (its listen_secret)."),
     ] = None,
     insecure: Annotated[bool | None, Parameter(help="Connect to another host in clear text.")] = None,
     initial_position: Annotated[
@@ -99,7 +101,7 @@ def kcl(
     ] = "polling",
     endpoint_url: Annotated[
         str | None,
-        Parameter(help="Endpoint of all three AWS services, but those named below; for emulators."),
+        Parameter(help="Endpoint of all three AWS services, except those named below; for emulators."),
     ] = None,
     kinesis_endpoint: Annotated[str | None, Parameter(help="Endpoint of Kinesis alone.")] = None,
     dynamodb_endpoint: Annotated[str | None, Parameter(help="Endpoint of DynamoDB alone.")] = None,
@@ -119,8 +121,8 @@ def kcl(
         ),
     ] = (),
     java_home: Annotated[str | None, Parameter(help="Java's folder; none: JAVA_HOME, then PATH.")] = None,
-    log_file: Annotated[str | None, Parameter(help="Log to this file, opened again on SIGHUP.")] = None,
-    log_level: Annotated[str | None, Parameter(help="Least level to log.")] = None,
+    log_file: Annotated[str | None, Parameter(help="Log to this file, which SIGHUP reopens.")] = None,
+    log_level: Annotated[str | None, Parameter(help="The lowest level logged.")] = None,
     log_format: Annotated[str | None, Parameter(help="auto, json or pretty.")] = None,
     config: Annotated[Path | None, Parameter(help="Settings file instead of mldserver.toml.")] = None,
 ) -> int:
@@ -150,7 +152,7 @@ def kcl(
         raise ConfigError("The KCL application's name is empty.", advice="Use --app NAME.")
     if isinstance(settings.listen, TcpAddress) and not settings.listen.port:
         raise ConfigError(
-            f"The address {settings.listen} has port 0, to which nobody can connect.",
+            f"The address {settings.listen} has port 0, to which no client can connect.",
             advice="Give --connect the address that the server's log says (server.listening).",
         )
     wanted = DaemonSettings(
@@ -173,8 +175,8 @@ def kcl(
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     tls = _tls(settings)
     if settings.listen_secret is not None:
-        read_secret(settings.listen_secret)  # what is wrong with it is told now, not by each bridge
-    daemon_properties(wanted)  # what is wrong is told before anything is compiled
+        read_secret(settings.listen_secret)  # report errors now, not once per bridge
+    daemon_properties(wanted)  # report errors before anything is compiled
     with private_files() as files, logging_to(settings):
         wanted = replace(
             wanted, executable=bridge_command(settings.listen, files, tls, settings.listen_secret)
@@ -191,7 +193,7 @@ def _tls(settings: Settings) -> tuple[Path, ...]:
         raise ConfigError(
             "Nothing says which authority the server's certificate is from.", advice="Use --tls-ca FILE."
         )
-    # What is wrong with them is told now, not by each bridge.
+    # Report errors now, not once per bridge.
     client_context(certificate, settings.tls_key, ca)
     return ca, certificate, settings.tls_key or certificate
 
@@ -209,7 +211,7 @@ async def _run(
     java_options: tuple[str, ...],
     tls: tuple[Path, ...],
 ) -> int:
-    # Credentials that only Java knows of: those are its own affair.
+    # Credentials that only Java knows cannot be checked here.
     provided = any("credentialsprovider" in name.lower() for name in wanted.extra)
     if not provided and not any(option.startswith("-Daws.") for option in java_options):
         await require_aws(wanted.stream, region=wanted.region)

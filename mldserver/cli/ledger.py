@@ -1,8 +1,8 @@
-"""``mldserver ledger``: shows where shards and servers stand; mends what needs a person; backs up and restores.
+"""``mldserver ledger``: shows positions and servers; changes shards' positions; backs up and restores.
 
-A backup is of a ledger in SQLite. It is a folder: ``ledger.sqlite``, and below ``files`` what the ledger names, under the
-paths that it names it by: segments, late rows that are not visible yet, and outputs that count and are not published yet.
-Published windows are not in it: they are the output, and whoever backs that up has them.
+A backup of a ledger in SQLite is a folder. It holds ``ledger.sqlite``, and below ``files`` the files that the ledger names,
+under the same paths: segments, late rows that are not visible yet, and outputs that are committed and not published yet.
+A backup does not hold published windows: they are part of the output folder, which is backed up separately.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ if TYPE_CHECKING:
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
 _OURS: Final = (f"{SEGMENTS}/", f"{STAGING}/", f"{OUTPUTS}/")
-"""How the names begin of all files that a ledger may count on. What it names a server deletes at some time."""
+"""The prefixes of all files that a ledger may name. A server deletes such files when it no longer needs them."""
 
 _TRIES: Final = 20
 """How often the ledger is copied again because a server deleted files that the last copy names; each time fewer."""
 
 _HELP = """
-Show where shards and servers stand, reset or forget shards, accept a gap, back up and restore. Servers that run are not disturbed.
+Show shards' positions and servers, reset or forget shards, accept a gap, back up and restore. Running servers are not
+disturbed.
 
 ```
 mldserver ledger show --out out/departures
@@ -78,13 +79,13 @@ mldserver ledger create --ledger 'dynamodb://mldserver?region=eu-central-1'
 
 In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/ledger/sqlite_file.py` documents its format.
 
-Exit codes: 0 done, 2 there is no such shard or ledger, or it cannot be read.
+Exit codes: 0 done, 2 the shard or the ledger does not exist, or the ledger cannot be read.
 """
 
 app = App(name="ledger", help=_HELP, help_format="markdown")
 
 
-ShardId = Annotated[str, Parameter(help="Its id, as `ledger show` lists it.")]
+ShardId = Annotated[str, Parameter(help="The shard's id, as `ledger show` lists it.")]
 
 
 @app.command(name="show")
@@ -96,7 +97,7 @@ def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
 
 @app.command(name="create")
 def create_ledger(*, where: Where = HERE) -> None:
-    """Create the table in DynamoDB that `--ledger` names, unless it is there: on-demand billing, for any pipelines.
+    """Create the DynamoDB table that `--ledger` names, unless it exists: with on-demand billing, for any number of pipelines.
 
     `mldserver/ledger/dynamodb.py` lists the permissions that this and the servers need.
     """
@@ -122,11 +123,11 @@ def create_ledger(*, where: Where = HERE) -> None:
 
 @app.command(name="reset")
 def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Forget shards' positions, so that all that a daemon delivers of them counts again.
+    """Forget shards' positions, so that the server accepts all their records again.
 
-    Rows that were stored before stay where they are: read again, they count twice. Only shards that no server holds
+    Rows that were stored before stay in place: if read again, they count twice. Only shards that no server holds
     are reset. The daemon must start at the beginning (delete the shard's lease, or the application's lease table):
-    one that goes on from its checkpoint is refused, unless the gap is accepted.
+    a daemon that continues from its checkpoint is refused, unless the gap is accepted.
     """
     with _free_shards(shards, where) as (ledger, _, runner):
         done = runner.run(ledger.reset(frozenset(shards)))
@@ -136,11 +137,11 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
 
 @app.command(name="forget")
 def forget_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Remove names that are no shards of the stream, such as one that a test or an unknown client has made up.
+    """Remove names that do not belong to the stream, such as a name that a test or an unknown client has invented.
 
-    Windows wait for every shard that the ledger names until `missing_limit`, and readiness for one that is read. Rows that came
-    under the name stay. Only shards that no server holds are forgotten. If the name is a shard's after all, its daemon is
-    refused when it goes on from its checkpoint, as after `reset`; rows that are read again count twice.
+    Windows wait for every shard in the ledger until `missing_limit`, and readiness waits for a shard that is read. Rows
+    that arrived under the name stay. Only shards that no server holds are forgotten. If the name does belong to a shard,
+    its daemon is refused when it continues from its checkpoint, as after `reset`; rows that are read again count twice.
     """
     with _free_shards(shards, where) as (ledger, held, runner):
         done = runner.run(ledger.forget_shards(frozenset(shards)))
@@ -182,7 +183,7 @@ def _changed(
 
 @app.command(name="accept-gap")
 def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
+    """Allow a daemon, once, to start a shard beyond the ledger's position; the records between the two positions are lost."""
     with at_ledger(settings_at(where)) as (ledger, held, runner):
         position = _shard(held, shard).position
         if not runner.run(ledger.accept_gap(shard)):
@@ -261,15 +262,15 @@ def overview(held: LedgerState) -> tuple[RenderableType, ...]:
 
 @app.command(name="backup")
 def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Copy a ledger in SQLite and the files that it names into a new folder, beside servers that run.
+    """Copy a ledger in SQLite and the files that it names into a new folder. Servers may run.
 
-    On one disk the files get a second name there and take no room. What has arrived since is not in the copy: after
-    `restore` a daemon that has checkpointed it is refused, until its lease is deleted or the gap accepted.
+    On the same disk the files become hard links and take no space. Later records are not in the copy: after `restore`, a
+    daemon that has checkpointed them is refused until its lease is deleted or the gap accepted.
 
     Parameters
     ----------
     folder
-        A folder that is new, or empty.
+        A new or empty folder.
     """
     with as_operator_errors():
         settings, ledger, store = _places(where)
@@ -306,7 +307,7 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
                 file.unlink()
         for entry in (part, *(entry for entry in folder.rglob("*") if entry.is_dir())):
             sync(entry)
-        # Last: a folder without it is no backup.
+        # Last: a folder without this file does not count as a backup.
         part.rename(folder / _LEDGER)
         sync(folder)
     done = {"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}
@@ -315,19 +316,19 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
 
 @app.command(name="restore")
 def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Put a backup in the place of a pipeline's ledger, and bring back the files that it names. No server may run.
+    """Replace a pipeline's ledger by a backup, and restore the files that it names. No server may run.
 
-    The ledger that was there is kept beside it (`….replaced`). Files that were written since the backup are not
-    deleted: the next start moves them to `_mldserver/quarantine`. A window that was published since is computed again,
-    and halts until the published folder has been moved away.
+    The former ledger is kept in the same folder (`….replaced`). Files that were written after the backup are not deleted:
+    the next start moves them to `_mldserver/quarantine`. A window that was published since is computed again, and halts
+    until the published folder has been moved away.
 
-    A backup may come from anywhere. Nothing is written until its ledger has a ledger's tables, all that it names is in a
-    server's own folders, and the files are there, without links, with the sizes and rows that the ledger tells of.
+    The command verifies the backup before it writes anything: its ledger must have a ledger's tables, and every file that
+    it names must be in a server's own folders, exist without links, and have the recorded size and number of rows.
 
     Parameters
     ----------
     folder
-        What `mldserver ledger backup` has made.
+        A folder that `mldserver ledger backup` has written.
     """
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.coordinator.membership import ServerLocks  # noqa: PLC0415  # see above
@@ -340,8 +341,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
                 advice="Name a folder that `mldserver ledger backup` has made.",
             )
         settings, file, store = _places(where)
-        # A backup may come from anywhere: a copy of its ledger is looked at first, and nothing is written until all is found
-        # to be right.
+        # A backup is untrusted: verify a copy of its ledger first, and write nothing until everything is verified.
         copy = Path(scratch) / _LEDGER
         copy_whole(folder / _LEDGER, copy)
         check_tables(copy)
@@ -434,7 +434,7 @@ def _is_name(part: str) -> bool:
 
 
 def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> None:
-    """Raise OperatorError unless the wanted files are in a backup, and are the ones that its ledger tells of."""
+    """Raise OperatorError unless the wanted files are in a backup and match its ledger."""
     from pyarrow import ArrowException  # noqa: PLC0415  # `--help` must not wait for it
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415  # see above
 
@@ -455,7 +455,7 @@ def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> N
         size = (folder / _FILES / segment.path).stat().st_size
         if (count, size) != (segment.rows, segment.bytes):
             raise _untrusted(
-                f"{_FILES}/{segment.path} has {count:,} rows and {size:,} bytes, and the ledger tells of "
+                f"{_FILES}/{segment.path} has {count:,} rows and {size:,} bytes, and the ledger expects "
                 f"{segment.rows:,} and {segment.bytes:,}"
             )
     for entry in state.windows.values():
@@ -466,7 +466,7 @@ def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> N
             and (count := sum(counts[path] for path in paths)) != entry.rows_out
         ):
             raise _untrusted(
-                f"the output of window {entry.window_id} has {count:,} rows, and the ledger tells of {entry.rows_out:,}"
+                f"the output of window {entry.window_id} has {count:,} rows, and the ledger expects {entry.rows_out:,}"
             )
 
 
@@ -479,7 +479,7 @@ def _untrusted(what: str) -> OperatorError:
 
 
 def _set_aside(file: Path) -> Path | None:
-    """Give the ledger that is there another name, with what SQLite keeps beside it; None when there is none."""
+    """Rename the existing ledger and SQLite's files next to it; return the new path, None if no ledger exists."""
     if not file.exists():
         return None
     names = (file.with_name(f"{file.name}.replaced{number or ''}") for number in itertools.count())

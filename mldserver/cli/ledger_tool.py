@@ -1,4 +1,4 @@
-"""What the tools that look into a ledger share: where it is, how it is opened beside a server, how they tell."""
+"""What commands that read a ledger share: finding it, opening it while servers run, and showing results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ HERE: Final = Where()
 
 
 def settings_at(where: Where) -> Settings:
-    """Return the settings that name a ledger: with its own pipeline, if it is a file that tells."""
+    """Return the settings that name a ledger; the pipeline's name comes from the ledger if that is a file."""
     settings = where.resolved()
     if isinstance(settings.ledger, SqlitePlace):
         pipeline = where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
@@ -88,7 +88,7 @@ def settings_at(where: Where) -> Settings:
 
 @contextlib.contextmanager
 def as_operator_errors() -> Iterator[None]:
-    """For a tool a ledger or a disk that fails is no fault of the program: it was pointed at what cannot be read."""
+    """Raise OperatorError for a ledger or disk that fails: the operator named something that cannot be read."""
     try:
         yield
     except LedgerError as error:
@@ -101,10 +101,10 @@ def as_operator_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
-    """Give the ledger, which is not opened, what it holds, and what runs its calls.
+    """Give the unopened ledger, its state, and the runner of its calls.
 
-    No server notices: nothing is registered or locked. Raises OperatorError when there is no ledger, and when it is damaged,
-    newer, somebody else's or out of reach.
+    Servers are not affected: nothing is registered or locked. Raises OperatorError if the ledger does not exist, is damaged,
+    has a newer format, belongs to another pipeline, or cannot be reached.
     """
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
@@ -179,7 +179,7 @@ def tell(*parts: RenderableType) -> None:
     )
     for part in parts:
         console.print(part)
-    # A segment's path may hold what is no UTF-8.
+    # A segment's path may hold bytes that are not UTF-8.
     lines = [line.rstrip() for line in text.getvalue().split("\n")]
     tell_bytes("\n".join(lines).encode("utf-8", "backslashreplace"))
 

@@ -35,7 +35,7 @@ mldserver logs mldserver.log --since '10 minutes' --json | jq .seconds
 journalctl -u mldserver -o cat | mldserver logs -
 ```
 
-Lines that are no log events are shown as they are, unless something was asked for.
+Lines that are not log events are shown unchanged, unless a filter is given.
 """
 
 app = App(name="logs", help=_HELP, help_format="markdown")
@@ -102,7 +102,7 @@ def logs(
     file
         The log file; `-` reads standard input.
     follow
-        Go on as the log grows, across rotation, until interrupted.
+        Follow the log as it grows, across rotation, until interrupted.
     shard
         Only this shard's events; `*` stands for any characters.
     level
@@ -112,9 +112,9 @@ def logs(
     since
         Only events from this time on: `2026-11-21T10:00` (UTC) or `10 minutes` (ago).
     lines
-        Begin with the last so many lines.
+        Begin with the last N lines.
     json
-        Lines as they are in the log, for other programs.
+        Show the lines as they are in the log, for other programs.
     """
     terminal = sys.stdout.isatty()
     view = LineView(
@@ -163,7 +163,7 @@ def show_file(
 ) -> None:
     """Show a file, from its ``last`` lines on, and with ``follow`` what comes, asking again after each ``wait``.
 
-    Raises ConfigError when there is no such file; with ``follow`` it may come later.
+    Raises ConfigError if the file does not exist; with ``follow`` the file may appear later.
     """
     follower = FileFollower(path)
     if not follow:

@@ -38,18 +38,18 @@ mldserver serve mypackage.orders:Orders --listen unix:/run/orders.sock --log-fil
 mldserver serve handlers.shop --source 'dynamodb://orders?region=eu-central-1' --from latest
 ```
 
-`--help` shows the options of the first days, `--help-all` every one. Every option is also a variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
-(`line_limit = "64 MiB"`). The command line counts before variables, variables before the file.
+`--help` shows the common options, `--help-all` shows all. Every option is also an environment variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
+(`line_limit = "64 MiB"`). The command line overrides variables, and variables override the file.
 
 Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 MiB` or in bytes.
 
 SIGTERM and SIGINT stop the server: shards finish their request, closed windows are committed, positions
-checkpointed; one that comes while the server still starts gives the start up. A second signal forces, whatever is
-waited for. SIGHUP opens the log file again, and reads certificates again; SIGUSR1 only opens the log file again.
+checkpointed. A signal during the start cancels the start. A second signal forces the exit. SIGHUP reopens the log file and reads
+the certificates again; SIGUSR1 only reopens the log file.
 
-Exit codes: 0 clean; 1 a fault, or something that is not there yet (a folder, a port, the ledger's network): start it again;
-2 what only a person can mend (settings, handler, Java, a damaged ledger, no region or credentials for `stream`); 3 forced
-(a second signal, or the grace was over).
+Exit codes: 0 clean; 1 a fault, or something that is not available yet (a folder, a port, the ledger's network): start again;
+2 an error that a person must fix (settings, handler, Java, a damaged ledger, no region or credentials for `stream`); 3 forced
+(a second signal, or the end of the grace period).
 """
 
 Handler = Annotated[
@@ -57,7 +57,7 @@ Handler = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it is there]"),
+    Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it exists]"),
 ]
 
 app = App(name="serve", help=_HELP, help_format="markdown", usage="Usage: mldserver serve HANDLER [OPTIONS]")
@@ -208,25 +208,25 @@ def _leave(settings: Settings, logs: contextlib.ExitStack) -> None:
 
 
 def _tell(settings: Settings, code: int) -> None:
-    if code and settings.log_file is not None:  # the terminal has seen nothing of it
+    if code and settings.log_file is not None:  # the log went to the file, not to the terminal
         complain(f"stopped with exit code {code}; {settings.log_file} says why.")
 
 
 _DRAIN_HELP = """
-Drain a pipeline: its servers take nothing more in, close and publish every open window, and exit with code 0.
+Drain a pipeline: its servers accept no more records and exit with code 0, and every open window is closed and published.
 
 ```
 mldserver drain handlers.departures --out out/departures
 ```
 
-Give it the settings of the servers, and the handler as they run it. It waits until all others have left, on whatever host,
-and closes and publishes what they leave; what stays are the positions. After it the pipeline can be started with another
-window size, schema or name: `mldserver help operations` has the procedure for each change.
+Give the command the servers' settings, and the handler as they run it. The drain waits until all other servers have stopped, on
+every host. Then it closes and publishes the remaining windows; the shards' positions remain. Afterwards the pipeline can be
+started with another window size, schema or name: `mldserver help operations` has the procedure for each change.
 
-Windows that are open are closed before their time: rows that come for them later are late. A signal ends the drain by
-force, without loss; the next one goes on, and a start without any change just serves again.
+A drain closes open windows early: later rows for them are late. A signal stops the drain by force, without loss; the next drain
+continues, and a start without a change just serves again.
 
-Exit codes: 0 everything is published; 2 there is no such ledger; else as for `mldserver serve`.
+Exit codes: 0 everything is published; 2 the ledger does not exist; else as for `mldserver serve`.
 """
 
 drain_app = App(
@@ -237,7 +237,7 @@ drain_app = App(
 def drain(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Drain the pipeline and return the exit code. ``given`` are raw settings by name.
 
-    Raises OperatorError when there is no ledger to drain: none is made.
+    Raises OperatorError if the ledger does not exist; the drain does not create one.
     """
     raw = {"handler": handler, **given}
     settings = resolve(raw, environ=os.environ, folder=working_directory(), config=config)

@@ -128,7 +128,7 @@ def sim(
     lines = playground.read_lines(input, limit=limit)
     if out is None and spark_master is not None and not is_local(spark_master):
         raise ConfigError(
-            "A temporary folder of this machine is no place for a cluster's output.",
+            "A cluster cannot write its output into a temporary folder of this machine.",
             advice="Name a folder that Spark's executors see too: --out.",
         )
     folder = playground.fresh_folder(out, "sim")

@@ -52,7 +52,8 @@ _WINDOWS: Final = 5
 _LETTERS: Final = 3
 
 _HELP = """
-Show what a running server does: shards with lag and position, watermark, windows, workers, Spark, dead letters, other servers.
+Show the status of a running server: shards with lag and position, watermark, windows, workers, Spark, dead letters, other
+servers.
 
 ```
 mldserver status
@@ -61,9 +62,9 @@ mldserver status --admin unix:/run/departures.admin --json | jq .reasons
 mldserver status --admin server.example:7071 --ca ca.pem --certificate me.pem --key me.key
 ```
 
-It asks the server's admin endpoint (`admin`). When no server answers there, it shows what the ledger holds, and says so.
+The command asks the server's admin endpoint (`admin`). If no server answers, the command shows the ledger's contents, and says so.
 
-Exit codes: 0 ready; 3 not ready, or no server answers; 2 it cannot be told: no server and no ledger, or the server refuses.
+Exit codes: 0 ready; 3 not ready, or no server answers; 2 unknown: no server and no ledger, or the server refuses.
 """
 
 app = App(name="status", help=_HELP, help_format="markdown")
@@ -72,25 +73,26 @@ app = App(name="status", help=_HELP, help_format="markdown")
 @Parameter(name="*", group=Group("Where the server is"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(Where):
-    """Names a server, and what shows it who asks. The server's own settings count too, from variables and settings file."""
+    """Options that name a server and the client's credentials. Environment variables and the settings file count too."""
 
     admin: str | None = None
     """The server's admin endpoint: `host:port` or `unix:PATH`. [default: as for `mldserver serve`]"""
     admin_token_file: Path | None = None
-    """The file with its token. [default: as for `mldserver serve`; on loopback the one that the server has made]"""
+    """The file with the server's token. [default: as for `mldserver serve`; on loopback the file that the server created]"""
     ca: Path | None = None
-    """Who signed the certificate of a server outside loopback. [default: `tls_client_ca`, else whom the system trusts]"""
+    """The authority of the server's certificate, outside loopback. [default: `tls_client_ca`, else the system's authorities]"""
     certificate: Path | None = None
     """The caller's certificate. [default: `tls_certificate`]"""
     key: Path | None = None
-    """Its private key. [default: it is in the certificate's file, or `tls_key`]"""
+    """The certificate's private key. [default: in the certificate's file, or `tls_key`]"""
     insecure: Annotated[bool, Parameter(negative=())] = False
     """Ask a server outside loopback without TLS, if it was started so. [default: as for `mldserver serve`]"""
 
     def client(self, *, steers: bool = False) -> Client:
         """Return the endpoint's client. Raises ConfigError for what cannot be meant, OperatorError for files that cannot be read.
 
-        ``steers``: with the token that the server has made, if no other is named. Who only reads needs none on loopback.
+        With ``steers``, the client has the token that the server created, if no other is named. On loopback, reading needs
+        no token.
         """
         settings = self.resolved(
             admin=self.admin, admin_token_file=self.admin_token_file, insecure=self.insecure or None
@@ -149,9 +151,9 @@ HERE: Final = ServerOptions()
 
 
 def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
-    """Return a server's status, as it came and as it is meant; one that does not live is not ready, whatever it said last.
+    """Return a server's status, raw and parsed. A server that is not alive is not ready, whatever its last status says.
 
-    Raises NoAnswer when none answers, or one of another ``pipeline``; Refused when it lets nobody in.
+    Raises NoAnswer if no server, or a server of another ``pipeline``, answers; Refused if the server denies access.
     """
     document = client.status()
     status = read_status(document)

@@ -23,21 +23,21 @@ _HELP = """
 {example}
 ```
 
-{more}The server logs who asked for it (`admin.act`). On loopback it needs the token that the server has made beside its
-ledger: run it as the server's user, with the server's settings, or --out. `mldserver help monitoring` tells more.
+{more}The server logs the request and the client (`admin.act`). On loopback the command needs the token that the server created next to its
+ledger: run the command as the server's user, with the server's settings, or --out. `mldserver help monitoring` has the details.
 
-Exit codes: 0 done; 1 no server answers; 2 the server refuses, and says why.
+Exit codes: 0 done; 1 no server answers; 2 the server refuses, and reports why.
 """
 
 _POSITIONAL: Final = inspect.Parameter.POSITIONAL_ONLY
 _ONE_SHARD: Final = inspect.Parameter(
     "shard",
     _POSITIONAL,
-    annotation=Annotated[str, Parameter(help="Its id, as `mldserver status` lists it.")],
+    annotation=Annotated[str, Parameter(help="The shard's id, as `mldserver status` lists it.")],
 )
 _ALL_OR_ONE: Final = _ONE_SHARD.replace(default="")
 _LEVEL: Final = inspect.Parameter(
-    "level", _POSITIONAL, annotation=Annotated[Level, Parameter(help="What is below it is not logged.")]
+    "level", _POSITIONAL, annotation=Annotated[Level, Parameter(help="The lowest level that is logged.")]
 )
 
 
@@ -66,41 +66,41 @@ def _steering(name: str, what: str, example: str, more: str = "", *takes: inspec
 
 pause_app = _steering(
     "pause",
-    "Let a running server hold the answers of all shards, or of one, from their next batch on: their daemons wait and keep their "
-    "leases, and nothing is delivered again.",
+    "Pause a running server's answers to all shards, or to one, from their next batch on: their daemons wait and keep their "
+    "leases, and no record is delivered again.",
     "mldserver pause --out out/departures\nmldserver pause shardId-000000000003 --out out/departures",
-    "`mldserver resume` lets them go on.",
+    "`mldserver resume` ends the pause.",
     _ALL_OR_ONE,
 )
 resume_app = _steering(
     "resume",
-    "Let all shards go on that were paused or drained, or one of them.",
+    "Resume all shards that were paused or drained, or one of them.",
     "mldserver resume --out out/departures\nmldserver resume shardId-000000000003 --out out/departures",
     "",
     _ALL_OR_ONE,
 )
 flush_app = _steering(
-    "flush", "Make all rows durable that a server has in memory, now.", "mldserver flush --out out/departures"
+    "flush", "Make all rows durable now that a server has in memory.", "mldserver flush --out out/departures"
 )
 drain_shard_app = _steering(
     "drain-shard",
-    "Make all durable that a shard gave, have it checkpointed, and hold its answer: its daemon may be killed then, or the lease "
+    "Make all rows of a shard durable, checkpoint the shard, and hold its answer: its daemon may then be killed, or its lease "
     "moved, and no record is delivered again.",
     "mldserver drain-shard shardId-000000000003 --out out/departures",
-    "`mldserver resume SHARD` lets it go on. (`mldserver drain` is another thing: it ends a whole pipeline.)",
+    "`mldserver resume SHARD` continues. (`mldserver drain` is a different command: it drains a whole pipeline.)",
     _ONE_SHARD,
 )
 log_level_app = _steering(
     "log-level",
-    "Set how much a running server and its workers log, until it is started again.",
+    "Set the lowest level that a running server and its workers log, until the server is restarted.",
     "mldserver log-level debug --out out/departures",
     "",
     _LEVEL,
 )
 reload_app = _steering(
     "reload",
-    "Let a running server go on with the handler's new code, without losing a connection or a row.",
+    "Load the handler's new code in a running server, without losing a connection or a row.",
     "mldserver reload --out out/departures",
-    "New workers load the code and check it as `mldserver check` does; then they take all shards over at once. Code that does not "
-    "load, or has another schema or other windows, is refused, and the old one goes on.",
+    "New workers load the code and check it as `mldserver check` does; then they take over all shards at once. Code that does not "
+    "load, or has another schema or other windows, is refused, and the old code stays in use.",
 )

@@ -46,7 +46,7 @@ class _Row(NamedTuple):
     shard: StreamShard
     depth: int = 0
     held: ShardState | None = None
-    """What the ledger knows of it."""
+    """What the ledger stores about the shard."""
     lag_ms: int | None = None
     """The age of the oldest change behind the ledger's position; 0: there is none. None: not known."""
     note: str = ""
@@ -64,15 +64,15 @@ def describe_stream(
     *,
     region: Annotated[str | None, Parameter(help="AWS region. [default: as for `mldserver serve`]")] = None,
     endpoint_url: Annotated[
-        str | None, Parameter(help="Of an emulator. [default: as for `mldserver serve`]")
+        str | None, Parameter(help="Endpoint of an emulator. [default: as for `mldserver serve`]")
     ] = None,
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
     """Show a stream's shards as a tree: open, closed, or read to the end.
 
-    Where a ledger is named (--out or --ledger), also the positions, and the lag: the age of the oldest change that is not
-    durable yet. For that a few records are read, by a reader more for a moment.
+    With a ledger (--out or --ledger), also show the positions and the lag: the age of the oldest change that is not durable
+    yet. To find it, the command briefly reads a few records, as one more reader.
     """
     if not structlog.is_configured():
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -149,9 +149,9 @@ class Screen:
         return _LOOK_SECONDS
 
     def shown(self, view: ShardsView, height: int, width: int = 200) -> list[RenderableType]:
-        """Return what is shown on a screen of so many lines and columns; what is too much is cut at its end.
+        """Return what fits on a screen of the given lines and columns; the rest is cut at the end.
 
-        Where there is no room for all, shards come before what is said once.
+        If space is short, shards come before parts that are shown once.
         """
         if (now := self._status) is None:
             return [plain(str(view)), "", *self._instead]
@@ -196,7 +196,7 @@ class Keys:
 
     @contextlib.contextmanager
     def read_singly(self) -> Iterator[None]:
-        """Let the terminal give each key at once and show none, while the context lasts."""
+        """Make the terminal deliver each key at once, without echo, until the context ends."""
         if not self._inputs:
             yield
             return
@@ -230,7 +230,7 @@ def top(
     """Show a server's status, live."""
     if not sys.stdout.isatty():
         raise OperatorError(
-            "Standard output is no terminal.",
+            "Standard output is not a terminal.",
             advice="`mldserver status` shows the same once, with --json for programs.",
         )
     from rich.console import Console, Group  # noqa: PLC0415  # `--help` must not wait for it

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
 
 _HELP = """
-Show the windows of a pipeline, and decide about those whose job keeps failing. Servers that run go on running.
+Show the windows of a pipeline, and decide about windows whose job keeps failing. Running servers are not interrupted.
 
 ```
 mldserver windows list --out out/departures
@@ -40,12 +40,12 @@ mldserver windows retry --published 2013-01-01T10-00-00Z --out out/departures
 mldserver windows skip 2013-01-01T10-00-00Z --out out/departures
 ```
 
-A window is *open* while rows come, *cut* when its rows are fixed, *committed* when its output counts, *published*
-when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`, or you said so).
-One that is *halted* keeps failing too, and the windows behind it wait: `retry` tries it at once, `set-aside` and `skip`
-let the others go on. `retry --published` computes published windows again. The server notices within its `flush_interval`.
+A window is *open* while rows arrive, *cut* when its rows are fixed, *committed* when its output counts, *published*
+when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`, or `set-aside`).
+A *halted* window keeps failing too, and later windows wait: `retry` runs it at once; after `set-aside` or `skip` the other
+windows continue. `retry --published` computes published windows again. The server reacts within its `flush_interval`.
 
-Exit codes: 0 done, 2 there is no such window or ledger, or it cannot be read.
+Exit codes: 0 done, 2 the window or the ledger does not exist, or the ledger cannot be read.
 """
 
 app = App(name="windows", help=_HELP, help_format="markdown")
@@ -64,14 +64,14 @@ def list_windows(
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> None:
-    """List windows, oldest first: those that are not published, and counts of the others.
+    """List the windows that are not published, oldest first, and counts of the others.
 
     Parameters
     ----------
     state
         Only windows in this state; may be repeated.
     retained
-        Published windows too, as far as their segments are kept for late rows.
+        Also published windows whose segments are kept for late rows.
     """
     entries = sorted(
         state_at(where).windows.values(),
@@ -102,7 +102,7 @@ def list_windows(
 
 @app.command(name="show")
 def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Show all that the ledger knows of a window."""
+    """Show everything that the ledger stores about a window."""
     entry = _entry(state_at(where), window)
     if as_json:
         segments, waiting = (
@@ -129,7 +129,7 @@ def retry_windows(
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> None:
-    """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does.
+    """Run windows at once that are halted or were set aside. A running server runs them, or the next server that starts.
 
     Parameters
     ----------
@@ -146,16 +146,16 @@ def retry_windows(
 
 @app.command(name="set-aside")
 def set_windows_aside(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Put windows aside that are halted, with their rows, so that those behind them go on; `retry` runs them later."""
+    """Set halted windows aside, with their rows, so that later windows continue; `retry` runs them later."""
     text = "is set aside with its rows: the windows behind it go on."
     _decide(windows, "set_aside", "set_aside", text, where, as_json)
 
 
 @app.command(name="skip")
 def skip_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
-    """Give up windows that are halted or were set aside: they count as published, without new output, and stay so.
+    """Skip windows that are halted or were set aside: they count as published, without new output, for good.
 
-    Their segments are deleted after `retention`, late rows that wait among them; those that come later go to the late
+    Their segments are deleted after `retention`, including waiting late rows; later rows go to the late
     dataset. What an earlier revision has published stays.
     """
     text = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
@@ -174,7 +174,7 @@ def _decide(
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
     with at_ledger(settings_at(where)) as (ledger, held, runner):
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
-        # Those that are published and not retained are told only when asked for.
+        # Look up published windows that are not retained only if the operator names them.
         held.windows.update({entry.window_id: entry for entry in runner.run(ledger.find(windows))})
         for window in windows:
             entry = _entry(held, window)

@@ -310,7 +310,7 @@ def only_segment(backup: Path) -> Path:
             "UPDATE windows SET state = 'committed', attempt = 1, revision = 2, staging = '../../evil', files = '[]'",
             "names '../../evil'",
         ),
-        ("UPDATE segments SET bytes = bytes + 1", "and the ledger tells of 2 and"),
+        ("UPDATE segments SET bytes = bytes + 1", "and the ledger expects 2 and"),
         ("UPDATE segments SET rows = 3", "has 2 rows and"),
         (
             "CREATE TRIGGER t AFTER UPDATE ON totals BEGIN DELETE FROM windows; END",
@@ -370,6 +370,6 @@ async def test_an_output_that_is_not_what_the_ledger_tells_of_is_refused(tmp_pat
     state = f"state = 'committed', attempt = 1, staging = '{staging}', files = '[\"part-0.parquet\"]'"
     shutil.rmtree(tmp_path / "out")
     changed(tmp_path / "monday", f"UPDATE windows SET {state}, rows_out = 2")
-    assert "has 1 rows, and the ledger tells of 2" in ledger("restore", "monday", code=2)
+    assert "has 1 rows, and the ledger expects 2" in ledger("restore", "monday", code=2)
     changed(tmp_path / "monday", "UPDATE windows SET rows_out = 1")
     ledger("restore", "monday")

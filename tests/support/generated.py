@@ -23,11 +23,11 @@ COMMAND: Final = "PYTHONPATH=tests python3 -m support.generated"
 _SETTINGS: Final = """\
 # Settings
 
-Every setting, its default, and what it does. `mldserver serve --help` shows those of the first days, `--help-all` all.
+Every setting, its default, and what it does. `mldserver serve --help` shows the common settings, `--help-all` all.
 
-The command line (`--line-limit`) counts before the environment (`MLDSERVER_LINE_LIMIT`), that before `mldserver.toml`
-(`line_limit`) in the working directory, that before the default. Unknown keys are errors. Sizes are written `256 MiB` or in
-bytes; durations `10 minutes`, `500 ms`, or in seconds.
+The command line (`--line-limit`) overrides the environment (`MLDSERVER_LINE_LIMIT`), which overrides `mldserver.toml`
+(`line_limit`) in the working directory, which overrides the default. Unknown keys are errors. Sizes are written `256 MiB`
+or in bytes; durations `10 minutes`, `500 ms`, or in seconds.
 
 ```toml
 # mldserver.toml
