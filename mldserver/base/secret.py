@@ -25,7 +25,7 @@ _WORD: Final = re.compile(rb"[\x21-\x7e]{16,900}")
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the secret in a file. Blocking. Raises ConfigError where there is none, or others may read it."""
+    """Return the secret in a file. Blocking. Raises ConfigError where there is none, or every user may read it."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -35,10 +35,10 @@ def read_secret(path: Path) -> bytes:
             f"The file of the secret, {path}, cannot be read: {error.strerror}.",
             advice="Check listen_secret.",
         ) from error
-    if mode & 0o077:
+    if mode & 0o027:  # a mounted secret of Kubernetes is readable by its group (fsGroup)
         raise ConfigError(
-            f"The file of the secret, {path}, may be read by others (mode {mode:o}).",
-            advice=f"Run `chmod 600 {path}`, and write another secret if another user may have read it.",
+            f"The file of the secret, {path}, may be read by every user, or written by its group (mode {mode:o}).",
+            advice=f"Run `chmod 640 {path}`, and write another secret if another user may have read it.",
         )
     if not _WORD.fullmatch(word):
         raise ConfigError(

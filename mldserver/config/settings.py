@@ -159,7 +159,7 @@ class SecuritySettings:
     tls_names: tuple[str, ...] = setting(locations.globs, ())
     """Names that clients' certificates may have (subject's CN or alternative names); may be repeated."""
     listen_secret: Path | None = setting(kinds.optional(kinds.folder), None)
-    """A file with the secret that each daemon's bridge must show (mode 600); none: anyone who reaches `listen` may connect."""
+    """A file with the secret that each daemon's bridge must show (mode 600 or 640); none: anyone who reaches `listen` may connect."""
     insecure: bool = setting(kinds.flag, False)
     """Listen outside loopback even without certificates: any client may connect, read, and send records."""
     allow_shards: tuple[str, ...] = setting(locations.globs, ())
