@@ -94,7 +94,7 @@ dead_letter_errors_total  failures
 dead_letters_waiting  dead_letters.waiting
     Dead letters that the ledger keeps.
 dead_letters_redriving  dead_letters.redriving
-    Dead letters that are to run once more.
+    Dead letters that wait for a redrive.
 connections  connections
     Connections by the state of the protocol.
 connections_accepted_total  totals.connections

@@ -214,7 +214,7 @@ def redrive_letters(
         ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
         there = runner.run(ledger.redrive(ids, wanted=not cancel)) if ids else frozenset()
     name = "cancelled" if cancel else "redriving"
-    what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
+    what = "are left as they are" if cancel else "are marked for redrive: a running server takes them"
     answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
 
 

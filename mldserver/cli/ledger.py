@@ -337,7 +337,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
     with as_operator_errors(), tempfile.TemporaryDirectory(prefix="mldserver-") as scratch:
         if not _is_plain(folder, _LEDGER):
             raise OperatorError(
-                f"{folder} is no backup of a ledger.",
+                f"{folder} is not a backup of a ledger.",
                 advice="Name a folder that `mldserver ledger backup` has made.",
             )
         settings, file, store = _places(where)

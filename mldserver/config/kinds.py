@@ -71,7 +71,7 @@ def is_local(address: Address) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this host's own, and nobody else's."""
+    """Return whether a host's name or address is loopback: reachable from this host only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -175,7 +175,7 @@ def address(raw: object) -> Address:
     try:  # what a resolver can be asked for: no part of a name is empty or above 63 characters (RFC 1035)
         bare.encode("idna")
     except UnicodeError as error:
-        raise ValueError("its host is no name: a part of it is empty, too long, or no text") from error
+        raise ValueError("its host is not a name: a part of it is empty, too long, or no text") from error
     return TcpAddress(bare or LOOPBACK, int(port))
 
 
@@ -303,7 +303,7 @@ def pairs(raw: object) -> Mapping[str, str]:
         return dict(_leaves(raw))
     items = raw.split(";") if isinstance(raw, str) else raw
     if not isinstance(items, list | tuple):
-        raise ValueError("it is no list of key=value")  # noqa: TRY004  # kinds promise ValueError
+        raise ValueError("it is not a list of key=value")  # noqa: TRY004  # kinds promise ValueError
     table = {}
     for number, item in enumerate(map(str, items), 1):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -332,7 +332,7 @@ def listed(raw: object, what: str, *, between: str = ",") -> list[str]:
     """Return the texts of a list, or of one text with commas ``between`` them. Raises ValueError for anything else."""
     texts = [raw] if isinstance(raw, str) else raw
     if not isinstance(texts, list | tuple):
-        raise ValueError(f"it is no list of {what}")  # noqa: TRY004  # kinds promise ValueError
+        raise ValueError(f"it is not a list of {what}")  # noqa: TRY004  # kinds promise ValueError
     items = (item.strip() for text in texts for item in re.split(between, str(text)))
     return [item for item in items if item]
 
@@ -343,7 +343,7 @@ def optional(of: Kind[T], *, word: str = "none") -> Kind[T | None]:
 
 
 def or_word(of: Kind[Any], word: str, meaning: object) -> Kind[Any]:
-    """The kind, or a ``word`` with a meaning of its own."""
+    """The kind, or a ``word`` with a special meaning."""
 
     def parse(raw: object) -> Any:
         is_word = isinstance(raw, str) and raw.strip().lower().replace("-", "_") == word

@@ -1,4 +1,4 @@
-"""Where things lie and where they go, as settings name it: output, ledger, what windows are published into, dead letters; and the names of who may come."""
+"""Kinds of settings that name a place: output, ledger, sink, dead letters; and patterns for allowed names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEDGER_FILE: Final = "_mldserver/ledger.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class RemoteOut:
-    """An output folder that is no local path."""
+    """An output folder that is not a local path."""
 
     uri: str
     """As pyarrow.fs takes it: its query holds options, and user and password may be credentials."""
@@ -132,16 +132,16 @@ def out(raw: object) -> OutPlace:
             raise ValueError("after file:// comes an absolute path, and nothing else")
         return Path(unquote(url.path))
     if url.scheme not in SCHEMES:
-        raise ValueError(f"{url.scheme}: is no file system that pyarrow knows")
+        raise ValueError(f"{url.scheme}: is not a file system that pyarrow knows")
     if url.fragment or not (url.netloc or url.path.strip("/")):
         raise ValueError("it names no folder")
     return RemoteOut(written)
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache directory by the XDG Base Directory Specification: relative values are to be ignored.
+    """Return the cache directory by the XDG Base Directory Specification, which ignores relative values.
 
-    Raises ConfigError where nothing tells a home directory.
+    Raises ConfigError if no home directory is known.
     """
     folder = Path(environ.get("XDG_CACHE_HOME", ""))
     if folder.is_absolute():
@@ -166,12 +166,12 @@ _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
     metavar="MASTER",
 )
 def spark_master(raw: object) -> str:
-    """A master on which a session can be made, as far as its name tells. It may hold a token: no message repeats it."""
+    """A Spark master whose name is well-formed. It may hold a token, so no message repeats it."""
     master = as_text(raw)
     scheme, url, rest = master.partition("://")
     if not url:
         if master != "yarn" and not _LOCAL_MASTER.fullmatch(master):
-            raise ValueError("it is no master that Spark knows")
+            raise ValueError("it is not a master that Spark knows")
     elif scheme == "spark":
         if not all((match := _HOST_AND_PORT.fullmatch(each)) and match[2] for each in rest.split(",")):
             raise ValueError("after spark:// comes HOST:PORT, or several with commas between")
@@ -225,7 +225,7 @@ def python_files(raw: object) -> tuple[Path, ...]:
 def globs(raw: object) -> tuple[str, ...]:
     """Names with ``*`` and ``?`` in them; none of them (``any``) means that every name will do."""
     names = tuple(listed(raw, "names"))
-    if not names:  # an empty list of a template must not open what it was to close
+    if not names:  # an empty list from a template must not allow every name
         raise ValueError("it names nothing")
     return () if names == ("any",) else names
 

@@ -107,7 +107,7 @@ def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
         ) from error
     raw, known = {}, specs()
     for key, value in table.items():
-        # The line is told where a search finds exactly one candidate for a top-level key.
+        # Report the line if a search finds exactly one candidate for a top-level key.
         written = re.compile(rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\].=]""")
         lines = [number for number, line in enumerate(source.splitlines(), 1) if written.match(line)]
         place = f"{path.name} line {lines[0]}" if len(lines) == 1 else path.name
@@ -125,7 +125,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
             continue
         if variable not in by_variable:
             raise ConfigError(
-                f"environment {variable}: there is no such setting.",
+                f"environment {variable}: this setting does not exist.",
                 advice=_suggest(variable, [*by_variable, CONFIG_VARIABLE], prefix=ENV_PREFIX),
             )
         if value.strip():
@@ -199,7 +199,7 @@ def _check(settings: Settings) -> None:
     if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
         raise ConfigError(
             f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
-            "tells which keys wait.",
+            "knows which keys wait.",
             advice="Leave dead_letters out, or set on_key_failure = continue.",
         )
 
@@ -232,7 +232,7 @@ def _check_security(settings: Settings) -> None:
             raise ConfigError(
                 f"{name} = {address} ({settings.origin(name)}) is outside loopback, where anyone could connect.",
                 advice="Set tls_certificate and tls_client_ca, so that both sides show certificates; or set "
-                "insecure = true if the network itself keeps strangers out.",
+                "insecure = true if the network itself is isolated.",
             )
 
 
@@ -299,8 +299,8 @@ def with_spark_properties(settings: Settings) -> Settings:
 def home(settings: Settings) -> Path:
     """Return the local folder of what never is output: the ledger in SQLite, life locks, Spark's scratch space.
 
-    With a local output folder it is that one. Otherwise it lies beside the ledger, or in ``cache_dir`` when that is a
-    table: each host then has its own, so that locks show the lives of one host's servers only.
+    With a local output folder, return that folder. Otherwise return the ledger's folder, or ``cache_dir`` if the ledger is
+    a table: each host then has a separate folder, so that locks show only the servers of one host.
     """
     if isinstance(settings.out, Path):
         return settings.out

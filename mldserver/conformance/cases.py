@@ -36,7 +36,7 @@ class Want(enum.Enum):
     STATUS = enum.auto()
     """One status."""
     REFUSAL = enum.auto()
-    """No daemon sends this: the child should close and not answer. That it does not is no strict failure."""
+    """No daemon sends this: the child should close and not answer. If it does answer, that is not a strict failure."""
     EITHER = enum.auto()
     """A status, or the child closes: both are right."""
     NO_STATUS = enum.auto()
@@ -95,7 +95,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Bytes that are no request, or not all of one; or a request whose answer is not waited for."""
+    """Bytes that are not a whole request; or a request whose answer the player does not wait for."""
 
     what: bytes | Ask
 
@@ -166,7 +166,7 @@ class Section:
         strict: bool = True,
         patience: float = 1.0,
     ) -> None:
-        """Add a case; a form other than KCL 2 and 3 is told in its title. Without an end it ends by ``HangUp``."""
+        """Add a case; its title names a form other than KCL 2 and 3. A case without an end ends with ``HangUp``."""
         told = title if form is KCL3 else f"{title} ({FORM_NAMES[form]})"
         number = f"{self.letter}{len(self.cases) + 1:02d}"
         ended = steps if isinstance(steps[-1], HangUp) else (*steps, HangUp())

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mldserver.conformance.cases import Step
 
 _ALIVE: Final = (Reopen(), initialize(), batch(record(1)), lease_lost())
-"""Whoever was told what no daemon says serves the next one."""
+"""A child that received lines that no daemon sends still serves the next shard."""
 
 
 def _answers() -> Section:

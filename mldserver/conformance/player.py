@@ -175,7 +175,7 @@ class Play:
         """There while steps are played."""
 
     async def run(self) -> Result:
-        """Play every step, let go of the child, and return what became of it. Raises OSError when there is no child."""
+        """Play every step, release the child, and return the result. Raises OSError if the child does not exist."""
         now = asyncio.get_running_loop().time
         began = now()
         self._child = await self._target.open()
@@ -346,7 +346,7 @@ async def play_all(
     patience: float,
     tell: Callable[[Result], None] = lambda _result: None,
 ) -> list[Result]:
-    """Play cases, so many at a time, each with a shard of its own; return what became of them in their order.
+    """Play cases, several at a time, each with a separate shard; return the results in the cases' order.
 
     Raises OSError when the child cannot be reached or started.
     """

@@ -54,12 +54,12 @@ class OutgoingLetter:
     body: str
     """ASCII only: SQS refuses some characters that JSON allows."""
     bytes: int
-    """With what counts beside the body."""
+    """Size in bytes, including the fields that count in addition to the body."""
 
 
 @dataclass
 class AwsDestination(ABC):
-    """A client that is made when it is first needed, and errors as the server tells them."""
+    """Base of destinations in AWS: creates the client at its first use, and translates errors."""
 
     service: ClassVar[str]
 

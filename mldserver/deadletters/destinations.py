@@ -1,6 +1,6 @@
 """Dead letters outside the ledger: as JSON documents, and in files.
 
-A document is the same in files, queues and streams, and in what the command line tells:
+A document is the same in files, queues and streams, and in the output of commands:
 
     {"id": "trips/shardId-000000000001/49590…/0", "pipeline": "trips", "shard": "shardId-000000000001",
      "sequence": "49590…", "sub_sequence": 0, "partition_key": "k", "arrival_ms": 1700000000000, "attempts": 3,
@@ -52,7 +52,7 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "parked_behind": (str, type(None)),
     "data": (str,),
 }
-"""What must be in a document that is to become a letter again."""
+"""Fields, with types, that a document must have to become a letter again."""
 
 FIELDS: Final = ("id", "pipeline", *_TYPES)
 

@@ -1,14 +1,14 @@
-"""Runs dead letters through the handler once more, when the ledger says that somebody wants it.
+"""Redrives dead letters: runs them through the handler again when the ledger marks them as wanted.
 
-Letters of a shard that a connection here has run between its batches, on its handler, and are given up when the shard
-ends or is to go elsewhere: no daemon waits for them. Those of a shard that no server
-has run on a handler that is opened for them, and given up at once when a connection comes. What they give is registered
-together with their end (``RedriveIntake``): who takes them twice, after a crash or beside another server, counts once.
+If a connection of this server has the shard, its letters run between its batches, on its handler. They stop when the shard
+ends or its lease moves, because no daemon waits for them. If no server has the shard, its letters run on a handler that is
+opened for them, and stop at once when a connection opens the shard. One transaction registers the results and ends the
+letters (``RedriveIntake``), so letters that run twice, after a crash or on two servers, count once.
 
-They run in portions: of one shard, in its order, and not too many at a time. The ledger gives letters in the order in
-which they were stored. That is their shard's, but for letters that failed again (stored anew behind those that wait) and
-for those that were taken out of files. So where there are more than a page of them, all are looked through first, without
-keeping their payloads, and then read again in their shards' order.
+Letters run in portions: of one shard, in its order, with a limited size. The ledger returns letters in the order in which
+they were stored. That is the order of their shard, except for letters that failed again (stored behind the waiting ones) and
+letters from files. So if there is more than one page, all letters are read first without payloads, and then again in the
+order of their shards.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Redriver:
 
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
-        # What a ledger out of reach has left undone. A shard that is opened meanwhile learns its keys anew.
+        # Finish work that an unreachable ledger had prevented. A shard that was opened meanwhile reads its keys again.
         for shard_id in tuple(self._asking):
             claim = self.owners.claims.get(shard_id)
             if claim is None or not claim.opened:
@@ -166,7 +166,7 @@ class Redriver:
     async def _in_turn(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> tuple[StoredLetter, ...]:
         """Return the letters that may run: not those behind a letter of their key that does not run with them.
 
-        That one has failed again, perhaps a moment ago, or was never wanted: they stay where they are, whoever takes them.
+        That letter has failed again, perhaps a moment ago, or was never wanted: the letters after it remain in place.
         """
         if not self.parks:
             return letters
@@ -222,7 +222,7 @@ class _WantedLetter:
     number: int
     """How many wanted letters were stored before it."""
     before: str | None
-    """The id of the last one of them."""
+    """The id of the last letter."""
 
 
 def portions(letters: Iterable[StoredLetter]) -> Iterator[tuple[StoredLetter, ...]]:

@@ -27,7 +27,7 @@ LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 _CHUNK = 1 << 20
 _HEAD = 128
-"""Bytes at a file's start that tell whether it is still the same content: JSON lines begin with a timestamp."""
+"""Bytes at a file's start that identify its content: JSON lines begin with a timestamp."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which lines are wanted. Lines that are no events are wanted only when nothing is asked for."""
+    """Selects log lines. Lines that are not events are selected only if no filter is set."""
 
     shard: str | None = None
     """Shard id; ``*`` and ``?`` stand for any characters."""
@@ -76,7 +76,7 @@ class Selection:
     """Aware; earlier events are not wanted."""
 
     def wants(self, event: dict[str, Any] | None) -> bool:
-        """Tell whether a line is wanted, by what ``parse_event`` made of it."""
+        """Return whether a line is selected, given the result of ``parse_event``."""
         if event is None:
             return self == Selection()
         if self.shard is not None and not fnmatchcase(str(event.get("shard", "")), self.shard):
@@ -185,8 +185,8 @@ _COLOUR_OF_LEVEL: Final = {
 def as_json(event: Mapping[str, Any]) -> bytes:
     """Return one line of JSON without its end: timestamp, level, event, then the rest as given.
 
-    What JSON cannot hold is told as text: integers beyond 64 bits (sequence numbers) in their digits, bytes and lone
-    surrogates with escapes, anything else by its ``str``.
+    Values that JSON cannot hold become text: integers beyond 64 bits (sequence numbers) as digits, bytes and lone
+    surrogates with escapes, other values by ``str``.
     """
     ordered = {key: event[key] for key in _FIRST if key in event} | dict(event)
     try:
@@ -204,7 +204,7 @@ def _text(value: object) -> str:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return what orjson takes: the same, but for everything that it refuses."""
+    """Return a value that orjson accepts: the same value, unless orjson refuses it."""
     if value is None or type(value) in {bool, float}:
         return value
     if type(value) is int:

@@ -48,7 +48,7 @@ class Logger(structlog.make_filtering_bound_logger(0)):  # type: ignore[misc]  #
     level = 0
     """As ``logging`` numbers it."""
     observed = False
-    """Whether somebody sees events from info on, though only graver ones are logged."""
+    """Whether an observer receives events from info on, although only higher levels are logged."""
 
 
 def set_level(level: int) -> None:
@@ -108,7 +108,7 @@ def configure(
 ) -> LogWriter:
     """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON.
 
-    No line holds one of the ``secrets``, whoever wrote it: a handler, a library, Spark.
+    No line holds one of the ``secrets``, even if a handler, a library or Spark wrote it.
 
     ``observers`` see events from info on even where only graver ones are logged (of workers: those that they send). Lower
     ones they see where these are logged: to make them for observers alone would cost more than a batch. Return what writes
@@ -299,11 +299,11 @@ class RateLimit:
 
 
 _TOLD_SECONDS: Final = 1.0
-"""How often at most it is told that lines were left out."""
+"""Seconds between two reports of omitted lines, at least."""
 
 
 class Printed(RateLimit):
-    """One stream's lines on their way into the log: what is too much is counted, and told of."""
+    """Rate limit of one stream's lines to the log: lines beyond the limit are counted, and the count is logged."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Begin with room for a burst; ``now`` gives seconds."""
@@ -313,7 +313,7 @@ class Printed(RateLimit):
         self._told = now()
 
     def passes(self) -> bool:
-        """Whether one more line is to be logged; it is counted otherwise."""
+        """Return whether one more line may be logged; count the line otherwise."""
         if self._lost and self._now() - self._told >= _TOLD_SECONDS:
             self.tell()
         if super().passes():
@@ -324,7 +324,7 @@ class Printed(RateLimit):
         return False
 
     def tell(self) -> None:
-        """Log how many lines were left out since that was told last, if there were any."""
+        """Log how many lines were omitted since the last report, if any."""
         if self._lost:
             log.warning("log.lost", lines=self._lost, since=self._since)
             self._lost, self._told = 0, self._now()

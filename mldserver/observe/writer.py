@@ -1,10 +1,10 @@
-"""Writes log lines, to a file that can be opened again or to a stream that the process was given.
+"""Writes log lines, to a file that can be reopened or to a stream that the process inherited.
 
-A thread of its own does it, for a reader that stalls must not stall the server.
+A separate thread writes, because a reader that stalls must not stall the server.
 
-Whoever logs puts a line into a queue and goes on. When the queue is full (a pipe that nobody reads, a terminal that
+Callers put a line into a queue and continue. When the queue is full (a pipe without a reader, a terminal that
 was stopped, a disk that hangs) lines are dropped and counted, and where they are missing a ``log.lost`` says how many,
-as soon as somebody reads again. What is urgent, warnings and above, has some room of its own.
+as soon as the output can be written again. Urgent lines, warnings and above, have reserved room.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ the line itself, for then both want the interpreter at the same time."""
 _MODE = 0o640
 _END = ord("\n")
 _PER_LINE: Final = 200
-"""Bytes that a line takes in memory beside its own."""
+"""Overhead of a line in memory, in bytes."""
 
 
 class LogOutput:
-    """Takes whole lines, from one thread. That a line cannot be written is told, never raised.
+    """Takes whole lines, from one thread. A failed write is returned as False, never raised.
 
     Each is one ``write`` call, unbuffered, which blocks for as long as the kernel takes.
     """
@@ -146,7 +146,7 @@ class LogWriter:
         room: int = ROOM,
         reserve: int = RESERVE,
     ) -> None:
-        """Own ``output`` from now on. ``render_lost`` makes the line that tells of lost ones."""
+        """Own ``output`` from now on. ``render_lost`` renders the line that reports lost lines."""
         self._output = output
         self.path = output.path
         """The log file, if it is one."""
@@ -169,7 +169,7 @@ class LogWriter:
         self._thread.start()
 
     def line(self, data: bytes, *, stamp: str, urgent: bool = False) -> bool:
-        """Queue a line, given without its end. Returns False when there is no room: it is lost, and counted."""
+        """Queue a line, given without its end. Returns False if the queue is full: the line is lost, and counted."""
         size = len(data) + _PER_LINE
         with self._changed:
             room = self._room + (self._reserve if urgent else 0)
@@ -190,8 +190,8 @@ class LogWriter:
     def reopen(self) -> None:
         """Open the file again (after logrotate moved it): lines queued so far go to the old one. No file: do nothing.
 
-        Raises OperatorError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
-        loop must not wait for a reader. The old one stays then.
+        Raises OperatorError if the file cannot be opened, or is a named pipe without a reader, because the event loop must
+        not wait for a reader. The old file then stays in use.
         """
         if self.path is None:
             return
@@ -224,7 +224,7 @@ class LogWriter:
                     continue
                 if isinstance(item, Lost):
                     self._miss(item)
-                # Where lines are missing that is told first, as soon as something can be written again.
+                # Report missing lines first, as soon as something can be written again.
                 told = self._missing is None or self._output.line(self._render_lost(self._missing))
                 if told:
                     self._missing = None

@@ -3,9 +3,9 @@
 The worker asks for a message (``initialize()``, ``process_records()`` …) and gets the line to send; what the server
 writes back goes into ``receive_data``; ``data_to_send`` returns the answers to its checkpoints. The Java reads only
 while a request is unanswered, so lines that come too early wait in its buffer and are taken for the answer to the
-next request: that is how a surplus status acknowledges a batch that nobody read.
+next request: that is how a surplus status acknowledges a batch that the server did not process.
 
-Three things can go wrong, and the difference matters to whoever debugs a server:
+Three things can go wrong, and the difference matters when you debug a server:
 
 * A line that the Java cannot read is skipped and the Java goes on waiting: ``hang`` tells which line and why.
 * A wrong or missing answer makes the process exit, with every shard in it: ``JvmExit`` is raised.
@@ -189,8 +189,8 @@ class DaemonShard:
     ) -> None:
         """Serve ``shard_id`` from its checkpoint ``start``.
 
-        ``store`` raises JavaThrow to refuse a checkpoint. ``on_line`` sees every line, with ``"in"`` for what goes
-        into the server and ``"out"`` for what comes out of it.
+        ``store`` raises JavaThrow to refuse a checkpoint. ``on_line`` sees every line, with ``"in"`` for lines to the
+        server and ``"out"`` for lines from the server.
         """
         self.shard_id = shard_id
         self.form = form
@@ -278,7 +278,7 @@ class DaemonShard:
         self._read()
 
     def receive_eof(self) -> None:
-        """The server closed. Raises JvmExit while an answer is awaited, or when more is to come."""
+        """The server closed. Raises JvmExit while an answer is awaited, or if the shard is not finished."""
         if not self.finished:
             awaited = f"waiting for the answer to {self.outstanding}"
             raise self._exit(f"EOF while {awaited if self.outstanding else 'between two requests'}")

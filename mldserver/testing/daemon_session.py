@@ -53,7 +53,7 @@ class Habits:
     form: Form = Form.KCL3
     seed: int = 0
     max_records: int = 1000
-    """Most stored records in one batch (``maxRecords``); each batch has a random share of it."""
+    """Most stored records in one batch (``maxRecords``); each batch has a random number up to this."""
     call_with_empty: bool = True
     """``callProcessRecordsEvenForEmptyRecordList``."""
     idle_seconds: float = 0.05
@@ -142,7 +142,7 @@ class DaemonSession:
         await self._leave(reader, writer)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send what is to be sent and read until the request is answered."""
+        """Send pending data and read until the request is answered."""
         try:
             while True:
                 if data := self.core.data_to_send():

@@ -174,8 +174,8 @@ class FakeMLD:
     async def run(self) -> int:
         """Live until the stream is over, SIGTERM, or a fault without a supervisor; return the exit code.
 
-        Raises DaemonHangs where the real one would never return, and NoServer when nobody ever listened at the address
-        and no supervisor tries again.
+        Raises DaemonHangs where the real one would never return, and NoServer if no server ever listened at the address and
+        no supervisor tries again.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -183,7 +183,7 @@ class FakeMLD:
             ended = await self._live()
             self.exits.append(ended)
             if task.cancelling():
-                # A group whose member fails in the same moment tells of that alone (TaskGroup, Python 3.11).
+                # A TaskGroup whose member fails at the same moment raises only that failure (Python 3.11).
                 raise asyncio.CancelledError
             if ended.code in {0, EXIT_TERMINATED} or not self._supervised:
                 return ended.code
@@ -230,7 +230,7 @@ class FakeMLD:
         """Start shards as their turn comes, until there is nothing left to do."""
         while True:
             for due, shard_id in tuple(self._grants):
-                # The lease comes back only after this worker has let go of it.
+                # The lease comes back only after this worker has released the shard.
                 let_go = self.leases.elsewhere(shard_id) and shard_id not in self._sessions
                 if due <= self._clock.steady_ms() and let_go:
                     self._grants.remove((due, shard_id))

@@ -350,7 +350,7 @@ class LeaseTable:
         return lease.token
 
     def lose(self, shard_id: str, *, graceful: bool = False) -> None:
-        """Give the lease to a stranger: at once, or after a ``shutdownRequested``."""
+        """Give the lease to another worker: at once, or after a ``shutdownRequested``."""
         lease = self._leases[shard_id]
         if graceful:
             lease.leaving = True
@@ -360,12 +360,12 @@ class LeaseTable:
         lease.leaving = False
 
     def grant(self, shard_id: str) -> None:
-        """Let this application's worker have the lease again."""
+        """Give the lease back to this application's worker."""
         lease = self._leases[shard_id]
         lease.elsewhere = lease.leaving = False
 
     def elsewhere(self, shard_id: str) -> bool:
-        """Return whether a stranger owns the lease."""
+        """Return whether another worker owns the lease."""
         return self._leases[shard_id].elsewhere
 
     def leaving(self, shard_id: str) -> bool:

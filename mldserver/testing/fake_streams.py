@@ -93,7 +93,7 @@ class FakeStreams(FakeTable):
         self.null_iterator = False
         """Whether a closed shard's last page says ``NextShardIterator: null``, rather than nothing."""
         self.empty_last_page = False
-        """Whether a closed shard's last page has no records: the end is told by one page more."""
+        """Whether a closed shard has one more, empty page, which reports its end."""
         self.slow: dict[str, float] = {}
         """How many seconds each GetRecords of a shard takes."""
         self.trouble = 0.0
@@ -105,7 +105,7 @@ class FakeStreams(FakeTable):
     # What goes wrong.
 
     def fail(self, action: Action, error: str, *, shard_id: str | None = None, times: int = 1) -> None:
-        """Let the next ``times`` requests of an action (for a shard) fail; what is told first comes first.
+        """Make the next ``times`` requests of an action (for a shard) fail, in the order of the calls.
 
         ``error``: AWS's code, such as ``LimitExceededException`` or ``InternalServerError``; ``disconnect``; ``empty``
         (no shards, no records); ``short`` (half of the shards, and no word of more).
@@ -123,7 +123,7 @@ class FakeStreams(FakeTable):
                 return fault.error
         if self.trouble and self.random.random() < self.trouble:
             error = self.random.choice(_PASSING + _PASSING_BY_ACTION.get(action, ()))
-            # What no reader can survive is no passing fault.
+            # A fault that no reader can survive is not transient.
             survivable = {
                 "empty": place.get("empty", 0) < _EMPTY_PAGES,
                 "ExpiredIteratorException": place.get("type") != "LATEST",
@@ -345,7 +345,7 @@ def _limit(action: str, request: Mapping[str, Any]) -> int:
 def _page(
     entries: list[dict[str, Any]], name: str, after: str | None, limit: int
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the entries after one of them, and the last one's name when more follow."""
+    """Return the entries after the entry named ``after``, and the last name if more follow."""
     names = [entry[name] for entry in entries]
     first = names.index(after) + 1 if after in names else 0
     page = entries[first : first + limit]

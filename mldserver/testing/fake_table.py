@@ -109,7 +109,7 @@ class FakeTable:
         return self.clock.now_ms() + self.ahead_ms
 
     def enable(self, *, shards: int = 1) -> str:
-        """Enable a stream, which is a new one with an ARN of its own; return that."""
+        """Enable a stream, which is a new stream with a new ARN; return that ARN."""
         now_ms = self.now_ms() + len(self.streams)
         label = f"stream-{now_ms}"
         arn = f"arn:aws:dynamodb:{self.region}:123456789012:table/{self.table}/stream/{label}"
@@ -128,7 +128,7 @@ class FakeTable:
             shard.closed = True
 
     def forget(self, arn: str) -> None:
-        """Let a stream not exist any more, as a day after it was disabled."""
+        """Delete a stream, as DynamoDB does a day after it was disabled."""
         self.streams[:] = [stream for stream in self.streams if stream.arn != arn]
 
     def put(
@@ -156,7 +156,7 @@ class FakeTable:
         shard_id: str | None = None,
         at_ms: int | None = None,
     ) -> dict[str, Any] | None:
-        """Delete an item by its key, or let it expire (TTL); return the record, None when there was none."""
+        """Delete or expire (TTL) an item by its key; return the stream's record, None if the item did not exist."""
         given = _serialized(key)
         wire = {name: given[name] for name in self.keys}
         old = self.items.pop(_plain(wire), None)

@@ -40,12 +40,12 @@ _BAD: Final = frozenset({"error", "critical"})
 
 _OUTWARD: Final = frozenset(
     {
-        # What is played must never stand in a ledger, a table or a place for dead letters that somebody else reads.
+        # Test records must never get into a ledger, a table or a dead-letter destination that others read.
         *("ledger", "pipeline", "rename_from", "server_id"),
         *("sink", "sink_table", "sink_options", "dead_letters"),
         # The real stream's shards are none of the fake one's.
         *("source", "from", "stream", "region", "endpoint_url", "list_shards_interval"),
-        # Nobody connects but the fake daemon, and nobody looks.
+        # Only the fake daemon connects, and no client reads the status.
         *(
             "allow_shards",
             "listen_secret",
@@ -67,7 +67,7 @@ def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
     Raises ConfigError when the file cannot be read or holds no line.
     """
     if path is None:
-        # ``handlers`` is a namespace package, which has no place of its own; the module beside the data has one.
+        # ``handlers`` is a namespace package, which has no single folder; the module next to the data has one.
         spec = find_spec("handlers.departures")
         if spec is None or spec.origin is None:
             raise ConfigError(
@@ -137,7 +137,7 @@ def fresh_folder(wanted: str | Path | None, name: str) -> Path:
 def play_settings(
     handler: str, out: Path, *, environ: Mapping[str, str], folder: Path, spark_master: str | None = None
 ) -> Settings:
-    """Return settings for a run on this machine: the user's own, but for address, log, and all that would leave ``out``.
+    """Return settings for a run on this machine: the user's own, except address, log, and everything outside ``out``.
 
     Spark leaves it only for a ``spark_master`` that is named here. Raises ConfigError.
     """
@@ -148,7 +148,7 @@ def play_settings(
         "log_file": str(out / _LOG),
         "log_format": "json",
         "log_error_messages": "true",
-        # Every shard of the fake connects at once, and nobody wants to wait: two seconds are plenty to see them all.
+        # Every shard of the fake connects at once, so two seconds are enough to see them all.
         "settle_time": "2 s",
         "flush_interval": "1 s",
     }
@@ -184,7 +184,7 @@ async def dead_letters(settings: Settings) -> list[DeadLetter]:
 
 
 def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:
-    """Return what the log says of errors, one paragraph each, the latest ``most`` of them."""
+    """Return the log's latest errors, one paragraph each, at most ``most``."""
     if log_file is None or not log_file.exists():
         return []
     paragraphs = []

@@ -53,7 +53,7 @@ class ShopStep:
 
     @property
     def rows(self) -> int:
-        """How many rows ``handlers.shop`` makes of it."""
+        """How many rows ``handlers.shop`` makes of this step."""
         return 2 if self.deed == "changed" else 1
 
 

@@ -115,7 +115,7 @@ class Report:
 
 
 class Run(ABC):
-    """One run of a server beside what it is given to read: ``_play`` says what that is, in a class of its own."""
+    """One run of a server together with its records: subclasses play them in ``_play``."""
 
     server: Server
 
@@ -126,7 +126,7 @@ class Run(ABC):
 
     @abstractmethod
     async def _play(self) -> None:
-        """Give the server what it is to read; return when there is no more, and all that comes of it is published."""
+        """Give the server its records; return when all records are delivered and every result is published."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class Run(ABC):
             await asyncio.wait({play})
             self.server.stop("the simulation is over")
             if self.halted:
-                self.server.force()  # the windows wait for a person; nobody will come
+                self.server.force()  # the windows wait for an operator, and there is none
             await asyncio.wait({server})
             ticker.cancel()
         watch(self)

@@ -36,8 +36,8 @@ _ORDER: Final = ("_time", "_clock")
 class LocalEngine:
     """``mldserver.jobs.engine.Engine`` in this process.
 
-    ``on_table`` gets a window's rows as an Arrow table in the pipeline's total order, all columns included, and
-    returns what is to be written; the default writes the rows as they are. The columns ``window_columns`` are added.
+    ``on_table`` gets a window's rows as an Arrow table in the pipeline's total order, all columns included, and returns the
+    table to write; the default writes the rows unchanged. The columns ``window_columns`` are added.
     """
 
     on_table: OnTable | None = None
@@ -185,7 +185,7 @@ T = TypeVar("T")
 
 
 class VirtualClock:
-    """``mldserver.base.clock.Clock`` for tests: nobody wakes before ``advance`` reaches their time."""
+    """``mldserver.base.clock.Clock`` for tests: a sleeper wakes only when ``advance`` reaches its time."""
 
     def __init__(self, now_ms: int = 1_800_000_000_000) -> None:
         """Start at ``now_ms`` milliseconds since the Unix epoch; steady time starts at zero."""
@@ -203,7 +203,7 @@ class VirtualClock:
         return self._now_ns // _NS_PER_MS
 
     def step(self, seconds: float) -> None:
-        """Set the time of day forward, or back when negative; nobody sleeps shorter or longer for it."""
+        """Set the time of day forward, or back when negative; sleeps do not become shorter or longer."""
         self._wall_ms += round(seconds * 1000)
 
     @property
@@ -212,7 +212,7 @@ class VirtualClock:
         return sum(not future.done() for _, _, future in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
-        """Return once the clock was advanced by ``seconds``; zero and less only give way to other tasks."""
+        """Return once the clock was advanced by ``seconds``; with zero or less only yield to other tasks."""
         if seconds <= 0:
             await asyncio.sleep(0)
             return

@@ -218,7 +218,7 @@ def test_letters_are_marked_and_the_mark_is_taken_away(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert documents(capsys, "redrive", "--shard", "shard-1") == {"redriving": ["2.0", "2.1"]}
-    assert "1 letters are to be redriven" in told(capsys, "redrive", "2.2")
+    assert "1 letters are marked for redrive" in told(capsys, "redrive", "2.2")
     assert documents(capsys, "redrive", "2.0", "--cancel") == {"cancelled": ["2.0"]}
     assert [each.id for each in server.letters(wanted=True)] == ["2.1", "2.2"]
     assert "0 letters" in told(capsys, "redrive", "--key", "nobody")

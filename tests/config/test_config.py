@@ -345,7 +345,7 @@ def test_shards_and_names_are_limited_by_patterns(tmp_path: Path) -> None:
     assert settings.tls_names == ("kcl-?", "a", "b")
     assert (resolved().allow_shards, resolved({"allow_shards": "any"}).allow_shards) == ((), ())
     assert "it names nothing" in refusal(command_line={"allow_shards": []})
-    assert "it is no list of names" in refusal(command_line={"allow_shards": 7})
+    assert "it is not a list of names" in refusal(command_line={"allow_shards": 7})
 
 
 # The page of settings

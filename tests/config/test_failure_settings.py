@@ -37,7 +37,7 @@ def test_rules_are_read_from_every_source(raw: Any) -> None:
 
 @pytest.mark.parametrize("raw", [5, "KeyError", "KeyError=explode", "KeyError=skip,KeyError=halt"])
 def test_impossible_rules_are_refused(raw: Any) -> None:
-    with pytest.raises(ValueError, match=r"it is no list|is not CLASS|has two rules"):
+    with pytest.raises(ValueError, match=r"it is not a list|is not CLASS|has two rules"):
         failure_rules.parse(raw)
 
 

@@ -92,7 +92,7 @@ def test_an_output_folder_is_a_path_or_a_uri(raw: object, place: OutPlace) -> No
         ("file://host/a", "absolute path"),
         ("file://", "absolute path"),
         ("file:///a?b=c", "absolute path"),
-        ("https://host/x", "no file system that pyarrow knows"),
+        ("https://host/x", "not a file system that pyarrow knows"),
         ("s3://", "names no folder"),
         ("s3://bucket/x#y", "names no folder"),
     ],

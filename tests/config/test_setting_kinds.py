@@ -47,8 +47,8 @@ def test_impossible_addresses_are_refused(raw: object) -> None:
         ("http://localhost:7070", "it is a URL"),
         ("localhost:7070:7071", "a host has no ':'"),
         ("::1:7070", "an IPv6 host needs brackets"),
-        ("..:7070", "its host is no name"),
-        (f"{'a' * 64}.example:7070", "its host is no name"),
+        ("..:7070", "its host is not a name"),
+        (f"{'a' * 64}.example:7070", "its host is not a name"),
     ],
 )
 def test_a_host_that_can_be_none_is_told_what_is_wrong(raw: str, told: str) -> None:
@@ -292,10 +292,10 @@ def test_a_master_is_what_spark_takes(master: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        ("foo", "no master that Spark knows"),
-        ("local[x]", "no master that Spark knows"),
-        ("local[0]", "no master that Spark knows"),
-        ("yarn-client", "no master that Spark knows"),
+        ("foo", "not a master that Spark knows"),
+        ("local[x]", "not a master that Spark knows"),
+        ("local[0]", "not a master that Spark knows"),
+        ("yarn-client", "not a master that Spark knows"),
         ("", "empty"),
         ("foo://x", "no cluster that Spark knows has such a URL"),
         ("http://h:7077", "no cluster that Spark knows has such a URL"),

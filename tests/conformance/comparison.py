@@ -26,7 +26,7 @@ RESULTS: Final = Path(__file__).parent / "results_of_amazon_kclpy.json"
 _PAGE: Final = """\
 # Conformance
 
-`mldserver conformance` plays {cases} cases of the MultiLangDaemon's protocol at any child of it, and judges how that takes them.
+`mldserver conformance` runs {cases} cases of the MultiLangDaemon's protocol against any child of the daemon, and judges the child's behaviour.
 
 ```sh
 mldserver serve handlers.raw --accept-gap --listen 127.0.0.1:7075 --out out/trial

@@ -242,7 +242,7 @@ def test_what_cannot_be_backed_up_or_restored_is_told_in_a_sentence(tmp_path: Pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "full is not empty" in ledger("backup", "full", code=2)
-    assert "full is no backup of a ledger" in ledger("restore", "full", code=2)
+    assert "full is not a backup of a ledger" in ledger("restore", "full", code=2)
     (tmp_path / "full" / "ledger.sqlite").write_bytes(b"no database at all, whatever its name may say of it")
     assert "damaged" in ledger("restore", "full", code=2)
     (tmp_path / "full" / "ledger.sqlite").write_bytes(b"")
@@ -344,7 +344,7 @@ def test_a_backup_with_links_or_damaged_files_is_refused(
     else:
         segment.write_bytes(segment.read_bytes()[:-1])
     said = ledger("restore", "monday", code=2)
-    told = {"ledger": "is no backup of a ledger", "damaged": "is no Parquet file"}
+    told = {"ledger": "is not a backup of a ledger", "damaged": "is no Parquet file"}
     assert told.get(what, "is missing, or a link leads there") in said
     assert not (tmp_path / "out").exists()
 

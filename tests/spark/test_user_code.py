@@ -254,7 +254,7 @@ def test_python_files_are_a_list_of_files_that_are_there(tmp_path: Path) -> None
     for raw, wrong in (
         (f"{tmp_path}/c.txt", "is neither a .py nor a .zip nor an .egg file"),
         (f"{tmp_path}/d.py", "there is no file"),
-        (7, "it is no list of files"),
+        (7, "it is not a list of files"),
     ):
         with pytest.raises(ValueError, match=wrong):
             python_files.parse(raw)

@@ -91,7 +91,7 @@ def test_a_playground_is_on_this_machine(tmp_path: Path) -> None:
     assert fresh_folder(f"file://{tmp_path}/x", "sim") == tmp_path / "x"
     with pytest.raises(ConfigError, match="`mldserver demo` keeps ledger, log and output in one folder"):
         fresh_folder("s3://bucket/x", "demo")
-    with pytest.raises(ConfigError, match="cannot be used: ftp: is no file system"):
+    with pytest.raises(ConfigError, match="cannot be used: ftp: is not a file system"):
         fresh_folder("ftp://host/x", "demo")
 
 
