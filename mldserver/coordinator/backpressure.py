@@ -1,17 +1,16 @@
-"""Holds shards back while memory or disk is short, or an operator pauses them: the answers to their daemons wait.
+"""Hold shards back while memory or disk is short, or while an operator pauses them: their daemons' answers wait.
 
-The daemon sends no more of such a shard, renews its lease meanwhile, and nothing is lost.
+The daemon of a held shard sends no more records and renews its lease. Nothing is lost.
 
-Memory is freed by the flush that is asked for at the same time. As it runs short those wait that are ahead of the
-watermark, while whoever holds it goes on; that one waits only where even its rows alone come faster than they can be
-written, or cannot be written at all: then nothing else would bound them.
+A flush, requested at the same time, frees memory. Above 75 % of the bound the shards ahead of the watermark wait, and
+the shard that holds the watermark continues. Above the bound all shards wait, because only a flush frees memory.
 
-Disk is freed by windows. While one is being computed, or what is there belongs to none that is open, nobody's progress
-frees anything, and everyone waits. Else it takes the watermark to close the next one: whoever holds it goes on, and those
-ahead of it wait.
+Windows free disk. While a window is computed, or while segments of windows that are not open exceed the bound alone,
+no shard's progress frees disk, and all shards wait. Otherwise the watermark must close the next window: its holder
+continues, and the shards ahead of it wait.
 
-A pause holds the answer that a daemon waits for, and nothing else: what was answered already is worked on to its end. A
-drain is a pause of one shard before which all that it gave is made durable and checkpointed.
+A pause holds only the answer that a daemon waits for. The server finishes the batches that it has already answered.
+A drain pauses one shard after its accepted records are durable and checkpointed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("mldserver")
 
 _SHORT: Final = 0.75
-"""The share of the memory from which on those wait that are ahead; the rest is for whoever holds the watermark."""
+"""The share of the memory above which shards ahead of the watermark wait. The rest is for the shard that holds it."""
 
 
 def shards_to_hold(reached_ms: Mapping[str, int | None], *, holder: str | None) -> frozenset[str]:
@@ -59,14 +58,14 @@ class Backpressure:
 
     rules: CoordinatorRules
     buffer: Buffer
-    """Says how much there is in memory."""
+    """Counts the bytes in memory."""
     watermark: Watermark
-    """Says who is how far ahead."""
+    """Gives each shard's own watermark."""
     clock: Clock
     segment_bytes: int = field(init=False, default=0)
     """What the segments on disk take."""
     settled_bytes: int = field(init=False, default=0)
-    """What those of them take whose windows are not open: closing windows frees none of it."""
+    """The bytes of segments whose windows are not open: closing a window does not free them."""
     computing: bool = field(init=False, default=False)
     """Whether a window is being computed, or waits for that."""
     holder: str | None = field(init=False, default=None)
@@ -74,18 +73,18 @@ class Backpressure:
     paused: bool = field(init=False, default=False)
     """Whether every shard is paused."""
     paused_shards: set[str] = field(init=False, default_factory=set)
-    """Those that are paused by themselves."""
+    """The shards that are paused individually."""
     draining: set[str] = field(init=False, default_factory=set)
-    """Those of them that are to be flushed and checkpointed first, and are not yet."""
+    """The paused shards that the server must still flush and checkpoint."""
     waiting: set[str] = field(init=False, default_factory=set)
     """The shards whose answers wait."""
     held: frozenset[str] = field(init=False, default=frozenset())
-    """Those that must wait, before their next answer."""
+    """The shards whose next answer must wait."""
     _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
 
     def weigh(self) -> None:
-        """Decide anew who waits."""
-        # Asked with every batch: while there is room it must not take longer the more shards there are.
+        """Update the set of shards that must wait."""
+        # Runs with every batch: while there is room, the cost must not grow with the number of shards.
         memory, most = self.buffer.bytes, self.rules.buffer_bytes
         disk_is_full = self.segment_bytes > self.rules.segment_disk_bytes
         if memory <= most * _SHORT and not disk_is_full:
@@ -93,7 +92,7 @@ class Backpressure:
             return
         in_vain = self.computing or self.settled_bytes > self.rules.segment_disk_bytes
         everyone = memory > most or (disk_is_full and in_vain)
-        # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
+        # Include every shard that may give rows, also on a stale connection whose shard has ended on another server.
         self.held = shards_to_hold(self.watermark.reached_ms(), holder=None if everyone else self.holder)
 
     def is_paused(self, shard_id: str) -> bool:
@@ -113,7 +112,7 @@ class Backpressure:
             await self._changed.wait_for(condition)
 
     async def wait(self, session: Session) -> None:
-        """Wait while there is no room for more of the session's shard."""
+        """Wait until the session's shard may continue, or its session ends."""
         if session.shard_id not in self.held or session.finishing:
             return
         began_ms = self.clock.steady_ms()
@@ -135,7 +134,7 @@ class Backpressure:
         log.info("shard.released", shard=session.shard_id, seconds=(self.clock.steady_ms() - began_ms) / 1000)
 
     async def release(self) -> None:
-        """Decide anew, and let those go on that need not wait."""
+        """Update the set of held shards, and wake the waiting tasks."""
         self.weigh()
         async with self._changed:
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""What is left behind: what a start finds, what a dead server leaves to others, and what is over and let go of.
+"""Clean up at a start, after a dead server, and when data is no longer retained.
 
-Windows that nobody computes are adopted and go on where they stood; late rows that are registered become visible; files
-that no entry names are deleted, but for those of servers that live: these may be about to be registered.
+The server adopts windows without a server and resumes them where they stood. It publishes registered late rows. It
+deletes files that no ledger entry names, except files of live servers, which may still register them.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ _PRUNE_MS: Final = 3_600_000
 """How often the ledger is asked to forget what is old."""
 
 _HEARD_MS: Final = 600_000
-"""How much longer than it is retained a window is remembered: by then every server has heard that it is over, and need
-not read the whole ledger anew because news of it are gone."""
+"""How long the ledger remembers a window after its retention. By then every server has read that the window is over,
+so none must read the whole ledger again."""
 
 
 async def recover(
     state: LedgerState, ledger: Ledger, store: OutputStore, runner: WindowRunner | None
 ) -> None:
-    """At a start, before anything of this server runs: take over what nobody does, and clean up.
+    """Adopt unowned windows and clean up, at the start, before this server does anything else.
 
-    ``runner`` is None for pipelines without rows. Raises LedgerError, OSError, and OperatorError when late rows are to
-    be recomputed where outputs cannot be replaced.
+    ``runner`` is None for pipelines without rows. Raises LedgerError, OSError, and OperatorError if late rows require
+    recomputation and the output cannot be replaced.
     """
     adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
@@ -121,11 +121,10 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
 
 
 async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[int, int]:
-    """Publish late files, and delete nameless ones, of servers that live no more; return how many of each.
+    """Publish late files and delete unnamed files of dead servers; return how many of each.
 
-    This server's own nameless segments go too: whoever freed them may have died before it deleted them, and nobody else
-    was told. It writes none meanwhile. Nameless files that were not written for this ledger are not its to delete: they
-    are moved to quarantine.
+    The server also deletes its own unnamed segments: a server that freed them may have died before it deleted them. This
+    server writes no segments meanwhile. Unnamed files of another ledger are moved to quarantine, not deleted.
 
     ``own``: whether this server may have attempts under way. What is deleted was listed before the ledger is read: a file
     whose server is not registered then was written by one that is gone, and will never be registered. What manifests
@@ -141,7 +140,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     late = tuple(segment for segment in state.late_segments if written(segment.path).tag not in alive)
     await publish_late(late, ledger, store)
     named = state.paths() | {entry.staging for entry in state.windows.values()}
-    # Joined files are of use, whoever wrote them, until their window is published.
+    # Joined files of any server are useful until their window is published.
     waiting = {
         entry.window_id for entry in state.windows.values() if entry.state is not WindowState.PUBLISHED
     }

@@ -79,9 +79,10 @@ class Coordinator:
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``shape`` is their rows'; ``unique`` names files apart.
 
-        ``claim``: on the output folder. ``locks`` show which other servers are dead, where they can tell. ``letters``: see
-        ``Flusher``. ``ask_stream`` returns True once ``know`` was told the stream's shards as they are now, and False where AWS
-        does not say; None where no stream is named.
+        ``claim``: on the output folder. ``locks`` show which other servers are dead, where the file system allows it.
+        ``letters``: see
+        ``Flusher``. ``ask_stream`` returns True once ``know`` has received the stream's current shards, and False if
+        AWS does not list them; it is None if no stream is named.
         """
         now_ms = clock.steady_ms()
         self.rules = rules
@@ -259,7 +260,7 @@ class Coordinator:
         self._flusher.learn(state)
         self.shards.learn(state)
         self.redriving.learn(state)
-        # Counted anew: other servers write and delete segments too.
+        # Count again: other servers write and delete segments too.
         pressure = self._backpressure
         pressure.segment_bytes = state.segment_bytes + self._flusher.garbage_bytes
         pressure.segment_bytes += 0 if self._runner is None else self._runner.steps.garbage.bytes
@@ -363,7 +364,7 @@ class Cycle:
     _waiters: list[tuple[str, asyncio.Future[None]]] = field(init=False, default_factory=list)
 
     def soon(self) -> None:
-        """Let a cycle follow at once."""
+        """Request a cycle without waiting for the interval."""
         self._asked.set()
 
     async def whole(self, reason: str) -> None:
@@ -380,7 +381,7 @@ class Cycle:
             self._asked.set()
 
     async def run(self) -> None:
-        """Take turns until cancelled. Raises ServerBuried, and whatever else of a cycle is not worth another try."""
+        """Run requested cycles until cancelled. Raises ServerBuried, and any cycle error that is not retried."""
         failures = 0
         while True:
             await self._asked.wait()

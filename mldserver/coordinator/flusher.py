@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("mldserver")
 
 _CROWDED = 2
-"""How often a flush is planned anew because other servers have filled its ``batches`` window meanwhile. Then it takes
-windows of its own: where every flush fills some, servers would else write what they must throw away, the more the more
-there are."""
+"""How often a flush is planned again because other servers have filled its ``batches`` window. Then the flush takes
+separate windows. Otherwise, the more servers there are, the more segments they would write and discard."""
 _LATE_WINDOWS = 1000
 _LETTERS = 1000
 """Dead letters that are read at a time."""
@@ -201,8 +200,8 @@ class Flusher:
                 for batch in batches
                 if (gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost)
             ]
-            # Millions of rows are sorted there, for tens of milliseconds in which the loop would answer nobody. If a window
-            # expires meanwhile, the ledger refuses its rows.
+            # A thread plans: sorting millions of rows takes tens of milliseconds and would block the loop. If a
+            # window expires meanwhile, the ledger refuses its rows.
             planned = await asyncio.to_thread(self._plan, live, durable, own)
             segments = await self._write(planned)
             result = await self._register(planned, segments, own)
@@ -237,8 +236,8 @@ class Flusher:
     async def _clear_up(self) -> None:
         """Delete what the last flush wrote for a ledger that failed, unless it was registered after all.
 
-        Not before the ledger answers again: until then nobody can tell; and nothing is written meanwhile, or a ledger
-        that stays away would fill the disk with files that nobody names.
+        Only the ledger shows which segments were registered. So the flusher writes nothing until the ledger answers;
+        otherwise a long outage would fill the disk with unnamed files.
         """
         if self._doubtful:
             named = (await self.ledger.peek()).paths()
@@ -416,7 +415,7 @@ class Flusher:
             self._late = ()
 
     async def join_small(self) -> None:
-        """Join small segments of the open window that has most of them, if these are enough for one file."""
+        """Join small segments of the open window that has the most, if they are enough for one file."""
         open_windows = self.open_windows or ()
         self._small = {window: paths for window, paths in self._small.items() if window in open_windows}
         paths = max(self._small.values(), key=len, default=[])
@@ -424,7 +423,8 @@ class Flusher:
             return
         members = paths[: joined.TOGETHER]
         del paths[: joined.TOGETHER]
-        # They are read themselves then; a disk that fails is told of by the next flush, a damaged segment by its window.
+        # If the join fails, Spark reads the small segments. The next flush reports a failing disk, and the window a
+        # damaged segment.
         with contextlib.suppress(OSError, pa.ArrowException):
             await asyncio.to_thread(joined.join, self.store, members)
 
@@ -433,7 +433,7 @@ class Flusher:
     ) -> tuple[WindowEntry, ...]:
         """Cut every open window that may close, oldest first, then those that are due to be computed again.
 
-        ``gather``: late rows wait for more of them, though every window closes.
+        ``gather``: late rows wait for more late rows, even if every window closes.
         A window whose present revision is not published yet cannot be cut again: it stays due.
         """
         if self.open_windows is None:

@@ -1,12 +1,11 @@
-"""This server among those that share its ledger: what it tells them, what it learns, and how it buries the dead.
+"""This server among the servers on its ledger: what it reports, what it learns, and how it expires dead servers.
 
-What a server tells holds for others only once everything that it counted on is registered. So a cycle's own view is
-told with the next beat, if its flush was complete and no shard was opened since: a shard that came meanwhile may stand
-far behind what the view says.
+A server may report a watermark only after all rows that it depends on are registered. So the next heartbeat reports a
+cycle's view, if the cycle's flush was complete and no shard was opened since: a new shard may be far behind the view.
 
-Each server also holds a lock on a file of its own, which dies with its process: so one that crashed is buried by the next
-at once, instead of after its beats have stopped for long. Where the lock cannot tell (the file lies on another host's
-disk, or the file system knows no locks), the beats decide.
+Each server also locks a separate file until its process ends. So another server can expire a crashed server at once,
+before the timeout of its heartbeats. Where the lock shows nothing (the file is on another host's disk, or the file
+system has no locks), the heartbeats decide.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LOCK_TRIES: Final = 20
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Membership:
-    """The servers on one ledger, seen from one of them."""
+    """The servers on one ledger, as this server sees them."""
 
     ledger: Ledger
     lineage: Lineage
@@ -57,7 +56,7 @@ class Membership:
     """Show at once which servers are dead, where they can."""
     peers: Peers = field(init=False)
     _statement: View | None = field(init=False, default=None)
-    """The view that beats tell."""
+    """The view that heartbeats report."""
     _opening: int = field(init=False, default=0)
     """How many shards are being opened."""
     _counted: bool = field(init=False, default=False)
@@ -68,9 +67,9 @@ class Membership:
     """When that was, by the steady clock."""
     _joined: bool = field(init=False, default=False)
     _version: int = field(init=False, default=0)
-    """Of the ledger's state that was learned last: beats ask for what happened since."""
+    """The version of the ledger's last known state: heartbeats ask for later changes."""
     released: dict[str, int] = field(init=False, default_factory=dict)
-    """The epochs of shards whose lease or connection is gone; ``release`` tells the ledger."""
+    """The epochs of shards whose lease or connection is gone; ``release`` removes them from the ledger."""
 
     def __post_init__(self) -> None:
         self.peers = Peers(self.ledger.server_id, timeout_ms=self.timeout_ms)
@@ -80,7 +79,7 @@ class Membership:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """A shard is being opened: what was told so far says nothing of it."""
+        """Withdraw the reported view while a shard is being opened: that view does not include the shard."""
         self._opening += 1
         self._counted, self._statement = False, None
         try:
@@ -89,11 +88,11 @@ class Membership:
             self._opening -= 1
 
     def mark(self) -> None:
-        """Note that a view is taken, which ``tell`` may tell."""
+        """Note that a view was taken, which ``tell`` may report."""
         self._counted = not self._opening
 
     def tell(self, view: View) -> None:
-        """Let the next beats tell a view, everything that it counted on being registered."""
+        """Report a view with the next heartbeats. All rows that it depends on must be registered."""
         self._statement = view if self._counted else None
 
     def _state(self) -> ServerState:
@@ -110,9 +109,9 @@ class Membership:
         )
 
     async def join(self) -> LedgerState:
-        """Open the ledger, bury the dead, and return what it holds. Raises LedgerError, and OSError for the lock."""
+        """Open the ledger, expire dead servers, return the state. Raises LedgerError, and OSError for the lock."""
         if self.locks is not None:
-            # Before the ledger knows this server: nobody may take it for dead.
+            # Lock first: otherwise another server could find this one in the ledger without its lock, and expire it.
             await asyncio.to_thread(self.locks.hold, self.peers.server_id)
         state = await self.ledger.open()
         self._joined = True
@@ -124,10 +123,11 @@ class Membership:
         return state
 
     async def declare(self, shape: Shape, state: LedgerState) -> LedgerState:
-        """Make the shape of this server's rows the pipeline's; return what the ledger holds then.
+        """Make the shape of this server's rows the pipeline's; return the ledger's new state.
 
-        A server that runs with another forbids it. It may be dead, or about to stop: it is waited for until it would be
-        buried. Between servers that come together the ledger's version decides. Raises OperatorError, LedgerError.
+        A server with another shape forbids it. That server may be dead or about to stop, so this one waits until the other
+        would have expired. If servers start together, the ledger's version decides. Raises OperatorError,
+        LedgerError.
         """
         until_ms = self.clock.steady_ms() + self.timeout_ms + self.timeout_ms // 4
         while True:
@@ -148,9 +148,9 @@ class Membership:
             state = await self.ledger.peek()
 
     async def sync(self) -> LedgerState:
-        """Beat, and return what the ledger holds; of windows the news since the state that was learned last.
+        """Send a heartbeat and return the ledger's state, with only the windows that changed since the last known state.
 
-        Raises LedgerError, and ServerBuried when this server was buried.
+        Raises LedgerError, and ServerBuried if this server has expired.
         """
         return await self.ledger.sync(self._state(), self._version)
 
@@ -312,19 +312,19 @@ class ServerLocks:
         )
 
     def is_dead(self, server_id: str) -> bool:
-        """Whether a server held its file and holds it no more; False also when that cannot be told."""
+        """Whether a server no longer holds its existing lock file. False also if this cannot be determined."""
         return self._is_free(self._path(server_id))
 
     def held(self) -> tuple[Path, ...]:
-        """Return the files of servers that live, or of which it cannot be told."""
+        """Return the files of servers that are live or whose state cannot be determined."""
         return tuple(path for path in sorted(self.folder.glob("*.lock")) if not self._is_free(path))
 
     def forget(self, server_id: str) -> None:
-        """Take away the file of a server that was buried."""
+        """Delete the lock file of an expired server."""
         self._path(server_id).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let the own file go, and take it away: the server has left the ledger."""
+        """Delete and unlock this server's file: the server has left the ledger."""
         if self._held is not None:
             path, descriptor = self._held
             path.unlink(missing_ok=True)

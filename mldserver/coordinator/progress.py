@@ -1,4 +1,4 @@
-"""What status, log and readiness are told: where the watermark stands, rows from the future, shards that are missing."""
+"""Report progress to status, log and readiness: the watermark, rows from the future, and missing shards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CoordinatorStatus:
 
 
 class Reports:
-    """What was told last: of the watermark, of rows from the future, of missing shards."""
+    """The last reports about the watermark, rows from the future, and missing shards."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class Reports:
         lineage: Lineage,
         owned: Callable[[str], bool],
     ) -> None:
-        """Begin with a view that is not worth a line.
+        """Begin with a view that is not logged.
 
-        ``owned``: whether another server has taken a shard, of which nothing is told: it is on its way.
+        ``owned``: whether another server has taken a shard. Such a shard is not reported as missing: it will connect.
         """
         self._rules, self._lineage, self._owned = rules, lineage, owned
-        # By then a lease has moved, and a server that died is buried.
+        # By then leases have moved, and dead servers have expired.
         self._tell_ms = max(rules.settle_time_ms, rules.server_timeout_ms)
         self._missing: set[str] = set()
         self._seen = view

@@ -256,7 +256,7 @@ class ShardSession:
             watermark.end_answered(self.shard_id, now_ms)
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
-        """Take a batch's rows; return whether the daemon may be answered, or is to wait until it is ``admitted``."""
+        """Accept a batch's rows; return whether the daemon may be answered without ``admitted``."""
         if not self.alive:
             return True
         shards, shard_id, outline = self._shards, self.shard_id, outcome.outline
@@ -270,8 +270,8 @@ class ShardSession:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
         if outcome.rows is None and not outcome.dead_letters:
-            # As most batches of quiet shards: a position moves, and nothing else. Where rows have times of their own,
-            # records without rows say nothing of them.
+            # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
+            # not show it.
             effective_ms = last_effective_ms(outline, floor_ms)
             event_ms = effective_ms if shards.rules.on_arrival else None
             if fresh or last is not None:
@@ -335,7 +335,7 @@ class ShardSession:
             shards.watermark.answered(self.shard_id, shards.clock.steady_ms())
 
     def advance(self, position: Sequence) -> None:
-        """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""
+        """Note that a handler which keeps its position has checkpointed up to ``position`` in one of its hooks."""
         last = self.position.claim(position) if self.alive else None
         if last is not None:
             self._shards.buffer.move(self.shard_id, self.epoch, last)
@@ -434,7 +434,7 @@ class RedriveIntake:
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
     wanted: int = 0
-    """How many letters the ledger says are to be redriven."""
+    """How many dead letters in the ledger wait to be redriven."""
     elsewhere: frozenset[str] = frozenset()
     """Shards that another server has: their letters are taken there."""
 

@@ -80,7 +80,7 @@ class WindowRows:
     merged: pa.Table
     """The flush's rows, in the order in which they were accepted; or this file's, where they need no gathering."""
     order: NDArray[np.intp] | None
-    """The places of this file's rows there; None: it has all of them, in order."""
+    """The indexes of this file's rows in the flush; None: the file has all rows of ``table``, in order."""
     clocks: NDArray[np.int64]
     kind: SegmentKind
 
@@ -107,9 +107,9 @@ class FlushPlan:
     clock: int
     progress: BatchProgress
     redriven: tuple[str, ...] = ()
-    """Ids of dead letters that end with it."""
+    """Ids of dead letters that end with this flush."""
     failed_again: tuple[DeadLetter, ...] = ()
-    """What they left: they stay in the ledger, wherever others go."""
+    """Dead letters that failed again: they stay in the ledger, even if new dead letters go elsewhere."""
 
 
 def effective_times(times_ms: NDArray[np.int64], floor_ms: int | None) -> NDArray[np.int64]:
@@ -297,10 +297,10 @@ class Buffer:
 
 
 def flush_at(most_bytes: int, written_bytes: int, passed: float) -> int:
-    """Return how many bytes of rows are flushed at once: half of what the window is still to get.
+    """Return the bytes of rows that start a flush at once: half of what the window will still receive.
 
-    ``written_bytes``: of rows that were flushed since the last cut; ``passed``: the share of the window's time by then, 0
-    where nobody knows.
+    ``written_bytes``: bytes of rows flushed since the last cut; ``passed``: the share of the window's time that has
+    passed, 0 if it is unknown.
 
     What is not durable when a window's last row comes delays the window, 16 MiB by some 70 ms on a slow core; and so does
     each segment that its job opens, by 2 to 5 ms. So flushes are few and large, and ever smaller towards its end.
@@ -365,7 +365,7 @@ def _split(
         by_window = np.argsort(assignment.index, kind="stable")
         ranks = ranks[by_window]
         order = by_window if order is None else order[by_window]
-        # Each gather of a window's rows would lay the batches' columns together anew.
+        # Otherwise each gather of a window's rows would combine the batches' columns again.
         table = table.combine_chunks()
     counts = np.bincount(assignment.index, minlength=len(assignment.keys))
     starts = np.concatenate(([0], np.cumsum(counts))).tolist()

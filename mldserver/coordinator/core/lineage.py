@@ -1,20 +1,21 @@
-"""Which shards are known and who reads them: their lineage, and the other servers. A synchronous core; time is passed in.
+"""The known shards, their lineage, and the servers that read them. A synchronous core; time is passed in.
 
 A shard is known from the ledger, from a connection, or from ListShards. It is *expected* to be connected when it has
 not ended and none of its known parents is still open: the KCL starts a child only after every parent's end was
 checkpointed (KCL 3.1.3), so a child that connects proves that its ancestors have ended.
 
-Every server tells, with each beat, how far its own shards are. What it tells holds once everything that it counted on
-is registered, so that the least of all is a watermark for all. Two things make that sound:
+Every server reports its own watermark with each heartbeat. A server reports a watermark only after all rows that it
+depends on are registered, so the minimum over all servers is a watermark for all. Two rules make that sound:
 
-* A shard that changes hands is *missing* for everyone until its new owner has beaten again: only that beat surely counts
-  the shard in. The one that lost it drops it no earlier, so that between the two it is always counted by somebody.
-* A server that tells nothing (it has just started, has just taken a shard, or misses one) holds the watermark. So does
-  one whose beats stop: what it told holds, but idle it is no more, since its shards may bring rows that it cannot store.
+* A shard that changes servers is *missing* for all servers until its new owner's next heartbeat, the first that surely
+  includes the shard. The old owner drops the shard no earlier, so at least one server always includes it.
+* A server that reports no watermark (it has just started, has just taken a shard, or misses a shard) holds the
+  watermark. So does a server whose heartbeats stop: its last report stays valid, but the server no longer counts as
+  idle, since its shards may bring rows that it cannot store.
 
-Servers' clocks are never compared. A server is silent while its beat, whatever it says, does not change before the eyes
-of the one that looks; it is overdue when it was for the timeout. Time in which nobody looked (the ledger was out of
-reach, the process was stopped) counts for little: it says nothing of the others.
+Servers' clocks are never compared. A server is silent while an observing server reads the same heartbeat again. It is
+overdue after the timeout. Time in which the observer could not look (the ledger was unreachable, the process was
+stopped) counts little, because it shows nothing about other servers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Presence(enum.Enum):
 
     CONNECTED = "connected"
     ELSEWHERE = "elsewhere"
-    """Another server reads it: it counts through what that server tells."""
+    """Another server reads it and includes it in that server's own watermark."""
     MISSING = "missing"
     """Known, expected, and without a connection: it holds the watermark."""
     LEFT_OUT = "left_out"
@@ -60,7 +61,8 @@ class ShardNode:
     since_ms: int = 0
     """Since when it is present in this way."""
     read_ms: int = 0
-    """Steady time up to which it is known to be read to the stream's tip. A shard that nobody reads lags by the time since."""
+    """Steady time up to which it is known to be read to the stream's tip. A shard without a reader lags by the time
+    since then."""
     effective_ms: int | None = None
     """Effective time of its last accepted record."""
     children: set[str] = field(default_factory=set)
@@ -198,7 +200,7 @@ class Lineage:
         return Presence.ENDED in presences and presences <= {Presence.ENDED, Presence.LEFT_OUT}
 
     def forget_ended(self, before_ms: int, *, keep: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
-        """Drop the shards that ended before a time, but for those to keep; return them.
+        """Drop the shards that ended before a time, except those in ``keep``; return the dropped ones.
 
         Their children keep them as unknown parents.
         """
@@ -208,7 +210,7 @@ class Lineage:
         return old
 
     def forget(self, shard_id: str) -> None:
-        """Drop a shard that is no shard of the stream, unless it is read, or has ended. It need not be known."""
+        """Drop a shard that is not in the stream, unless it is read, or has ended. Unknown shards are ignored."""
         node = self.nodes.get(shard_id)
         if node is not None and node.presence not in _READ:
             self._drop((shard_id,))
@@ -285,12 +287,12 @@ class Peers:
                 self._claims[shard_id] = claim
 
     def counts(self, shard_id: str) -> bool:
-        """Whether another server owns the shard and has beaten since it took it: what it tells counts the shard in."""
+        """Whether another server owns the shard and includes it: it has sent a heartbeat since it took the shard."""
         claim = self._claims.get(shard_id)
         return claim is not None and self._told[claim.owner].beat_ms != claim.beat_ms
 
     def owns(self, shard_id: str) -> bool:
-        """Whether another server that is not buried has taken the shard, whether or not it counts it in yet."""
+        """Whether another server that has not expired owns the shard, even if it does not include the shard yet."""
         return shard_id in self._claims
 
     def states(self) -> tuple[ServerState, ...]:

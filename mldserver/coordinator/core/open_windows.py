@@ -1,8 +1,9 @@
 """What a coordinator goes by, and its windows: which a row belongs to, which are open, which are cut. A synchronous core.
 
 A row that comes for a window that is cut is late. By policy it waits for the window's next revision, as long as the
-ledger retains the window's segments, or it goes to the late dataset. Only the ledger knows for certain what is cut and
-what is retained (another server may have done either): what is held here is a picture of it, corrected by refusals.
+ledger retains the window's segments, or it goes to the late dataset. Only the ledger knows for certain which windows
+are cut or retained, because other servers change this too. This module holds a copy, which the ledger's refusals
+correct.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MOST_AHEAD: Final = 100
 """How many windows may be open that are too far ahead of the stream."""
 
 _REMEMBERED = 10_000
-"""How many windows that the ledger does not tell of any more are known to be cut, from one look at it to the next. For one
-that is forgotten the ledger refuses the late rows, which are then planned again."""
+"""How many cut windows that the ledger no longer lists are remembered between two reads. For a window that was
+dropped here the ledger refuses late rows, and the server plans them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ class CutWindows:
     _cut_below_ms: int | None = field(init=False, default=None)
 
     def learn(self, state: LedgerState, now_ms: int) -> None:
-        """Take over what the ledger holds now: all of it, or the news since the last time."""
+        """Apply the ledger's state: the whole state, or the changes since the last call."""
         self._cut_below_ms = state.cut_below_ms
         if not state.since:
             # Windows that were published and are not retained are not told, but rows may come for them still.

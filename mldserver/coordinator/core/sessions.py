@@ -1,7 +1,7 @@
-"""The sessions of this server: who has each shard, how far it is, and what becomes of it in the ledger. A synchronous core.
+"""This server's sessions: the owner of each shard, its position, and its entry in the ledger. A synchronous core.
 
-A shard's newest session has it, which its epoch tells. What an older one delivered and is not durable comes again from
-the daemon's checkpoint.
+A shard belongs to its newest session, the one with the highest epoch. Records of an older session that are not durable
+are delivered again from the daemon's checkpoint.
 
 Of a session's position it holds always: checkpointed <= durable <= accepted. What is checkpointed is also never beyond
 what this connection delivered: after a lost lease or a replay the ledger is ahead of the daemon, which refuses a
@@ -36,8 +36,9 @@ _MOST_ENDS: Final = 1024
 def skips_records(start: Sequence | str | None, position: Sequence | None, *, ended: bool = False) -> bool:
     """Whether a daemon that starts so would skip records behind the ledger's position of the shard.
 
-    ``start``: the sequence after which records follow, one of the KCL's sentinels, or None for a daemon that does not say
-    (V1): of that nothing can be told, nor of a time. ``ended``: the ledger has the shard's end, so that nothing is left
+    ``start``: the sequence after which records follow, one of the KCL's sentinels, or None for a daemon that does not
+    report it (V1). With None or a time, the function cannot detect a gap. ``ended``: the ledger has the shard's end,
+    so that nothing is left
     to skip. ``LATEST`` with a position skips: the daemon has no checkpoint, and goes to the stream's tip.
     """
     if ended:
@@ -85,7 +86,7 @@ class ShardPosition:
             self.accepted = last
 
     def claim(self, position: Sequence | None) -> Sequence | None:
-        """Return how far the durable position is to move, now that a handler is done with all up to ``position``.
+        """Return the new durable position, now that a handler has finished all records up to ``position``.
 
         For handlers that keep their position: accepted records wait in no buffer here, but are not done before the
         handler says so. Never beyond what was accepted; None: no further than what was claimed before.
@@ -151,7 +152,7 @@ class Sessions:
     _sessions: dict[str, Session] = field(init=False, default_factory=dict)
 
     def live(self, shard_id: str) -> Session | None:
-        """Return the session that has a shard; None when nobody here has it."""
+        """Return the session that has a shard; None if no session of this server has it."""
         session = self._sessions.get(shard_id)
         return session if session is not None and session.alive else None
 

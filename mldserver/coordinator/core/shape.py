@@ -1,9 +1,10 @@
 """The shape of a pipeline's rows: their columns, how they are cut into windows, where those go. A synchronous core.
 
-Every segment's name tells the shape of its rows, and the ledger keeps all shapes that ever were. So a changed handler is
-compared with what there is of older rows before it runs. What keeps their meaning goes on: a column added that may be
-NULL, a number widened, NOT NULL dropped, another order. Then old segments are read as they were written. Everything else
-is refused for as long as such segments are there: read by name, a renamed column would be NULL in all of them.
+Every segment's name contains the shape of its rows, and the ledger keeps all shapes. So the server compares a changed
+handler with the stored older rows before the handler runs. What keeps their meaning goes on: a column added that may
+be
+NULL, a number widened, NOT NULL dropped, another order. Then old segments are read as they were written. Other
+changes are refused while older segments exist: read by name, a renamed column would be NULL in each.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Shape:
         )
 
     def rival(self, state: LedgerState, server_id: str) -> OperatorError | None:
-        """Return the error that tells of another server that runs with another shape; None when there is none."""
+        """Return an error that names a server with another shape; None if all servers have this shape."""
         for server in state.servers.values():
             if server.server_id != server_id and server.shape not in {"", self.fingerprint}:
                 other = Shape.read(state.shapes[server.shape])

@@ -9,7 +9,8 @@ stall it, and shards that are only late to connect must not be overtaken:
   batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_time`` when
   they are cut on a column.
 * A shard whose records give no rows (a filter, dead letters) is as silent as one without records. Cut on a column, it
-  leaves the minimum after ``idle_time`` too, if it keeps up: its lag is 0, or never told, and the batch in hand was fetched
+  leaves the minimum after ``idle_time`` too, if it keeps up: its lag is 0, or never reported, and the batch in hand
+  was fetched
   less than ``idle_time`` ago.
 * One that lags (after an outage, say) may have rows before it that are older than those of others. It goes on as its
   arrival times do, once these have gone on by ``idle_time`` without a row: it counts as being as far, by event time, as
@@ -20,17 +21,18 @@ stall it, and shards that are only late to connect must not be overtaken:
 * When every known shard has ended and the settle time is over, the stream is over. When all are caught up and silent
   for ``quiet_time``, a stream cut on a column is quiet. Both close every open window.
 
-A row whose time lies further ahead of its arrival than a clock can be wrong is none to all of this (``flush.py``).
+A row whose time lies further ahead of its arrival than a clock can be wrong counts for none of these rules
+(``flush.py``).
 
 How far time may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the batch in
 hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of that one:
 everything that had arrived by then is delivered. A server that polls the stream itself (DynamoDB) has no such queue: an
 empty page shows that everything is delivered that was visible when its request began.
 
-Arrival times are AWS's, so that receipt must be told by AWS's clock, and no host's time of day is ever asked. AWS's
+Arrival times are AWS's, so receipt must be in AWS's time too, and no host's time of day is used. AWS's
 clock shows at least the latest arrival time known (of any shard, from here or from the ledger), plus the steady time
-since then, less a thousandth of that: a steady clock, too, runs fast while its host's clock is mended. What comes
-after can only have arrived later.
+since then, less a thousandth of that: a steady clock, too, runs fast while its host's clock is corrected. Later
+records can only have arrived later.
 """
 
 from __future__ import annotations
@@ -74,9 +76,9 @@ class _ShardClock:
     rowless_since_ms: int | None = None
     """Arrival time of its last row; while it has given none, of its first record."""
     in_request: bool = False
-    """Whether a batch is worked on."""
+    """Whether a batch is being processed."""
     asked: bool = False
-    """Whether its daemon has a request pending that is no batch, or stores a checkpoint."""
+    """Whether its daemon stores a checkpoint, or has a request pending that is not a batch."""
     answered_ms: int = 0
     last_row_ms: int = 0
     """When its last row came, by this server's clock."""
@@ -86,7 +88,7 @@ class _ShardClock:
     """Whether the latest batch was empty."""
     polled: bool = False
     sends_empty: bool = False
-    """Whether batches come while there are no records."""
+    """Whether the daemon sends empty batches."""
     told_ms: int = 0
     """When the batch came that said ``lag_ms``; before the first one, the shard's ``read_ms``."""
 
@@ -98,7 +100,7 @@ class _ShardClock:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who or what holds the watermark."""
+    """What holds the watermark."""
 
     shard_id: str | None
     reason: str
@@ -237,7 +239,7 @@ class Watermark:
         self._shards[shard_id].asked = True
 
     def free(self, shard_id: str, now_ms: int) -> None:
-        """The daemon was answered, whatever is worked on still: from now on its silence counts."""
+        """Note that the daemon was answered, even during a batch's processing: its silence counts from now on."""
         clock = self._shards[shard_id]
         clock.asked, clock.answered_ms = False, now_ms
 
@@ -252,10 +254,10 @@ class Watermark:
         arrival_ms: int | None,
         received_ms: int | None = None,
     ) -> None:
-        """A batch is accepted.
+        """Note that a batch is accepted.
 
         ``event_ms``: the latest event time among its rows; ``arrival_ms``: the latest effective arrival time among its
-        records. None when it has none. ``received_ms``: when it came; None: ``began`` was told of it.
+        records. None when it has none. ``received_ms``: when the batch came; None if ``began`` has recorded it.
         """
         clock = self._shards[shard_id]
         if received_ms is not None:
@@ -291,15 +293,15 @@ class Watermark:
         return {shard_id: self._value(clock) for shard_id, clock in self._shards.items()}
 
     def look(self, now_ms: int) -> View:
-        """Return the watermark now, of which ``still`` tells later what is left."""
+        """Return the watermark now. Later, ``still`` returns the part of this view that is still valid."""
         self.reopened.clear()
         return self.view(now_ms)
 
     def still(self, view: View, now_ms: int) -> View:
-        """Return what is left of a ``look`` whose rows are durable, but those of shards that were opened again since.
+        """Return the valid part of a ``look``, now that its rows are durable, except rows of shards opened again since.
 
-        They deliver anew what was not durable when they were opened, so that none counts beyond where it went on then,
-        whatever it has shown meanwhile. Nothing is left when a shard was learned of that nobody counts yet.
+        A reopened shard delivers again the rows that were not durable. So it counts only as far as where it resumed.
+        If a shard has become known that no server includes yet, the view holds the watermark.
         """
         now = self.view(now_ms)
         if now.holds:
@@ -392,7 +394,7 @@ class Watermark:
 
     def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
         """Whether a shard that keeps up has given no row for the idle time."""
-        # What it is at may be a row, unless all it ever gives is none, and nothing else tells how far it is.
+        # What is in progress may give a row, unless the shard's records give none and no delay is known.
         may_give = (clock.in_request or clock.asked) and not (delay_ms is None and self._rowless(clock))
         if may_give or now_ms - clock.last_row_ms < self.rules.idle_time_ms:
             return False
