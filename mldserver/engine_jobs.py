@@ -27,7 +27,7 @@ class WindowJob:
     """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
     handler's present schema too."""
     sizes: tuple[int, ...] = ()
-    """Bytes of each of them, in any order; empty where they need not be shared evenly."""
+    """Bytes of each segment, in any order; empty where tasks need not share them evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ Deadline = float | Literal["by_size"] | None
 _AT_LEAST_SECONDS: Final = 15 * 60
 _SECONDS_PER_BYTE: Final = 10 / 2**20
 _SECONDS_PER_ROW: Final = 5 / 1000
-"""Deadlines by size are to end what hangs, never what is slow. Two slow cores took 12 s for 10 million rows of 60 MiB,
+"""Deadlines by size end jobs that hang, not slow jobs. Two slow cores took 12 s for 10 million rows of 60 MiB,
 2.4 s for the smallest windows and 15 s for the one of most segments; Python functions on rows take five times as long,
 and ten times that is allowed. A database takes 2,000 rows a second over one slow connection."""
 
@@ -47,7 +47,7 @@ def allowed_seconds(deadline: Deadline, size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine knows of itself, for whoever looks at the server."""
+    """An engine's facts, for the status of the server."""
 
     master: str = ""
     """Without its secrets."""
@@ -110,7 +110,7 @@ class Engine(Protocol):
     def when_slow(self, call: Callable[[str], None]) -> None:
         """Call ``call`` with a window's id when its ``on_window`` takes longer than a minute and it runs alone.
 
-        It may hang: one job more may run beside it.
+        It may hang, so one more job may run meanwhile.
         """
 
     async def publish(self, job: PublishJob) -> None:

@@ -52,7 +52,7 @@ _MOST_SIGNALS = 5
 """Deaths of a driver by a signal, in a row and with one window alone there, from which on they count against the window."""
 
 _LATEST = 100
-"""Windows that are remembered for whoever looks at the server."""
+"""Latest windows, kept for the server's status."""
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
@@ -183,7 +183,7 @@ class WindowRunner:
         """Take in what operators decided about halted windows: each is looked at again at once."""
         for window_id, life in self.halted.items():
             entry = state.windows.get(window_id)
-            # Without an error of its own to miss, the window may as well have succeeded; no entry may mean no news.
+            # Without a stored error, the window may have succeeded. A missing entry may mean no change.
             if not life.kept or (entry.is_halted if entry is not None else state.since):
                 continue
             life.kept = False
@@ -353,7 +353,7 @@ class WindowRunner:
         while True:
             try:
                 async with self._company.enter(alone=life.suspect):
-                    # Once committed only publishing is tried again: the output counts, computing it anew would not.
+                    # After the commit only publishing is retried: another computation would not count.
                     committed = committed or await self._commit(entry)
                     life.kept = False  # by the commit
                     if committed is not None:
@@ -434,11 +434,11 @@ class WindowRunner:
         return False
 
     async def _keep_error(self, life: WindowLife, error: Exception) -> bool:
-        """Tell the ledger why a window is halted. False: an operator has decided meanwhile what becomes of it."""
+        """Store a halted window's error in the ledger. Return False if an operator has decided meanwhile."""
         try:
             kept = await self._ledger.halt(life.entry.window_id, str(error), first=not life.kept)
         except LedgerError:
-            return True  # the log has said why; the next failure tells the ledger
+            return True  # logged already; the next failure stores its error
         decided, life.kept = life.kept and not kept, kept
         return not decided
 

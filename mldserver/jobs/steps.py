@@ -65,7 +65,7 @@ class WindowSteps:
     retain: bool
     """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
     freed: Callable[[int], None]
-    """It is told the bytes of deleted segments."""
+    """Called with the bytes of deleted segments."""
     table: str | None = None
     """What a log calls the table that the engine publishes into; None: outputs are published as files."""
     ledger_id: str = ""
@@ -80,8 +80,8 @@ class WindowSteps:
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
         """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
 
-        Left out are windows that are not ours, or not to be computed, any more, and those that lost their claim while
-        the job ran. None: not one of them was to be computed. Raises LedgerError, OSError, and what the engine raises.
+        Omits windows that this server lost or need not compute any more, and those that lost their claim while the
+        job ran. Returns None if no attempt was begun. Raises LedgerError, OSError, and what the engine raises.
         """
         began_ms = self.clock.steady_ms()
         begun = await self._begin(entries)
@@ -113,7 +113,7 @@ class WindowSteps:
         )
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[tuple[WindowEntry, str, WindowJob], ...]:
-        """Let the ledger count attempts; return each with its folder, relative to the output folder, and its job."""
+        """Count attempts in the ledger; return each with its folder, relative to the output folder, and its job."""
         attempts = await self.ledger.begin_attempts(tuple(entry.window_id for entry in entries))
         tag = writer_tag(self.ledger_id, self.ledger.server_id)
         for entry in entries:
@@ -186,7 +186,7 @@ class WindowSteps:
         kill_point("window.published")
         # Readers of a table do not read files that a revision replaces.
         at_once = tuple(output for output in outputs if output.revision == 1 or table)
-        # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
+        # The ledger lists these once. If deleting them fails now, publishing is retried and deletes them.
         self.garbage.add(free)
 
         def clean() -> int:
@@ -208,7 +208,7 @@ class WindowSteps:
         for entry, output in ((window.entry, window.output) for window in committed):
             first = f"{output.staging}/{output.files[0]}" if output.files else None
             if first is not None and not await asyncio.to_thread(self.store.exists, first):
-                # It was published, by whoever, and deleted.
+                # The output was published and then deleted.
                 raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
             window, staging = self._window(entry), self.store.uri(output.staging)
             job = PublishJob(window, staging, output.files, output.rows_out, self.store.place, self.ledger_id)

@@ -41,7 +41,7 @@ class Sink(Protocol):
         """Find out at the start what a window would fail on. Raises OperatorError, and what Spark raises."""
 
     def own(self, spark: SparkSession, sink: SinkSpec, owner: Owner, /, *, new_ledger: bool) -> None:
-        """Note whose the table is, at the start, after ``check``; where there is no table yet, do so when it is made.
+        """Store the table's owner at the start, after ``check``; if the table does not exist yet, on creation.
 
         ``sink.must_note`` decides, and raises OperatorError when the table is another's. Stored with the table.
         """
@@ -73,7 +73,7 @@ def find(name: str) -> Sink:
         where = f"{entry.value}, which an installed package registers as {name},"
         try:
             sink: Sink = entry.load()
-        except Exception as error:  # a stranger's module may raise anything
+        except Exception as error:  # the package's module may raise anything
             raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
         if missing := [part for part in _PARTS if not hasattr(sink, part)]:
             raise ValueError(f"{where} lacks {', '.join(missing)}")

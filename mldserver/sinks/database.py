@@ -30,13 +30,13 @@ _OF_SPARK: Final = frozenset(
         "truncate",
     }
 )
-"""Options of Spark's writer, lower case: they are no properties of a connection."""
+"""Options of Spark's writer, lower case. They are not connection properties."""
 
 _NO_TABLE: Final = ("42", "S0")
-"""How SQLSTATEs begin that tell of names that are not there (SQL:2003 class 42; SQL Server says S0002 too)."""
+"""SQLSTATE prefixes for unknown names (SQL:2003 class 42; SQL Server also uses S0002)."""
 
 _NO_RIGHT: Final = "425"
-"""How those of that class begin that tell of rights that are not there."""
+"""SQLSTATE prefix within class 42 for missing rights."""
 
 _ADVICE: Final = (
     "Give Spark the database's driver: spark_conf spark.jars=PATH or spark.jars.packages=GROUP:NAME:VERSION, and "
@@ -55,7 +55,7 @@ class DatabaseError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """One connection. Every statement is a transaction of its own, but for those within ``together``."""
+    """One connection. Every statement is a separate transaction, except within ``together``."""
 
     _connection: Any
     """A ``java.sql.Connection``."""
@@ -85,7 +85,7 @@ class Database:
             return tuple(str(rows.getString(place + 1)) for place in range(width)) if rows.next() else None
 
     def columns(self, table: str) -> dict[str, str] | None:
-        """Return a table's columns, by their names in lower case; None when there is no such table."""
+        """Return a table's columns, by their names in lower case; None when the table does not exist."""
         try:
             with self._prepared(f"SELECT * FROM {table} WHERE 1 = 0") as prepared:  # noqa: S608  # the operator's own name
                 about = prepared.executeQuery().getMetaData()
@@ -122,7 +122,7 @@ class Database:
             with _in_words():
                 self._connection.commit()
         except BaseException:
-            # A database takes back by itself what a connection did that is gone; the first error is the one to tell.
+            # The database rolls back a lost connection's work itself. The first error explains the failure.
             with contextlib.suppress(DatabaseError), _in_words():
                 self._connection.rollback()
                 self._connection.setAutoCommit(True)

@@ -1,9 +1,10 @@
 """Delta Lake: a window is a partition, replaced by one commit of the table's log.
 
 Delta skips a write whose ``txnVersion`` is not above the last one of its ``txnAppId`` (Delta protocol, "Transaction
-Identifiers"). Windows may be published in any order, so each has an application id of its own, and its revision is the
-version. The ledger's id is part of it, since a new ledger counts revisions from 1 again: a write that is repeated, or comes from a server that was taken for dead, changes nothing. Both are given to
-the writer, not to the session, where they would hold for every write that comes after.
+Identifiers"). Windows may be published in any order, so each has a separate application id, and its revision is the
+version. The application id contains the ledger's id, since a new ledger counts revisions from 1 again. So a repeated
+write, or a late one from a server that was presumed dead, changes nothing. The writer gets both values, not the
+session, where they would apply to all later writes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def parse(target: str) -> str:
     """Return an absolute path, or the URI. Raises ValueError."""
     if not target.strip("/"):
         raise ValueError("after delta: comes a path or a URI")
-    # Spark has a working directory of its own.
+    # Spark has a different working directory.
     return target if "://" in target else str(local_path(target).absolute())
 
 

@@ -1,8 +1,8 @@
 """Apache Iceberg: a window is a partition, replaced by one snapshot.
 
-Each snapshot's summary holds the pipeline, ledger, window and revision that it wrote. A write looks for its own first, and
-tells Iceberg from which snapshot on nobody else may have touched the partition: so a write that is repeated, or that
-comes late from a server that was taken for dead, cannot take back a later revision. (Snapshots may expire; a revision
+Each snapshot's summary holds the pipeline, ledger, window and revision that it wrote. A write first looks for its window's
+snapshots. Iceberg then rejects the write if the partition has changed since. So a repeated write, or a late one from a
+server that was presumed dead, cannot undo a later revision. (Snapshots may expire; a revision
 that is published again after its snapshot is gone replaces the same rows by themselves.)
 """
 

@@ -1,8 +1,8 @@
 """JDBC: Spark writes a window into a stage table, one transaction moves it into the table.
 
-Beside the table lie ``<table>__owner``, one line that says whose the table is and whether it was made,
-``<table>__windows``, with the revision of each window that the table holds, and for a while
-``<table>__stage_<random>``, one for each try: Spark's tasks commit one by one, so nobody may read what they write. The stage
+Three kinds of tables accompany it. ``<table>__owner`` has one line: the table's owner, and whether the table was made.
+``<table>__windows`` has the revision of each window in the table. Each try has a temporary
+``<table>__stage_<random>``: Spark's tasks commit one by one, so no reader may see their rows. The stage
 of a try that makes the table, too, is ``<table>__first_<random>``: where that try dies, the next one knows that an index may lack.
 The steps, each of which may be the last of a process:
 
@@ -13,8 +13,8 @@ The steps, each of which may be the last of a process:
     clear     the stage is dropped, the line names none
 
 Whoever claims later, on this server or another, wins: the transaction of the earlier one finds its stage named no more.
-A claim locks the owner's line, and so does a new owner, who takes all stages from the lines of windows and sets their
-revisions back to 0: no try of the former owner moves anything after that.
+A claim locks the owner's line. A new owner locks it too, removes all stages from the lines of windows and resets their
+revisions to 0. After that, no try of the former owner moves any rows.
 Classic Spark only: over Spark Connect a program has no connection to the database, and Spark's own writer commits each
 task for itself, so no step could be made one.
 """
@@ -45,7 +45,7 @@ _NONE: Final = "none"
 """Stage of a window that has none. (Not an empty text: Oracle takes that for NULL.)"""
 
 _COLUMN_TYPES: Final = f"`{WINDOW}` VARCHAR(64)"
-"""Databases make strings large objects, which cannot be compared, unless they are told a length."""
+"""Without a length, databases make strings large objects, which cannot be compared."""
 
 _STAGE: Final = "__stage_"
 _FIRST: Final = "__first_"
@@ -231,7 +231,7 @@ def _count(database: Database, windows: str) -> int:
 
 
 def _take(database: Database, table: str, found: Owner | None, owner: Owner) -> bool:
-    """Let the table be the owner's, in place of what was ``found``; False when that is not what it says any more.
+    """Make ``owner`` the table's owner in place of ``found``. Return False if the stored owner has changed.
 
     Revisions that another ledger counted are forgotten.
     """
@@ -289,7 +289,7 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
                         raise
             move(database, attempt)
         except BaseException:
-            # The first error is the one to tell; the next try drops the stage.
+            # The first error explains the failure; the next try drops the stage.
             with contextlib.suppress(DatabaseError):
                 clear(database, attempt, attempt.stage)
             raise
@@ -342,7 +342,7 @@ def _make_index(database: Database, table: str) -> None:
 
 
 def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None:
-    """Let Spark write the stage; and the table, without rows, when it is to ``create`` it."""
+    """Write the stage with Spark; if ``create``, create the table without rows first."""
     lower = {name.lower(): value for name, value in sink.options.items()}
     types = ", ".join(filter(None, [lower.get("createtablecolumntypes"), _COLUMN_TYPES]))
     options = sink.options | {"url": f"jdbc:{sink.target}", "createTableColumnTypes": types}
@@ -365,7 +365,7 @@ def move(database: Database, attempt: Try) -> None:
     if stage is None or (columns is None and job.files):
         raise RuntimeError(f"the stage of window {job.window.id} is gone: another server writes the window")
     with database.together():
-        # First, so that whoever else writes this window waits here.
+        # First, so that other writers of this window wait here.
         changed = database.change(
             f"UPDATE {attempt.windows} SET revision = ? WHERE pipeline = ? AND window_id = ? AND stage = ?"  # noqa: S608  # the operator's own name
             " AND revision < ?",

@@ -1,7 +1,7 @@
 """What every table sink has in common: whose a table is, the staged rows, the columns that name their window, errors.
 
 Revisions count within one ledger, and windows of two pipelines may have the same id. So a table belongs to one pipeline
-on one ledger: the first claim is stored in the table, or beside it, and every start and every write compares the two.
+on one ledger: the first claim is stored in or next to the table, and every start and every write compares the two.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def existing(
 ) -> DataFrame | None:
     """Return a table; None when there is none yet.
 
-    ``no_table``: the conditions by which Spark says so. ``faults``: what is wrong with the session, by the condition that
-    tells it; then raises OperatorError, with ``advice``. All else is raised as it comes.
+    ``no_table``: the conditions by which Spark says so. ``faults``: what is wrong with the session, by condition. For
+    these it raises OperatorError, with ``advice``. All else is raised as it comes.
     """
     try:
         table = load()

@@ -2,10 +2,10 @@
 
     starting ──Started──▶ warming ──Warm──▶ ready ──end of the socket──▶ restarting ──back-off──▶ starting
 
-A driver is one child process with its JVM (``driver.py``). Whatever goes wrong with it, the answer is the same: kill
-its process group, tell those who wait for a job (DriverLost), and start a fresh one after a back-off that grows until
-a job has succeeded again. Java that is missing, a handler that cannot be imported, or a session that never comes up on
-this very machine, are not waited for: ``run`` raises.
+A driver is one child process with its JVM (``driver.py``). After any failure, the engine kills the process group,
+fails pending jobs with DriverLost, and starts a fresh driver after a back-off. The back-off grows until a job
+succeeds. If Java is missing, the handler cannot be imported, or a session on this machine never comes up, ``run``
+raises.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SparkEngine:
     python_path: Sequence[str] | None = None
     """Folders that are importable in the driver and in Spark's workers; None: the working directory."""
     py_files: Sequence[str | Path] = ()
-    """Files of Python code (.py, .zip, .egg) that executors import, beside the handler's own."""
+    """Files of Python code (.py, .zip, .egg) that executors import, in addition to the handler's."""
     python: str | None = None
     """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
     concurrency: int = 1
@@ -102,7 +102,7 @@ class SparkEngine:
     log_error_messages: bool = True
     """Whether the log quotes what errors say in Spark's own log."""
     app_name: str = "mldserver"
-    """What the application is called, unless ``conf`` says it; a Spark Connect server is an application of its own."""
+    """The application's name, unless ``conf`` sets it. A Spark Connect server is a separate application."""
     group_limit: int = 1
     """How many windows share one Spark job at most."""
     storage: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class SparkEngine:
         self._was_ready = False
         self._start_seconds: float | None = None
         self._outdated = asyncio.Event()
-        """Set when the present driver is to be followed by one that imports the handler as it is then."""
+        """Set when a driver that imports the changed handler must replace the present one."""
         self._retired: Life | None = None
         """The driver that was stopped for that."""
         self._on_slow: Callable[[str], None] = lambda _: None
@@ -382,7 +382,7 @@ class SparkEngine:
         return life
 
     async def _retire(self, life: Life) -> None:
-        """Once the driver is outdated, stop it when nobody has a job there any more."""
+        """Once the driver is outdated, stop it as soon as it runs no job."""
         await self._outdated.wait()
         async with contextlib.AsyncExitStack() as slots:
             for _ in range(self.concurrency):
@@ -412,7 +412,7 @@ class SparkEngine:
         await self.clock.sleep(self.archive_after)
         try:
             start, around, _ = await asyncio.to_thread(self._plan, java, train=wanted)
-        except OSError as error:  # a full disk is no reason to end a driver that works
+        except OSError as error:  # a full disk must not end a working driver
             log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
         else:
             await train(start, self.command, around, self.clock)
@@ -422,7 +422,7 @@ class SparkEngine:
     ) -> tuple[Start, dict[str, str], Path | None]:
         """Return how to start a driver, its environment, and the class archive that is wanted but not there yet.
 
-        ``train``: the archive that the driver is only to make. Raises OSError where there is no room for its files.
+        ``train``: the archive that the driver is only to make. Raises OSError when its files cannot be written.
         """
         archive, wanted = train, None
         if archive is None and java is not None and self.cache_dir is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _COUNT_SECONDS = 60
-"""How long after a job Spark may take to tell what it counted; it is milliseconds."""
+"""How long Spark may take to report a job's counts. It takes milliseconds."""
 
 _PART: Final = re.compile(r"/part-(\d+)-[^/]*$")
 """What Spark calls a file: the number is that of the partition whose task wrote it."""
@@ -46,7 +46,7 @@ class CountsDiffer(Exception):
 
 
 class Count:
-    """Counts a frame's rows while a job runs over them, on Spark Connect, where nobody tells what ``JobCounts`` asks for."""
+    """Counts a frame's rows while a job runs over them, on Spark Connect, where ``JobCounts`` has no data."""
 
     def __init__(self, frame: DataFrame) -> None:
         """Count the rows of ``frame`` through ``self.frame``."""
@@ -67,9 +67,9 @@ class JobCounts:
     """
 
     def __init__(self, spark: SparkSession) -> None:
-        """On Spark Connect nobody knows of any job."""
+        """Prepare a job tag; none on Spark Connect."""
         self._context: Any = getattr(spark, "sparkContext", None)
-        # Its own, beside the user's: a job group would be one or the other's, and other windows may have the hook's.
+        # A separate tag: a thread has only one job group, and other windows may share the hook's tags.
         self._tag = f"mldserver-{next(_NUMBERS)}"
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class JobCounts:
             self._context.removeJobTag(self._tag)
 
     def _stages(self) -> Iterator[Any]:
-        """Yield each attempt at each stage, but for those that Spark has forgotten already."""
+        """Yield each attempt at each stage, except those that Spark has forgotten already."""
         if self._context is None:
             return
         scala = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
@@ -97,8 +97,8 @@ class JobCounts:
     def counts(self) -> tuple[set[int], int]:
         """Return how many rows the stages have read, each of them and all together, and how many they have written into files.
 
-        What tasks that failed have read counts too; what a task has written does when the driver has let it commit. Nobody
-        knows what is read on Spark Connect.
+        Rows that failed tasks have read count too. Rows that a task has written count once the driver has allowed its
+        commit. On Spark Connect, all counts are 0.
         """
         stages = [(stage.inputRecords(), stage.outputRecords()) for stage in self._stages()]
         read = [records for records, _ in stages]
@@ -177,7 +177,7 @@ def _executor(task: Any) -> str:
 def inspect_output(staging: str, out: str = "") -> Output:
     """List the data files of a finished attempt and count their rows from the Parquet footers. Raises OSError.
 
-    ``out``: ``WindowJob.out``, where ``staging`` is no local path.
+    ``out``: ``WindowJob.out``, where ``staging`` is not a local path.
     """
     filesystem, root = reach(staging, out)
     files, rows = data_files(filesystem, root), 0
@@ -191,7 +191,7 @@ def data_files(filesystem: fs.FileSystem, root: str) -> list[str]:
     """Return the paths of an output's files, sorted."""
     entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
     files = (entry for entry in entries if entry.type == fs.FileType.File)
-    # A task that nobody waits for any more may write into Spark's temporary folder all the same.
+    # An abandoned task may still write into Spark's temporary folder.
     return sorted(
         entry.path
         for entry in files

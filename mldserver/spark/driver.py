@@ -1,11 +1,11 @@
 """The Spark driver's process: ``python -m mldserver.spark.driver FD``, a child of the server.
 
-The main thread does nothing but read messages, so that it always notices when the server is gone; the session is
-made, and windows run, in other threads, each window's job in one of its own. py4j binds a Python thread to a Java thread,
+The main thread only reads messages, so that it always notices when the server is gone. Other threads make the
+session and run windows, one thread for each job. py4j binds a Python thread to a Java thread,
 and job groups and tags belong to the Java thread: so a job sets its own, in the thread that runs it. Cancelling goes by
-them from any thread. The process leads a process group that holds the JVM too. Whatever ends it in
-disorder (the socket closes, the JVM dies, bytes that are no message) kills the whole group at once: there is nothing
-to save, since only the ledger's commits count.
+them from any thread. The process leads a process group that holds the JVM too. If the socket closes, the JVM dies or
+a message is malformed, it kills the whole group at once: there is nothing to save, since only the ledger's commits
+count.
 
 Standard output and standard error belong to Spark and to the user's code; the server reads them as text. Messages go
 over the socket alone.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _CANCEL_AGAIN_SECONDS = 0.5
 
 _SLOW_SECONDS = 60.0
-"""``on_window`` mostly says what is to be computed, which takes milliseconds: one that runs for a minute may hang."""
+"""``on_window`` usually only builds a query, in milliseconds. A call that runs for a minute may hang."""
 
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
@@ -145,7 +145,7 @@ class Jobs:
                 # The calls of a dead JVM fail a moment before its end can be seen.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.session.jvm.wait(_DEATH_SECONDS)
-                    return  # not the job's failure: whoever watches the JVM ends this process, and so the job
+                    return  # not the job's failure: the JVM's watcher ends this process, and so the job
             fault, advice = wire.describe(error), ""
             closed = self.session.connect and CLOSED in fault.message
             if not (self.session.is_local or job.cancelled):
@@ -167,7 +167,7 @@ class Jobs:
             del self._jobs[job.run.id]
         job.ended.set()
         self.send(answer)
-        with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
+        with contextlib.suppress(Exception):  # a dying JVM raises; its watcher handles that
             closed = closed or self.session.is_stopped
         if closed:
             self.stopped()
@@ -226,7 +226,7 @@ class Jobs:
             self.send(wire.Slow(job.run.id, call.window, round(seconds, 1), line))
 
     def report(self) -> None:
-        """Send the progress of running jobs, where it has changed. On Spark Connect nothing tells it."""
+        """Send the progress of running jobs, where it has changed; on Spark Connect, nothing."""
         if self.session.connect:
             return
         with self._lock:
@@ -356,7 +356,7 @@ class Driver:
         return jobs
 
     def _fall(self, last_words: wire.JvmGone | wire.Health) -> None:
-        """End at once, unless it was told to stop."""
+        """End at once, unless the process is stopping."""
         if not self._stopping:
             self.send(last_words)
             self.die()
@@ -380,7 +380,7 @@ class Driver:
             self.die()
         self._tidy()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # whatever the user's code has made of it, this process ends
+            with contextlib.suppress(Exception):  # the user's code may have closed the stream
                 stream.flush()
         os._exit(0)  # threads of cancelled jobs may still hang in user code
 

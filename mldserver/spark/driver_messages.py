@@ -63,7 +63,7 @@ class Start(channel.Message, frozen=True):
     app_name: str = "mldserver"
     """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
     py_files: tuple[str, ...] = ()
-    """Files of Python code for the executors, beside the handler's own."""
+    """Files of Python code for the executors, in addition to the handler's."""
     python: str | None = None
     """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
     storage: dict[str, str] = msgspec.field(default_factory=dict)
@@ -220,7 +220,7 @@ _RAISED: Final = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as it is told: class, sentence, the user's frames."""
+    """A reported error: its class, message and user frames."""
 
     error: str
     message: str
@@ -228,7 +228,7 @@ class Fault:
 
 
 def describe(error: BaseException) -> Fault:
-    """Return what to tell of ``error``; whatever code the user's exception has, it fails no one here."""
+    """Describe ``error``. Failures in the code of the user's exception are caught."""
     name, said = type(error).__name__, message(error)
     try:
         frames = _clip("".join(_lines(error, set())).rstrip())

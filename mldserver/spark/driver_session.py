@@ -42,7 +42,7 @@ Blame = Literal["window", "others", "outside", "server"]
 """As in ``DriverLost``."""
 
 _LAST_LINES = 20
-"""Lines of a driver's standard error that tell why it died."""
+"""Lines of a driver's standard error that explain its death."""
 
 _LINE_CHARACTERS = 300
 
@@ -51,7 +51,7 @@ _FROM_OUTSIDE = frozenset(
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
     for code in (-number, 128 + number)
 )
-"""Exit codes of a process that was sent a signal; Java's own handlers make 128 and the number of it."""
+"""Exit codes of a process that was sent a signal. Java's handlers exit with 128 plus the signal's number."""
 
 _OUT_OF_MEMORY = 3
 """A JVM's exit code by ``-XX:+ExitOnOutOfMemoryError``."""
@@ -61,7 +61,7 @@ _DRAIN_SECONDS = 2
 
 
 def driver_command() -> list[str]:
-    """Return the command line of a driver, but for the number of its socket."""
+    """Return the command line of a driver, without its socket's number."""
     return [sys.executable, "-m", "mldserver.spark.driver"]
 
 
@@ -72,7 +72,7 @@ _RAISED: Final = re.compile(r"(?:[A-Za-z_$][\w$]*\.)*[A-Za-z_$][\w$]*(?:Error|Ex
 
 
 class Life:
-    """Reads one driver until it ends; whoever waits for a job then gets DriverLost."""
+    """Reads one driver's messages until it ends. Pending jobs then raise DriverLost."""
 
     def __init__(
         self, start: wire.Start, clock: Clock, *, cancel_grace: float, log_error_messages: bool = True
@@ -116,7 +116,7 @@ class Life:
         """Set when the driver is warm."""
         self.started: wire.Started | None = None
         self.failed: wire.StartFailed | None = None
-        """Why there was no session, when the driver said so."""
+        """Why the start failed, if the driver reported it."""
         self.jobs_done = 0
         self.jvm_exit_code: int | None = None
         """Set when the JVM died before its driver."""
@@ -241,7 +241,7 @@ class Life:
             raise self._lost("server")  # it has not begun
         number = next(self._ids)
         run = wire.Run(number, work) if isinstance(work, tuple) else wire.Publish(number, work)
-        # Which window of a group it was nobody knows.
+        # In a group, the slow window is unknown.
         about = {} if isinstance(work, tuple) and work[1:] else {"window": run.job.window.id}
         answer: asyncio.Future[wire.Done | wire.FailedJob] = asyncio.get_running_loop().create_future()
         self.waiting[number] = (run, answer)
@@ -288,7 +288,7 @@ class Life:
         return object() if self.trouble is not None else self._troubles
 
     async def _watch_end(self) -> None:
-        """See an end that the socket does not tell: what the user's code has forked holds it open."""
+        """Notice an end that the socket hides: a process that the user's code forked holds it open."""
         await self.child.wait()
         self.child.kill()
         # Its last words may be on their way; who left the group with the socket will not close it.
@@ -376,7 +376,7 @@ class Life:
     def _take_stdout(self, lines: list[str]) -> bool:
         """Log lines, or count them; return whether all were logged."""
         lines = list(map(self._redacted, lines))
-        if self.started is None:  # a crash at start is told on standard output
+        if self.started is None:  # standard output explains a crash at start
             self._last_lines += [line[:_LINE_CHARACTERS] for line in lines]
         passed = [self._stdout.passes() for _ in lines]
         for line in itertools.compress(lines, passed):
@@ -402,8 +402,8 @@ class Life:
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
 
 
-# Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the
-# server's own events (window.failed, spark.lost), at the level that they deserve.
+# Spark logs as errors what it then retries, and every error of the user's code. The server's own events
+# (window.failed, spark.lost) report the outcome, at its proper level.
 _LEVELS = {
     "TRACE": "debug",
     "DEBUG": "debug",

@@ -1,9 +1,9 @@
-"""Whether a session on other machines still lives: what is seen of it, and what follows. Runs in the driver's process.
+"""Health checks of a session on other machines, and their consequences. Runs in the driver's process.
 
 Little of it raises an error by itself. A standalone master that was started again kills the executors of an application that
 it does not know, and jobs wait for ever; a Connect client repeats its calls for minutes when its server is gone. So the driver
-looks every few seconds. What a fresh driver would mend ends this one. What only more resources would mend is told in words:
-a cluster that is full has none for a fresh driver either.
+looks every few seconds. The driver ends if a fresh one would solve the problem. It only reports a lack of
+resources: a full cluster has none for a fresh driver either.
 
 A local master dies with its JVM, which is watched anyway: there is nothing to look at.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 _TICK_SECONDS: Final = 0.5
-"""How often jobs tell their progress, and the judge looks at the time."""
+"""How often jobs report their progress, and the judge looks at the time."""
 _LOOK_TICKS: Final = 4
 """A session is looked at every so many ticks."""
 _STOOD_STILL_SECONDS: Final = 10.0
@@ -57,7 +57,7 @@ _RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
     "gone": (_Rule(10, "The Spark Connect server is gone: {}", over=True),),
     "refused": (_Rule(10, "The Spark Connect server refuses calls: {}"),),
     DENIED: (_Rule(10, "The Spark Connect server lets nobody in by the token and user of spark_master: {}"),),
-    # While a master is down executors live on, and jobs run; one that takes over from another tells the driver.
+    # Executors run jobs while a master is down. A master that takes over from another notifies the driver.
     "unknown": (
         _Rule(
             5,
@@ -89,7 +89,7 @@ class HealthJudge:
         self._since = {sign: self._since[sign] + still if sign in self._since else now for sign in signs}
         for sign, rules in _RULES.items():
             for rule in rules:
-                # A look that hangs does not see a sign again: who asks next will.
+                # While a look hangs, the other signs are outdated.
                 stale = rule.over and sign != "silent" and "silent" in signs
                 if sign in signs and now - self._since[sign] >= rule.seconds and not stale:
                     return wire.Health(rule.text.format(signs[sign]), rule.over)
@@ -113,7 +113,7 @@ class Cluster:
         if self._is_stopped():
             return {"stopped": ""}
         spark = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
-        if spark.getExecutorMemoryStatus().size() > 1:  # beside the driver's own
+        if spark.getExecutorMemoryStatus().size() > 1:  # more than the driver
             return {}
         wanted = self._most
         if self._dynamic:
@@ -124,7 +124,7 @@ class Cluster:
             return {}  # as it should be: executors come with the work
         signs = {"no executors": ""}
         if self._standalone:
-            # The master is asked for what it is to give anyway: it refuses an application that it does not know.
+            # Repeat the present request for executors: the master refuses an application that it does not know.
             maps = getattr(self._context._jvm, "scala.collection.immutable.Map$")  # noqa: SLF001  # as above
             try:
                 known = bool(spark.requestTotalExecutors(wanted, 0, getattr(maps, "MODULE$").empty()))
@@ -137,7 +137,7 @@ class Cluster:
 
 @dataclass(eq=False)
 class ConnectServer:
-    """Looks at a session of Spark Connect by a client of its own."""
+    """Looks at a session of Spark Connect with a separate client."""
 
     _client: Any
     """Repeats nothing."""
@@ -225,6 +225,6 @@ class JobWatch:
     def _ask(self) -> None:
         self.report()
         if self.look is not None and self._asked % _LOOK_TICKS == 0:
-            with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
+            with contextlib.suppress(Exception):  # a dying JVM raises; its watcher handles that
                 self._seen = self.look()
         self._asked += 1

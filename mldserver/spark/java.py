@@ -5,14 +5,14 @@ Spark 4 needs Java 17 or later on the driver's machine. What is found and how a 
 
 A JVM spends half of Spark's start on loading some 20,000 classes. Java can write them to a file when it exits
 (``-XX:ArchiveClassesAtExit``) and map that file at later starts (``-XX:SharedArchiveFile``); the JVM checks class path,
-jars and build of Java itself, and goes on without the file when anything is off. Writing costs a start that is 1.4
-times as slow and an exit as long as the start, so it is never left to a driver that somebody waits for: a driver of
-its own, at the lowest priority, makes the archive later and exits. The file gets its name when it is complete.
+jars and build of Java itself, and goes on without the file when anything is off. Writing makes the start 1.4
+times as slow and the exit as long as the start. So a separate driver without jobs, at the lowest priority, makes the
+archive later and exits. The file gets its name when it is complete.
 
 What it brings, with Java 17 and pyspark 4.3 (without archive = 1): from nothing to the first computed window 0.5 on a
 quiet machine with two cores, from nothing to a driver that is warm 0.43 to 0.64 (processor time 0.56 to 0.61, three
 rounds each) on a busy one. ``quick`` options (C1 compiler only, serial collector): 0.76, with an archive 0.37; but
-nobody makes one for them: `sim` and `demo` end before. The file has about 170 MB.
+`sim` and `demo` end before an archive is made. The file has about 170 MB.
 """
 
 from __future__ import annotations

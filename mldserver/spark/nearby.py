@@ -1,8 +1,8 @@
 """Small windows on S3 and a local master, through a folder of this machine.
 
 Spark's way to S3 costs a small window some fifty requests, one after another, and most of them are about folders that are
-none. Where its tasks run in this very machine they need not go that way: this process fetches the window's segments, Spark
-computes it as it does on a local disk, and this process sends the files that came of it. Larger windows are read and
+none. If the tasks run on this machine, there is a faster way: this process fetches the window's segments, Spark
+computes it as it does on a local disk, and this process uploads the resulting files. Larger windows are read and
 written by Spark's tasks themselves.
 """
 
@@ -40,13 +40,13 @@ _OF_OBJECTS: Final = (
     "encryption.algorithm",
     "server-side-encryption-algorithm",
 )
-"""What Hadoop may be told of the objects that it writes to S3, and this process does not know."""
+"""Hadoop's settings for the objects that it writes to S3. This process does not apply them."""
 
 
 def suits(out: str, hadoop: Callable[[str], str | None]) -> bool:
     """Whether windows of this output may go through a folder of this machine. ``hadoop``: Spark's settings of Hadoop.
 
-    Not where paths without a scheme lead Spark to another file system, or where its files are to be of their own kind.
+    False if paths without a scheme lead Spark to another file system, or if a setting of ``_OF_OBJECTS`` is set.
     """
     if not out.startswith("s3:") or not (hadoop("fs.defaultFS") or "file:").startswith("file:"):
         return False
@@ -66,7 +66,7 @@ def through_disk(
     if sum(job.bytes for job in jobs) > MOST_BYTES:
         return compute(jobs)
     (filesystem, _), local = reach(jobs[0].staging, jobs[0].out), LocalFileSystem()
-    # What a task that nobody waits for any more still writes goes with the process's own folder.
+    # If an abandoned task writes later, its files are deleted with the process's folder.
     with (
         tempfile.TemporaryDirectory(prefix="windows-", ignore_cleanup_errors=True) as folder,
         ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="store") as pool,

@@ -1,7 +1,7 @@
 """The Spark session: every default, with its reason, and how the session is made. Runs in the driver's process.
 
 Whatever the user configures wins. The defaults fit what a window is: small data, often, on a session that lives as
-long as the server. Where the start's seconds go, and what halves them, is told in ``java.py``.
+long as the server. ``java.py`` explains what the start takes, and what halves it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
         f"-Djava.io.tmpdir={start.scratch}",
         f"-Dlog4j2.configurationFile={Path(start.scratch) / _LOG_SETTINGS}",
         "-XX:-UsePerfData",  # no file in the temporary directory that a killed JVM would leave there
-        "-XX:+ExitOnOutOfMemoryError",  # a session is not to be trusted after it; a fresh driver is
+        "-XX:+ExitOnOutOfMemoryError",  # such a session is unreliable; a fresh driver is not
     ]
     if start.quick:
         # C1 only: sooner warm, slower on jobs of minutes; for tests and demonstrations.
@@ -120,7 +120,7 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     ours["spark.ui.enabled"] = "true" if start.ui else "false"
     ours["spark.sql.warehouse.dir"] = str(Path(start.scratch) / "warehouse")
     if not start.out:
-        # Hadoop has an umask of its own, 022: published windows would be open under a tighter one, and executors of another
+        # Hadoop's default umask is 022: published windows would be open under a tighter one, and executors of another
         # user could not write under a wider one.
         ours["spark.hadoop.fs.permissions.umask-mode"] = f"{umask():03o}"
     if start.concurrency > 1:
@@ -129,7 +129,7 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     if is_local(start.master):
         ours |= _LOCAL
         ours["spark.sql.shuffle.partitions"] = str(cores)
-    # A start that only writes an archive is no application for the history server.
+    # The history server does not list a start that only writes an archive.
     last = {"spark.eventLog.enabled": "false"} if start.train else {}
     return {**ours, **start.conf, **last}
 
@@ -154,7 +154,7 @@ def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | 
         ours.pop(name, None)
     ours["TMPDIR"] = start.scratch
     if hidden(start):
-        # Spark's defaults are read beside it, as they are without it.
+        # Spark's defaults are read too, as they are without this file.
         file = shlex.quote(str(Path(start.scratch) / _SECRETS))
         others = inherited.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")
         ours["PYSPARK_SUBMIT_ARGS"] = f"--properties-file {file} --load-spark-defaults {others}"
@@ -192,7 +192,7 @@ class Session:
 
     @property
     def is_local(self) -> bool:
-        """Whether tasks run in the JVM beside this process."""
+        """Whether tasks run in this process's JVM."""
         return self.cores is not None
 
     def hadoop(self, name: str) -> str | None:
@@ -230,7 +230,7 @@ class Session:
         return None if self.is_local else Cluster(spark, lambda: self.is_stopped).look
 
     def stop(self) -> None:
-        """Stop the session and, in classic mode, let the JVM exit by itself (its standard input ends)."""
+        """Stop the session and, in classic mode, close the JVM's standard input, so that it exits."""
         if self.jvm is None:
             self.spark.stop()
             return
@@ -244,7 +244,7 @@ class Session:
 def open_session(start: Start) -> Session:
     """Make the session, in the process's environment.
 
-    Raises OperatorError where a Spark Connect server lets nobody in by this URL, and what pyspark raises.
+    Raises OperatorError when a Spark Connect server rejects the URL's credentials, and what pyspark raises.
     """
     from pyspark.sql import SparkSession  # noqa: PLC0415  # the server imports this module and never pyspark
 

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from mldserver.spark.session import Session
 
 _DIGITS: Final = 12
-"""Of the hash: enough to tell a handler's versions apart."""
+"""Of the hash: enough to distinguish a handler's versions."""
 
 _MOST_TASKS: Final = 64
-"""Of the job that looks at executors' Python: Spark Connect does not tell how many cores there are."""
+"""Of the job that checks executors' Python: Spark Connect does not report the number of cores."""
 
 _PYTHON_FUNCTIONS: Final = re.compile(
     rb"\b(\w*ud(t?f|af)|\w+In(Pandas|Arrow)\w*|rdd|foreach|foreachPartition|dataSource)\b|pyspark\.pandas"
@@ -119,7 +119,7 @@ class _Guarded:
 
 
 def guard_executors(start: Start) -> None:
-    """Make functions travel with the guard that lets the modules they name be imported where there is no session.
+    """Pickle functions with the guard that makes the modules they name importable without a session.
 
     On a local master these modules are those that the server has sent.
     """

@@ -2,7 +2,7 @@
 
 Where Spark runs on other machines, or the output lies on an object store, that window lies in the output's storage. This
 process writes a file for each core; the executors read these and write as many, which are counted here. An executor that
-sees another disk under that path finds nothing there, or writes where nobody looks, and Spark says that all went well.
+sees another disk under that path finds nothing there, or writes to that disk, and Spark reports success.
 One that joins later is caught by the counts of windows (``window_job.py``).
 """
 
@@ -104,7 +104,7 @@ def _job(start: Start, place: str, count: int) -> WindowJob:
 
 
 def _prove(session: Session, start: Start, place: str) -> None:
-    """Let each core read a file and write one. Raises OperatorError unless as many rows come back."""
+    """Read and write one file on each core. Raises OperatorError unless as many rows come back."""
     cores = session.slots()
     spark, job = session.spark, _job(start, place, cores)
     if not session.connect:
@@ -114,7 +114,7 @@ def _prove(session: Session, start: Start, place: str) -> None:
     before = spark.conf.get(wanted) or ""
     spark.conf.set(wanted, str(1 << 16))
     try:
-        # Who does not see a file is to find nothing: a task that fails is only given to another executor.
+        # An executor that lacks a file must not fail: Spark would only retry the task on another executor.
         reader = spark.read.option("ignoreMissingFiles", "true").schema(columns_ddl(start.schema))
         write(reader.parquet(*map(escaped, job.segments)), job.staging, (job,), None, cores)
     finally:
@@ -131,8 +131,8 @@ def _prove(session: Session, start: Start, place: str) -> None:
 
 
 def _newcomers(session: Session) -> bool:
-    """Whether there are executors that had no task yet; on Connect nobody knows."""
-    # No Python face yet: what another Spark answers otherwise is no answer.
+    """Whether some executor had no task yet; False on Connect."""
+    # No Python API yet: another Spark version may raise here.
     with contextlib.suppress(Exception):
         context: Any = session.spark.sparkContext
         executors = context._jsc.sc().statusStore().executorList(True)  # noqa: SLF001  # see above

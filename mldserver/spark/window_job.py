@@ -1,7 +1,7 @@
 """A job in the driver's process: read windows' segments, run ``on_window``, write each result into its attempt's directory.
 
-The directory is written by this attempt alone and counts only when the ledger says so; so Spark needs no clever committer,
-and what an attempt leaves behind when it fails is nobody's concern here.
+Only this attempt writes the directory, which counts only once the ledger commits it. So Spark needs no special committer,
+and this module leaves a failed attempt's files in place.
 
 Rows are counted as they are read and as they are written (``counts.py``).
 
@@ -58,8 +58,8 @@ META_DDL = (
 """``META_COLUMNS`` of runtime/interface.py as Spark reads them."""
 
 READ_BYTES = 2 * 1024 * 1024
-"""A second task, and the shuffle that a group-by then needs, cost tens of milliseconds whatever they do: less than this is
-not worth a task of its own."""
+"""A second task, and the shuffle that a group-by then needs, cost tens of milliseconds. So fewer bytes than this do not get
+another task."""
 
 WRITTEN_BYTES = 8 * 1024 * 1024
 """Less than this is not worth a file of its own to those who read the output."""
@@ -68,12 +68,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 _WRITTEN: Final = {
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
-    # Each task's files go to their place when it commits, and not once more when the job does: an attempt that fails
-    # counts for nothing, wherever its files are. On an object store each move is a copy.
+    # Each task's files go to their place when it commits, and not once more when the job does: files of a
+    # failed attempt never count. On an object store each move is a copy.
     "mapreduce.fileoutputcommitter.algorithm.version": "2",
 }
 _LOCAL_FILES: Final = {
-    # Without a checksum file beside every output file, which would be published too; Parquet has checksums of its own.
+    # Write no checksum files: they would be published too, and Parquet contains checksums.
     # For this one job: Hadoop's own disk buffers, which S3A and ABFS write through, work with the default only, and the
     # cache would hand it out.
     "fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
@@ -86,7 +86,7 @@ _PACKING: Final = {
     "spark.sql.files.openCostInBytes": "4194304b",
     "spark.sql.files.minPartitionNum": None,
 }
-"""How Spark puts files into tasks: what nobody has changed."""
+"""Spark's defaults for packing files into tasks."""
 
 _OPENING_BYTES = (256 * 1024, 4 * 1024 * 1024)
 """What is read in the time that opening a file takes: on a disk, and on an object store."""
@@ -166,7 +166,7 @@ def partitions(size: int, cores: int, least: int) -> int:
 
 
 def capacity(sizes: Sequence[int], tasks: int, opening: int) -> int:
-    """Return the least bytes that Spark may give to a task at most, if it is to put files into so many tasks.
+    """Return the smallest limit of bytes a task with which Spark packs the files into at most ``tasks`` tasks.
 
     It fills one task after the other, the largest files first, and begins the next one where a file has no room. Opening
     a file counts as so many bytes, and what is larger than a task is cut.
@@ -222,7 +222,7 @@ def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFr
     Schemas are given, so that no job is spent on looking into the files. Each segment is read by the schema that it was
     written under: Spark makes NULL of a column that it does not find, and of a number that it finds narrower an error.
     """
-    # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
+    # Spark must read every segment in the ledger, whatever the user's settings ignore elsewhere.
     options = {"ignoreMissingFiles": "false", "ignoreCorruptFiles": "false"}
 
     def scan(ddl: str, paths: Iterable[str]) -> DataFrame:
@@ -295,8 +295,8 @@ class Attempt:
 def check_read(attempts: Sequence[Attempt], read: set[int], work: JobCounts) -> None:
     """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
-    ``read``: what the jobs that wrote the results have read, which mostly is all of it; ``work``: the hook's jobs too.
-    Where both are other numbers (the hook took a part of the rows, or other rows beside them), rows are counted once more.
+    ``read``: rows read by the jobs that wrote the results, usually all rows. ``work``: includes the hook's jobs. If neither
+    matches (the hook took some of the rows, or other rows too), rows are counted once more.
     """
     rows = sum(one.job.rows for one in attempts)
     if rows not in read and rows not in work.counts()[0]:
@@ -304,9 +304,9 @@ def check_read(attempts: Sequence[Attempt], read: set[int], work: JobCounts) -> 
 
 
 def count_read(attempts: Iterable[Attempt]) -> None:
-    """Let the executors count windows' rows, from the files' footers, in one short job. Raises CountsDiffer.
+    """Count windows' rows on the executors, from the files' footers, in one short job. Raises CountsDiffer.
 
-    But for rows that were counted on their way, on Spark Connect: nobody there tells what a stage has read.
+    On Spark Connect, skip windows whose rows ``Count`` has already found complete.
     """
     counted = {one: None if one.count is None else one.count.rows(ran=False) for one in attempts}
     doubtful = {one.job.window.id: one for one, rows in counted.items() if rows != one.job.rows}
@@ -331,7 +331,7 @@ def write(
 ) -> tuple[set[int], int]:
     """Write the result of ``jobs`` into ``staging``; return what that job has read (``JobCounts``), and how many rows it wrote.
 
-    With the columns of the window's start and end, but for those that the result has already. An existing directory is an
+    Adds the columns of the window's start and end, except those that the result has already. An existing directory is an
     error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
     there are several: each gets a folder there.
     """
@@ -354,7 +354,7 @@ def write(
             instants = [f"'w{number}', {instant}" for number, instant in enumerate(instants)]
         added.append(f"{entries.format(', '.join(instants))}{place} AS {quoted(name)}")
     # As one text, since each function that Python names is some ten calls into the JVM; and at once, since each step has
-    # Spark analyse the whole plan anew.
+    # Spark analyse the whole plan again.
     frame = frame.selectExpr("*", *added) if added else frame
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
@@ -447,11 +447,11 @@ def _write_together(
 
 
 def quoted(name: str) -> str:
-    """Return a column's name as SQL takes it, whatever it holds."""
+    """Return a column's name, quoted for SQL."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def free_name(columns: Iterable[str]) -> str:
-    """Return a name that none of these columns has: Spark's names do not tell capitals from small letters."""
+    """Return a name that none of these columns has. Spark's names are case-insensitive."""
     taken = {column.lower() for column in columns}
     return next(name for n in itertools.count() if (name := f"_window{n or ''}") not in taken)
