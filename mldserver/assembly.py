@@ -116,7 +116,7 @@ def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
 
 
 class Surroundings(NamedTuple):
-    """What a server works with beside its settings."""
+    """What a server works with, besides its settings."""
 
     engine: Engine | None
     """Takes the place of Spark."""
@@ -136,7 +136,7 @@ class Surroundings(NamedTuple):
 async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[str], None]) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    The handler is loaded in a worker, unless the settings say otherwise. ``step`` is told what is waited for. Cancelled,
+    The handler is loaded in a worker, unless the settings say otherwise. ``step`` receives what is pending. Cancelled,
     it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread, which holds up
     nothing.
 
@@ -384,9 +384,9 @@ def exposed(settings: Settings) -> dict[Path, str]:
 
 
 def _locks(settings: Settings) -> ServerLocks | None:
-    """Return where lives are shown; None where that could show a living server as dead.
+    """Return the servers' locks; None if these could show a living server as dead.
 
-    Where each host has a folder of its own, the lock of a server that moved to another host is still here, and free.
+    If each host has a separate folder, the lock of a server that moved to another host is still here, and free.
     Names that the server made up are never used again; given ones may be.
     """
     shared = not isinstance(settings.out, RemoteOut) or isinstance(settings.ledger, SqlitePlace)

@@ -33,7 +33,7 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools has no types
 
 
 class Sdist(sdist):  # type: ignore[misc]  # see above
-    """Makes the source archive, and the commit goes with it: there is no clone where it is unpacked."""
+    """Adds the commit to the source archive, which is unpacked without a clone."""
 
     def make_release_tree(self, base_dir: str, files: Sequence[str]) -> None:
         """Do so."""

@@ -6,7 +6,7 @@ The payload is JSON of one shape, whichever way it came:
 * through KCL 1.x and its adapter for DynamoDB Streams: times in milliseconds, partition keys null;
 * from Kinesis Data Streams for DynamoDB: times in milliseconds or microseconds, no sequence number inside.
 
-Binaries are base64 in all of them.
+Binaries are base64 in all three.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TTL: Final = "dynamodb.amazonaws.com"
 
 
 class NotAChange(Fatal):
-    """A record's payload is no change of a DynamoDB table: it cannot succeed, so it is not tried again."""
+    """A record's payload is not a change of a DynamoDB table: a retry cannot succeed, so there is none."""
 
 
 class Change(RecordMethods):
@@ -163,8 +163,8 @@ Record.register(Change)
 
 @cache
 def deserializer(*, plain_numbers: bool) -> Any:
-    """Return what makes Python's values of DynamoDB's: boto3's, but for binaries, which are base64 here and become bytes."""
-    from boto3.dynamodb.types import TypeDeserializer  # noqa: PLC0415  # whoever has no changes never loads it
+    """Return a decoder of DynamoDB's values to Python's: boto3's, except that base64 binaries become bytes."""
+    from boto3.dynamodb.types import TypeDeserializer  # noqa: PLC0415  # only programs with changes load it
 
     class Deserializer(TypeDeserializer):  # type: ignore[misc]  # boto3 has no types
         def _deserialize_b(self, value: str) -> bytes:
@@ -172,7 +172,7 @@ def deserializer(*, plain_numbers: bool) -> Any:
 
         def _deserialize_n(self, value: str) -> int | float | Decimal:
             number: Decimal = super()._deserialize_n(value)
-            if not number.is_finite():  # what is no number is NaN for boto3
+            if not number.is_finite():  # boto3 turns other text into NaN
                 raise ValueError(f"{value!r} is no number")
             if not plain_numbers:
                 return number

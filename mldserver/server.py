@@ -9,7 +9,7 @@ them all the same, or another server on the ledger does); engine; ledger. A stop
 gives it up: nothing was accepted yet, so that is a clean end. A second one ends all waiting, in whatever stage.
 
 A drain stops every server on the ledger, as above, once the ledger asks for it. ``mldserver drain`` asks, and is the last
-server: it does not listen, and waits until the others have left (or are buried). Then no row is on its way any more, so
+server: it does not listen, and waits until the others have left or expired. Then no row is on its way any more, so
 it cuts every window that is open, whatever the watermark says, and ends when the ledger has none to publish.
 
 A server that others on its ledger took for dead (it hung for longer than ``server_timeout``, say) exits with a fault, so
@@ -121,7 +121,7 @@ class Server:
         self._built = asyncio.Event()
         self._stop = asyncio.Event()
         self.forced = asyncio.Event()
-        """Set once the stop is forced: what waits is cancelled then; whether that ends it is its own affair. Read only."""
+        """Set once the stop is forced: pending work is cancelled then, which may not end it. Read only."""
         self._hung_up = asyncio.Event()
         self._reason = ""
         self._step = ""
@@ -162,7 +162,7 @@ class Server:
         return code
 
     def _raise_open_files(self) -> None:
-        """Let the process have the files that its settings need, as far as the system allows; name the limit where it does not."""
+        """Raise this process's limit of open files to what its settings need; if the system allows less, log that limit."""
         needed = self.settings.connection_limit + _OWN_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -179,7 +179,7 @@ class Server:
             )
 
     async def _live(self) -> int:
-        """Start, work until stopped, close what there is, and show all of it; return the exit code."""
+        """Start, work until stopped, close everything, with the endpoint open; return the exit code."""
         code = EXIT_FAULT
         try:
             async with asyncio.TaskGroup() as always, contextlib.AsyncExitStack() as ends:
@@ -338,7 +338,7 @@ class Server:
         return True
 
     async def _publish_all(self, parts: Parts) -> None:
-        """Wait until nobody takes rows in any more, cut every open window, and return when all are published."""
+        """Wait until this server is the only one, cut every open window, and return when all are published."""
         coordinator, runner = parts.coordinator, parts.runner
         while coordinator.status().servers > 1:
             await self._clock.sleep(self.settings.flush_interval_ms / 1000)
@@ -376,9 +376,9 @@ class Server:
         work: Coroutine[None, None, T],
         waiting_for: Callable[[], dict[str, object]],
     ) -> AsyncIterator[asyncio.Task[T]]:
-        """Begin ``work`` and wait until it is done or the event is set, telling what is waited for.
+        """Begin ``work`` and wait until it is done or the event is set; log what is pending.
 
-        What is still at it when the context ends is cancelled.
+        Work that is unfinished when the context ends is cancelled.
         """
         async with asyncio.TaskGroup() as group:
             task = group.create_task(work)
@@ -442,7 +442,7 @@ class Server:
         return self._begun.coordinator.status()
 
     def document(self, wrong: str = "") -> Status:
-        """Return what the server tells of itself, whatever it is at. ``wrong``: why its parts are not to be asked."""
+        """Return the server's status, in any stage. ``wrong``: why its parts must not be asked."""
         return self._gatherer.take(self._begun, doing=self._doing, wrong=wrong)
 
     @property
@@ -450,7 +450,7 @@ class Server:
         return f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})"
 
     async def carry_out(self, act: str, argument: str) -> tuple[bool, str]:
-        """Do what somebody asked for; return whether it is done, and a sentence for them."""
+        """Carry out an act; return whether it is done, and a sentence for the caller."""
         parts = None if self._stop.is_set() else self._begun
         return await carry_out(parts, self._clock, act, argument)
 

@@ -1,4 +1,4 @@
-"""Who may do what at the admin endpoint: one table, and what browsers are kept from. Last, the token and its file."""
+"""The clients' permissions at the admin endpoint, the limits for browsers, and the token with its file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Credential(enum.Enum):
 
 
 class Act(enum.IntEnum):
-    """What is asked for; who may do one may do those before it."""
+    """A request; a client that may make one may make those before it."""
 
     LIVE = 1
     """Whether the server lives, or is ready: one bit, for probes."""
@@ -58,7 +58,7 @@ _MOST: Final = {
 
 _INSECURE: Final = {
     (Listener.REMOTE, Credential.NONE): Act.READ,
-    (Listener.REMOTE, Credential.TOKEN): Act.READ,  # whoever listens on the way could use it after
+    (Listener.REMOTE, Credential.TOKEN): Act.READ,  # an eavesdropper could use it later
     (Listener.REMOTE, Credential.WRONG_TOKEN): Act.LIVE,
 }
 """Under ``insecure = true`` also these."""
@@ -115,10 +115,10 @@ class AccessToken(NamedTuple):
 
 
 def make_token(path: Path) -> None:
-    """Make the server's own token file, unless there is a good one: random, and for this user alone. Blocking.
+    """Make the server's own token file, unless a valid one exists: random, and for this user alone. Blocking.
 
-    One of ours that others could read gives way to a new token: somebody may have read the former. Raises OperatorError
-    when it cannot be made or be kept from others, and for another user's file.
+    Replace a token of this user's that others could read: they may know it. Raises OperatorError when the file cannot be
+    made or be kept from others, and for another user's file.
     """
     try:
         read_token(path)
@@ -179,5 +179,5 @@ def find_token(path: Path) -> AccessToken:
 
 
 def same_token(shown: str, token: str) -> bool:
-    """Whether a client has shown the token; how long that takes tells nothing of it."""
+    """Whether a client has shown the token. The time does not reveal how much matches."""
     return hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), token.encode())

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 ACTS: Final = ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
 _PATIENCE_SECONDS: Final = 4.0
-"""How long whoever asks waits for the ledger, or a daemon: what was begun goes on all the same."""
+"""How long the caller waits for the ledger, or a daemon. An act that was begun goes on."""
 _LEVELS: Final = get_args(Level)
 
 
 async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) -> tuple[bool, str]:
-    """Do what somebody who may asks for; return whether it is done, and what came of it as a sentence or two.
+    """Carry out a permitted act; return whether it is done, and the result as a sentence or two.
 
     ``parts``: None while the server does not work.
     """
@@ -64,7 +64,7 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
 
 
 class _Acts:
-    """Steers the parts of one server. Each act returns what came of it, or raises OperatorError."""
+    """Steers the parts of one server. Each act returns its result, or raises OperatorError."""
 
     def __init__(self, parts: Parts, clock: Clock) -> None:
         self._parts = parts

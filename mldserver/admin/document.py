@@ -1,4 +1,4 @@
-"""What a running server tells of itself: one document, from which metrics, page and terminal are made.
+"""A running server's status: one document, from which metrics, page and terminal are made.
 
 The server makes one a second, less often where it has very many shards (``gather.py``); ``/status`` shows it as JSON. Counts
 are since the start of the server; names end in their unit; ``…_ms`` without another word are milliseconds since the epoch.
@@ -99,7 +99,7 @@ class Shard(_Part, frozen=True, kw_only=True):
     peer: str | None = None
     lag_ms: int | None = None
     """How far it is behind the stream's tip at least: what its latest batch reported (``millisBehindLatest``), plus the time
-    since. Of a shard that nobody reads, the time since somebody did. None: unknown, as when its daemon reports no lag, or is
+    since. For a shard without a reader, the time since its last one. None: unknown, as when its daemon reports no lag, or is
     silent and sends no empty batches."""
     position: str | None = None
     """Everything at or before this sequence is durable."""
@@ -154,7 +154,7 @@ class Window(_Part, frozen=True, kw_only=True):
 
 
 class Windows(_Part, frozen=True, kw_only=True):
-    """All windows, and the latest of them."""
+    """All windows, and the latest ones."""
 
     open: int = 0
     waiting: int = 0

@@ -7,8 +7,8 @@
     GET  /healthz  the same as /livez
     POST /act/NAME {"argument": "…"}: carried out by the server
 
-Whatever clients do is bounded: connections (the oldest gives way), a deadline for each step, headers, bodies, streams, and
-what waits for a slow reader. A connection is a task, which ends with it.
+Limits bound what clients do: connections (at the limit an old one closes), the time of each step, headers, bodies, streams,
+and data that waits for a slow reader. A connection is a task, which ends with it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _token(authorization: str) -> str:
 
 
 def _peer(peer_socket: socket.socket) -> tuple[str, int | None]:
-    """Return who is connected, in words, and of a Unix socket's client the user's id where the system tells it."""
+    """Return the peer in words and, for a Unix socket's client, the user's id where the system knows it."""
     if peer_socket.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):  # it has gone already
             host, port = peer_socket.getpeername()[:2]
@@ -214,7 +214,7 @@ class _WebServer(web.Server):
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         silent = logging.getLogger("mldserver.admin.http")
-        silent.disabled = True  # garbage is no news; what goes wrong here is told by ``Endpoint``
+        silent.disabled = True  # malformed requests are normal; ``Endpoint`` logs faults
         super().__init__(
             handler,
             handler_cancellation=True,
@@ -245,9 +245,9 @@ class Endpoint:
         insecure: bool = False,
         tls: ServerTLS | None = None,
     ) -> None:
-        """Know who may do what. ``ask`` lets the server carry out an act: its name, argument, and who asks.
+        """Set the permissions. ``ask`` has the server carry out an act: its name, argument, and the caller.
 
-        ``uid``: the user who may use a Unix socket, beside root. For the rest see ``endpoint_messages.Start`` and ``access.py``.
+        ``uid``: the user that, like root, may use a Unix socket. For the rest see ``endpoint_messages.Start`` and ``access.py``.
         """
         self.server = _WebServer(self._handle)
         self.listener = Listener.LOOPBACK
@@ -313,7 +313,7 @@ class Endpoint:
     # Requests.
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request; whatever goes wrong with it is its own affair."""
+        """Answer a request; its failure affects no other request."""
         connection = self.server.serving[request.protocol]
         connection.asked = True
         connection.extend(_IDLE_SECONDS)
@@ -394,7 +394,7 @@ class Endpoint:
             raise _RequestRefused(405, f"{path} takes {' and '.join(allowed)}.", Allow=", ".join(allowed))
 
     async def _take_what_waits(self) -> None:
-        """Let a document that waits already be taken first: it may be this process that stood still."""
+        """Take a pending document first: this process itself may have stood still."""
         for _ in range(5 if self._loop.time() - self._taken >= _SILENT_SECONDS else 0):
             await asyncio.sleep(0)
 
@@ -425,7 +425,7 @@ class Endpoint:
         return _body(self._document, "application/json")
 
     async def _stream(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
-        """Send each document as it comes; who reads too slowly misses some, and is cut in the end."""
+        """Send each document as it comes; a slow reader misses some, and is cut off in the end."""
         if self._streams >= _MOST_STREAMS:
             raise _RequestRefused(503, f"There are {_MOST_STREAMS} readers of events already.")
         response = web.StreamResponse(headers=_HEADERS | {hdrs.CONTENT_TYPE: "text/event-stream"})

@@ -1,6 +1,6 @@
 """The admin endpoint as the server has it: a socket, and a process that serves it from a document a second.
 
-What clients do happens in that process: the server encodes a document, sends it, and waits for nobody. The socket is the
+That process serves the clients: the server encodes a document, sends it, and waits for no client. The socket is the
 server's, so that the process may die at any time: a fresh one goes on where clients wait already.
 """
 
@@ -64,7 +64,7 @@ _HANGS_SECONDS: Final = 30.0
 _AGAIN_SECONDS: Final = 5.0
 """The longest wait for a fresh process: probes must not take its absence for the server's."""
 _PASSED_ON: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""Of the environment: it may hold secrets, and the process listens to anybody."""
+"""No other variable is passed on: it may be secret, and any client may connect."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 _TOKEN: Final = "_mldserver/admin.token"  # noqa: S105  # a file's name
 
@@ -127,8 +127,7 @@ class AdminEndpoint:
     ) -> AsyncIterator[None]:
         """Serve while the context lasts, whatever becomes of the process.
 
-        ``status`` makes a document: of the whole server, or of what can be told without its parts where it is given a reason
-        to leave them alone. ``pause`` sleeps between them, and may look around. Raises OperatorError when the
+        ``status`` makes a document of the whole server or, if given a reason, of what is known without its parts. ``pause`` sleeps between them, and may look around. Raises OperatorError when the
         address that was given cannot be listened on, and for certificates that cannot be used.
         """
         # The process reads certificates for itself; what is wrong with them ends this start.
@@ -164,7 +163,7 @@ class AdminEndpoint:
                     for task in (*tasks, *self._acts):
                         task.cancel()
         finally:
-            # While the socket is open its inode is no other file's: what has taken the path since stays.
+            # While the socket is open, no other file has its inode: a later file at the path stays.
             if isinstance(self._place, UnixAddress) and self._made is not None:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(self._made, self._place.path.lstat()):
@@ -187,9 +186,9 @@ class AdminEndpoint:
                 address_file(self._settings).unlink()
 
     def make_token(self) -> None:
-        """See that the token's file is there, and this user's alone. Blocking. Raises OperatorError for one that was given.
+        """Ensure that the token's file exists, for this user alone. Blocking. Raises OperatorError for a configured file.
 
-        Over Unix sockets, and from outside, nobody steers by a token: none is made.
+        Over Unix sockets, and from outside, no client steers by a token: none is made.
         """
         if self._settings.admin_token_file is not None:
             read_token(self._settings.admin_token_file)
@@ -249,7 +248,7 @@ class AdminEndpoint:
         """Run one process to its end, and return how it ended."""
         printed = Printed()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        # It finds this package wherever the server was started.
+        # It finds this package from any working directory.
         paths = filter(None, (_ROOT, environment.get("PYTHONPATH")))
         child = await ChildProcess.start(
             [sys.executable, "-P", "-m", "mldserver.admin.endpoint_process"],
@@ -291,7 +290,7 @@ class AdminEndpoint:
         return wrong or ending(await child.wait())
 
     async def _act(self, channel: Channel[FromEndpoint], ask: Steer, carry_out: CarryOut) -> None:
-        """Carry out what somebody asked for, and answer; whatever goes wrong is told to them, and logged."""
+        """Carry out an act, and answer. A failure is reported to the caller, and logged."""
         try:
             done, text = await carry_out(ask.act, ask.argument)
         except Exception as error:  # noqa: BLE001  # one act must not end the server

@@ -1,7 +1,8 @@
 """What the server and the endpoint's process say to each other (``children/channel.py`` carries it).
 
-server → endpoint    Start with the listening sockets beside it: the endpoint's, and the one for metrics alone if there is one; then Document once a second, Answered once for each
-                     Steer, and Renew when certificates are to be read again; the end of the socket ends the process
+server → endpoint    Start with the listening sockets: the endpoint's and, if configured, the one for metrics alone;
+                     then Document once a second, Answered once for each Steer, and Renew when certificates must be
+                     read again; the end of the socket ends the process
 endpoint → server    Taken once for each Document, and Steer at any time
 """
 
@@ -19,11 +20,11 @@ class Start(Message, frozen=True):
 
     pipeline: str
     token_file: str
-    """Read anew for each token that is shown; there may be none yet."""
+    """Read again for each token that is shown; it may not exist yet."""
     guarded: bool
     """Whether reading needs the token too."""
     insecure: bool
-    """Whether somebody outside may read without a client certificate."""
+    """Whether remote clients may read without a client certificate."""
     certificate: str | None
     """None: it speaks plain HTTP."""
     key: str | None
@@ -52,17 +53,17 @@ class Taken(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Certificates are to be read again."""
+    """Read the certificates again."""
 
 
 class Steer(Message, frozen=True):
-    """An order to the server, from a caller who may give it."""
+    """A permitted caller's order to the server."""
 
     number: int
     act: str
     argument: str
     who: str
-    """Who asks, in words: a peer's credential, a token, a client certificate's name."""
+    """The caller, in words: a peer's credential, a token, a client certificate's name."""
 
 
 class Answered(Message, frozen=True):
@@ -71,7 +72,7 @@ class Answered(Message, frozen=True):
     number: int
     done: bool
     text: str
-    """A sentence for whoever asked."""
+    """A sentence for the caller."""
 
 
 class LogLine(Message, frozen=True):

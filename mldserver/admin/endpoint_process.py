@@ -1,6 +1,6 @@
-"""The endpoint's process: takes documents from the server, and serves whoever may ask.
+"""The endpoint's process: takes documents from the server, and serves permitted clients.
 
-Not for people: ``python -m mldserver.admin.endpoint_process FD``. It gives way to the server in everything: CPU, memory, life.
+Not for people: ``python -m mldserver.admin.endpoint_process FD``. It yields to the server in everything: CPU, memory, life.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class EndpointChild:
             del self._asked[number]
 
     def _log(self, _logger: object, _method: str, fields: EventDict) -> EventDict:
-        """Let the server log an event."""
+        """Send an event to the server's log."""
         event, level = fields.pop("event"), fields.pop("level")
         self._channel.send(LogLine(level, event, dict(fields)))
         raise structlog.DropEvent

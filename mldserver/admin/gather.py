@@ -1,4 +1,4 @@
-"""What the server tells of itself, and whether it is ready: made from its parts, in its own process."""
+"""The server's status and readiness: made from its parts, in its own process."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class Readiness:
     green: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while everything works; read only."""
     _told_broken: bool = False
-    """Whether it was told, since it was green last, that something is broken."""
+    """Whether a fault was reported since it was green last."""
 
     def look(self, parts: Parts) -> str | None:
-        """Look at the parts; return a change that is worth telling: why it turned red, or nothing (``""``) where it turned green."""
+        """Look at the parts; return a change to report: why it turned red, or nothing (``""``) where it turned green."""
         red = unready(parts)
         if not red:
             was_green = self.green.is_set()
             self.green.set()
             self._told_broken = False
             return None if was_green else ""
-        # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
+        # Do not report that Spark is still starting. Report a fault, also one that occurs while Spark starts again.
         reason, broken = red[0]
         news = self.green.is_set() or (broken and not self._told_broken)
         self.green.clear()
@@ -85,7 +85,7 @@ class Readiness:
         return reason
 
     async def watch(self, parts: Parts, clock: Clock, stopping: asyncio.Event) -> None:
-        """Look again and again, and log what is worth telling, until cancelled."""
+        """Look again and again, and log what is worth reporting, until cancelled."""
         began_ms = clock.steady_ms()
         while True:
             reason = self.look(parts)
@@ -136,7 +136,7 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
 
 @dataclass(slots=True)
 class EventTally:
-    """Counts what the log tells of: an observer for ``logging_to``, called by whatever thread logs."""
+    """Counts logged events: an observer for ``logging_to``, called by any thread that logs."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Events by their name; a reload that was refused as ``refused``."""

@@ -55,7 +55,7 @@ class History:
         """Take in a document; ten seconds of them make a point."""
         begin = self._begin
         if begin is None or status.started_ms != begin.started_ms or status.taken_ms < begin.taken_ms:
-            # Counts of another server, or a clock that was set back, make no rate: the hour begins anew.
+            # Counts of another server, or a clock that was set back, give no rate: the hour starts over.
             self._points.clear()
         else:
             lags = (self._lag_ms, *(shard.lag_ms for shard in status.shards))

@@ -1,6 +1,6 @@
 """Asks a running server, and steers it: the admin endpoint's client for the command line. Blocking.
 
-Each request has a connection of its own. No proxy of the environment is used, and no redirect followed.
+Each request has a separate connection. No proxy of the environment is used, and no redirect followed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LARGEST: Final = 64 << 20
 
 
 class NoAnswer(NotThereYet):
-    """Nobody answers at the address, or not in time, or not as a server does."""
+    """No server answers at the address, or not in time, or not as a server does."""
 
 
 class Refused(OperatorError):
-    """The server does not let this caller in, or does not do what it asks."""
+    """The server does not admit this caller, or refuses the request."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class Client:
         return None if status == http.client.OK else _sentence(status, body)
 
     def act(self, name: str, argument: str, *, seconds: float) -> Answer:
-        """Let the server act, and return what became of it. Raises NoAnswer, also after ``seconds``, and Refused."""
+        """Have the server act, and return the result. Raises NoAnswer, also after ``seconds``, and Refused."""
         asked = json.dumps({"argument": argument}).encode()
         status, body = self._ask("POST", f"/act/{quote(name, safe='')}", seconds, asked)
         try:
@@ -92,7 +92,7 @@ class Client:
             raise Refused(f"The server at {self.address} did not do it: {_sentence(status, body)}") from error
 
     def _ask(self, method: str, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Make one request; return the answer's status and body. Who only reads shows the token when it is refused without."""
+        """Make one request; return the answer's status and body. A GET shows the token only once it is refused without."""
         status, data = self._once(method, path, seconds, body, None if method == "GET" else self._token)
         if status in _REFUSALS and method == "GET" and self._token is not None:
             status, data = self._once(method, path, seconds, body, self._token)
@@ -116,7 +116,7 @@ class Client:
             connection.connect()
             connected = True
             if token is not None and self._tls is None and self._on_loopback:
-                # The token goes to its owner, or root, and to nobody who has only taken the port.
+                # Send the token to its owner or root only: another user may have taken the port.
                 strangers = listening_users(connection.sock) - {token.owner, 0}
                 if strangers:
                     raise Refused(
@@ -148,9 +148,9 @@ class Client:
 
 
 def listening_users(ours: socket.socket, tables: Path = Path("/proc/net")) -> set[int]:
-    """Return the ids of the users whom a TCP connection may have reached on this host; none where the system does not tell.
+    """Return the ids of users that a TCP connection may have reached on this host; none if the system shows none.
 
-    Who has accepted it is known for certain. Until then the kernel tells only who listens.
+    The user that accepted it is certain. Until then the kernel shows only the listeners.
     """
     here, there = ours.getsockname()[:2], ours.getpeername()[:2]
     listeners: dict[bool, set[int]] = {True: set(), False: set()}

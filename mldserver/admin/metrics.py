@@ -211,7 +211,7 @@ class Metric(NamedTuple):
     labels: tuple[str, ...]
     help: str
     read: Callable[[Status], list[Series]]
-    """Returns nothing where there is nothing to tell."""
+    """Returns nothing where there is nothing to report."""
 
 
 _LABELS: Final = {
@@ -238,7 +238,7 @@ def _found(within: Any, field: str) -> Any:
 
 
 def _alone(field: str, status: Status) -> Any:
-    """Return the value of a metric that has one series at most; None where there is nothing to tell."""
+    """Return the value of a metric that has one series at most; None if there is none."""
     if field == "INFO":
         names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
         return {name: getattr(status, name) for name in names}
@@ -261,7 +261,7 @@ def _read(field: str, status: Status) -> list[Series]:
             known = [
                 (shard.id, value) for shard in status.shards if (value := _found(shard, inner)) is not None
             ]
-            # A shard may be called so: among others it is one of them.
+            # A shard may be named "other": it then counts among the others.
             known.sort(key=lambda one: one[0] == "other")
             others = [value for _, value in known[MOST_SHARDS:]]
             counts = dict(known[:MOST_SHARDS]) | ({"other": max(others)} if others else {})

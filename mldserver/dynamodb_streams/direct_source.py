@@ -81,8 +81,8 @@ class DirectSource:
 
         ``poll_seconds``: between requests at the tip of a shard, up to five times as long while it is quiet;
         ``list_seconds``: between listings of the shards; ``look_seconds``: between looks at what other
-        servers have, and between words of the log on a shard's records; ``forsaken_seconds``: a shard that nobody has
-        taken for longer is taken by any server.
+        servers have, and between log lines on a shard's records; ``forsaken_seconds``: any server may take a shard that
+        no server has read for longer.
         """
         self._stream = stream
         self._runtime = runtime
@@ -119,7 +119,7 @@ class DirectSource:
         self._lost: str | None = None
         """Why no change of the table comes any more."""
         self._lost_logged: tuple[str, str | None] | None = None
-        """The stream and its successor, as the log was last told of them."""
+        """The stream and its successor, as logged last."""
 
     # What the server asks.
 
@@ -174,7 +174,7 @@ class DirectSource:
         self._wake.set()
 
     async def drain(self) -> None:
-        """Let each shard finish the page in hand, then let all go; return when they are gone."""
+        """Finish each shard's page in hand, then release all shards; return when this is done."""
         self.stop_accepting()
         for reading in tuple(self._reading.values()):
             await reading.leave()
@@ -189,7 +189,7 @@ class DirectSource:
     async def _find(self) -> None:
         """Find the stream and its shards, and see whether they are those that the ledger knows."""
         self._arn = await self._api.resolve(self._stream)
-        # By AWS's clock, which stamps the records: what comes from now on is no earlier.
+        # By AWS's clock, which stamps the records: no record from now on is earlier.
         self._first_ms = self._api.now_ms() - CLOCKS_APART_MS
         self._listing = listing = Listing(self._api, self._arn, clock=self._clock)
         while not await listing.refresh():
@@ -343,12 +343,12 @@ class DirectSource:
     # One shard.
 
     async def _serve(self, reading: Reading) -> None:
-        """Read a shard until it ends, is given up, or fails; then let it go."""
+        """Read a shard until it ends, is given up, or fails; then release it."""
         shard_id, claim = reading.shard_id, reading.claim
         try:
             if await self._read(reading):
                 self._tree.finished(shard_id)
-        except* Exception as errors:  # whatever it is, only this shard may end by it
+        except* Exception as errors:  # no failure may end more than this shard
             failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
             delay, error = failures.failed(self._random()), next(leaves(errors))
             self._failed[shard_id] = failures, self._clock.steady_ms() + round(delay * 1000)
@@ -378,7 +378,7 @@ class DirectSource:
             return False
         await self._placed.wait()
         if await self._hand_in_pages(reading, shard, reader):
-            # Before it has ended: its children are to hold the windows from then on.
+            # Before the shard ends: its children must hold the windows from then on.
             await first_of(self._find_children(shard_id), reading.leaving.wait())
             if not reading.leaving.is_set():
                 claim.evict()
@@ -449,7 +449,7 @@ class DirectSource:
             self._placed.set()
 
     async def _hand_in_pages(self, reading: Reading, shard: ShardIntake, reader: ShardReader) -> bool:
-        """Hand in page by page, the next one fetched meanwhile, until the shard is to be left; True: it was the last."""
+        """Hand in each page while fetching the next, until the shard must be left. True: the shard's end was reached."""
         progress = Progress(log, self._progress)
         progress.open(reading.shard_id, log.bind(shard=reading.shard_id))
         async with asyncio.TaskGroup() as group:

@@ -41,7 +41,7 @@ class Listing:
         """Since when each unresolved shard is known to be one (steady time)."""
 
     async def refresh(self, *, within: float | None = None) -> tuple[str, ...]:
-        """Ask for all shards; return those that are new. Raises OperatorError, also when there is no such stream.
+        """Ask for all shards; return those that are new. Raises OperatorError, also if the stream does not exist.
 
         ``within``: see ``StreamsApi.within``; None: however long it takes.
         """

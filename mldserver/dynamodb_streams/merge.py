@@ -4,12 +4,12 @@ An item's *effective time* is the running maximum of times inside its shard, flo
 order inside a shard, and parents before children, win over times. Items go out by (effective time, clock), where the
 clock counts pages as they are handed over.
 
-An item goes out once nothing that is still to come can belong before it. What a shard has yet to bring is no earlier
-than its last item; and after a look that found its end at the stream's tip, it was created after that look began. The
-caller may pass over a shard that does not answer: until it is heard of again, items go out as if it had nothing.
+An item goes out once no later arrival can belong before it. A shard's future items are not earlier than its last item.
+After a look that found the shard at the stream's tip, they were created after that look began. The caller may pass over
+a shard that does not answer: until it is fed or at its tip again, items go out as if it had none.
 
-Pages go through a heap, not items: of the page whose head is the least, all that is no later than the next page's head
-goes out at once. DynamoDB's times are whole seconds, so such runs are long.
+Pages go through a heap, not items: from the page with the least head, all items not later than the next page's head
+go out at once. DynamoDB's times are whole seconds, so such runs are long.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Merge(Generic[_T]):
     _clock: int = 0
 
     def open(self, shard_id: str, *, floor_ms: int | None = None) -> None:
-        """Let a shard take part: nothing beyond ``floor_ms`` (its parent's last) goes out before it was heard of."""
+        """Add a shard: nothing beyond ``floor_ms`` (its parent's last) goes out until it is fed or at its tip."""
         self._shards[shard_id] = _MergeShard(0 if floor_ms is None else floor_ms)
 
     def feed(self, shard_id: str, items: Sequence[_T], times: list[int], *, now_ms: int) -> None:
@@ -88,14 +88,14 @@ class Merge(Generic[_T]):
         return waited_for
 
     def end(self, shard_id: str) -> None:
-        """Note that an open shard was read to its end: its children may have records that nobody asked for yet.
+        """Note that an open shard was read to its end: its children may have records that were not read yet.
 
         Nothing later than its own last item goes out until ``close``.
         """
         self._shards[shard_id].tip_ms = _NEVER
 
     def close(self, shard_id: str) -> None:
-        """Let a shard hold nothing back any more: it has ended, its items are out, and its children are open."""
+        """Remove a shard, which then holds nothing back: it has ended, its items are out, its children open."""
         del self._shards[shard_id]
 
     def waiting(self, shard_id: str) -> int:

@@ -1,11 +1,11 @@
-"""Where a stream is to be read from: ``trim_horizon``, ``latest``, a time, or a token; and what that is for a shard. Pure.
+"""Where reading a stream starts: ``trim_horizon``, ``latest``, a time, or a token; and what that is for a shard. Pure.
 
 A token says where every shard was read up to, in JSON that people can read. It holds no iterator: those live for
 15 minutes only.
 
 Where the pipeline begins for the first time, the operator says where. ``latest`` and times become a time there and then.
-It is kept in the ledger as a position that any record lies behind, so that a crash decides nothing anew, and is durable
-for all shards that a server begins with before any record of them is handed over. Later, a shard is read from its oldest
+The ledger keeps it as a position before every record, so that a crash does not change it. It is durable for all shards
+that a server begins with before any record of them is handed over. Later, a shard is read from its oldest
 record: it is a child of one that was read, or a root that is new.
 """
 
@@ -227,7 +227,7 @@ class Beginning:
                     tree.finished(shard.id)
 
     def is_ahead(self, known: Mapping[str, KnownShard]) -> bool:
-        """Whether nothing was read yet: no shard has a position, but for places of a token that were kept before a crash.
+        """Whether nothing was read yet: no shard has a position, except a token's places that were stored before a crash.
 
         That a shard has ended says nothing: where its child is opened, it has, unread.
         """

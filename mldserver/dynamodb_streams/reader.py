@@ -107,7 +107,7 @@ class ShardReader:
         self._api = api
         self._arn = arn
         self._place = start
-        """Where a new iterator is to begin."""
+        """Where a new iterator begins."""
         self._clock = clock
         self._random = random
         self._poll_seconds = poll_seconds
@@ -165,7 +165,7 @@ class ShardReader:
         return self._tip_ms is not None and now_ms - self._tip_ms < _SHORT_GAP_MS
 
     async def heartbeat(self) -> None:
-        """Keep the place of a reader that nobody reads from: call it every 12 minutes, or any time.
+        """Keep the place of a reader that is not read from: call it every 12 minutes, or any time.
 
         What it finds is returned by ``next``.
         """
@@ -174,7 +174,7 @@ class ShardReader:
             self._held = page if page.records or page.end else None
 
     async def _read(self) -> Page:
-        """Return the next page, whatever is in it."""
+        """Return the next page, even without records."""
         unknown = _Unknown(self._clock.steady_ms())
         while not self._ended:
             await self._clock.sleep(self._bucket.take(self._clock.steady_ms()))
@@ -223,7 +223,7 @@ class ShardReader:
         return self._empty >= _AT_TIP
 
     def _wanted(self, raw: list[dict[str, Any]]) -> list[Record]:
-        """Return the records of a page that are to be handed over, and move behind them all.
+        """Return the records of a page to hand over, and advance past the page.
 
         For a reader that begins at a time, from the first on that was created then or later: order inside a shard wins
         over times.
@@ -331,7 +331,7 @@ class Reading:
     """When the page in hand came (steady time)."""
 
     async def leave(self) -> None:
-        """Let it go after the page in hand; one that is still being opened, at once: nothing of it was taken."""
+        """Leave after the page in hand, or at once if the shard is still being opened: no page was taken."""
         self.leaving.set()
         if self.intake is not None:
             await self.intake.finish()

@@ -165,7 +165,7 @@ class ShardTree:
         self._nodes.setdefault(shard_id, _Node(StreamShard(shard_id))).finished = True
 
     def is_finished(self, shard_id: str) -> bool:
-        """Whether nothing more is to be read of a shard; an unknown one counts as finished."""
+        """Whether a shard needs no more reading; an unknown one counts as finished."""
         node = self._nodes.get(shard_id)
         return node is None or node.finished
 

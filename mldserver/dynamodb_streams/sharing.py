@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 _KEPT: Final = 10
-"""For how many times as long a shard is kept that had to be forsaken first: whoever it was left to cannot read."""
+"""Keep an unclaimed shard that was taken for this many ``forsaken_ms``: its assigned server cannot read."""
 
 
 class Plan(NamedTuple):
-    """What one server is to do."""
+    """What one server must do."""
 
     take: tuple[str, ...]
     give_up: tuple[str, ...]
@@ -33,10 +33,10 @@ def share(
     leaving: AbstractSet[str] = frozenset(),
     forsaken: AbstractSet[str] = frozenset(),
 ) -> Plan:
-    """Return what ``me``, one of ``servers``, is to take and to give up.
+    """Return what ``me``, one of ``servers``, must take and give up.
 
-    ``owners``: of every shard that is to be read now, its owner; None: nobody. ``leaving``: shards that this server is
-    about to give up already. ``forsaken``: those that nobody has taken for so long that anybody may.
+    ``owners``: the owner of every shard to read now; None: no server. ``leaving``: shards that this server is about
+    to give up already. ``forsaken``: those unread for so long that any server may take them.
     """
     counts = dict.fromkeys(servers, 0)
     for owner in owners.values():
@@ -59,16 +59,16 @@ def share(
 
 @dataclass(slots=True)
 class Unread:
-    """Shards that nobody seems to read, though each has somebody whose turn it is."""
+    """Shards that no server seems to read, though each is assigned to one."""
 
     forsaken_ms: int
-    """After so long anybody may take them."""
+    """After this time any server may take them."""
     kept_until_ms: dict[str, int] = field(default_factory=dict)
-    """Those that were forsaken lately: whoever has taken one keeps it until then (steady time)."""
+    """Lately unclaimed shards: the server that took one keeps it until then (steady time)."""
     _since_ms: dict[str, int] = field(default_factory=dict)
 
     def look(self, unread: AbstractSet[str], now_ms: int) -> frozenset[str]:
-        """Take in which shards are unread now, at a steady time; return those that are forsaken."""
+        """Take in the shards unread now, at a steady time; return those that any server may take."""
         self._since_ms = {name: self._since_ms.get(name, now_ms) for name in unread}
         forsaken = {
             name for name, since_ms in self._since_ms.items() if now_ms - since_ms >= self.forsaken_ms

@@ -5,8 +5,8 @@
             print(change.kind, change.keys)
             save(stream.token)
 
-Every shard has a reader of its own, which is a page or two ahead; ``merge`` puts their records into one order. What was
-read and not handed over yet is in no position: a token moves with each change that is handed over. All shards together
+Each shard has a separate reader, which is a page or two ahead; ``merge`` puts their records into one order. A position
+excludes records that are not handed over yet: a token moves with each change that is handed over. All shards together
 are at most 64 MiB and one page a shard ahead.
 """
 
@@ -135,7 +135,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Change:
-        """Return the next change. Whoever is cancelled while it waits loses none."""
+        """Return the next change. A cancelled call loses none."""
         while True:
             reading = self._reading
             if (record := reading.next()) is not None:
@@ -229,7 +229,7 @@ class _StreamReading:
         self._failure: MldserverError | None = None
         self._news = asyncio.Event()
         self._held: dict[str, asyncio.Event] = {}
-        """What the readers of shards wait for that have brought enough, or all."""
+        """Readers that are far enough ahead, or at their shard's end, wait for these."""
         self._ending_ms: dict[str, int] = {}
         """Shards that were handed over to their end, since when their children are asked for."""
         self._task: asyncio.Task[None]
@@ -309,7 +309,7 @@ class _StreamReading:
             self._held.pop(shard_id).set()
 
     def _has_enough(self, shard_id: str) -> bool:
-        """Whether a shard is not to be read now. The merge can go on without more from those that have records waiting."""
+        """Whether a shard must not be read now. The merge can go on without more from those that have records waiting."""
         waiting = self._merge.waiting(shard_id)
         return waiting >= _AHEAD or (waiting > 0 and self._bytes >= _AHEAD_BYTES)
 
@@ -472,7 +472,7 @@ class _StreamReading:
         children = self._open_readable()
         self._merge.close(shard_id)
         if page.gap and not self._tree.children(shard_id) and len(self._positions) > 1:
-            # AWS knows it no more: children that turn up all the same count as new. A token without shards would begin anew.
+            # AWS no longer knows it: children that appear later count as new. A token without shards would start over.
             self._positions.pop(shard_id, None)
         self._start(children, tasks)
         self._news.set()

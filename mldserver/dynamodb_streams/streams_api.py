@@ -1,7 +1,7 @@
 """The four actions of DynamoDB Streams: kept below AWS's limits, tried again where that helps, with errors of our own.
 
-The client itself tries nothing again: one mechanism decides. Whoever is throttled, cut off, or told of a fault of AWS's
-waits and asks again, for ever unless a patience is given. What is wrong with a shard's position is an exception that
+The client itself tries nothing again: one mechanism decides. A request that is throttled, cut off, or failed by AWS
+is sent again after a wait, for ever unless a patience is given. What is wrong with a shard's position is an exception that
 ``reader.py`` deals with; what a person must mend is an OperatorError.
 
 Permissions: dynamodb:ListStreams, DescribeStream, GetShardIterator and GetRecords, on the table's streams.
@@ -138,7 +138,7 @@ def _parse_records(
     """Read a page of records as JSON and no more: botocore's parser takes ten times as long, on the event loop."""
     if response_dict["status_code"] == _OK:
         body, response_dict["body"] = response_dict["body"], b"{}"
-        with contextlib.suppress(ValueError, TypeError):  # no JSON, or no object: there are no records then
+        with contextlib.suppress(ValueError, TypeError):  # not a JSON object: the page has no records then
             customized_response_dict.update(orjson.loads(body))
 
 
@@ -180,7 +180,7 @@ class StreamsApi:
         self._logged_ms: int | None = None
 
     async def __aenter__(self) -> Self:
-        """Make the client. Raises OperatorError when there is no region."""
+        """Make the client. Raises OperatorError without a region."""
         try:
             self._client = await self._resources.enter_async_context(self._make_client())
         except BotoCoreError as error:
@@ -257,7 +257,7 @@ class StreamsApi:
             return None
 
     async def describe(self, arn: str, **request: Any) -> Description:
-        """Return a stream with all its shards, from the last page too. Raises OperatorError when there is no such stream.
+        """Return a stream with all its shards, from the last page too. Raises OperatorError if the stream does not exist.
 
         ``request``: more of what DescribeStream takes.
         """
@@ -279,7 +279,7 @@ class StreamsApi:
     async def lists(self, arn: str, shard_id: str) -> bool:
         """Return whether DescribeStream lists a shard now. An answer without any shard says nothing: then return True.
 
-        Callers that ask at the same time share one listing. Raises OperatorError when there is no such stream.
+        Callers that ask at the same time share one listing. Raises OperatorError if the stream does not exist.
         """
         called_ms = self._clock.steady_ms()
         async with self._listing:

@@ -1,4 +1,4 @@
-"""Runs the real Java MultiLangDaemon beside the server: ``mldserver kcl``.
+"""Runs the real Java MultiLangDaemon for the server: ``mldserver kcl``.
 
 ``properties.py`` and ``digest.py`` are synchronous cores: the daemon's settings as text, and its log as events that are
 worth reading. ``launch.py`` finds Java, jars and bridge on this machine and puts the command together, ``supervisor.py``

@@ -218,7 +218,7 @@ _ECHOES: Final = {
     "WorkerMetricsSelector": "Did not find an operating range metadata provider",
     "LeaseAssignmentManager": "Not able to assign all expiredOrUnAssignedLeases",
 }
-"""By the last part of the logger's name: warnings and errors that tell nobody anything, and how they begin."""
+"""By the last part of the logger's name: how warnings and errors begin that carry no information."""
 
 _ECHO: Final = re.compile(r"Child process failed to |Failed to initialize child process")
 """In what a shard's processor says of a fault whose cause its protocol has told."""

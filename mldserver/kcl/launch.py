@@ -54,9 +54,9 @@ cannot be executed, or is not had at all."""
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files for the daemon that nobody else can read, under paths without a space.
+    """Files for the daemon that no other user can read, under paths without a space.
 
-    On Linux they are memory of this process: whatever ends it, nothing is left of them.
+    On Linux they are memory of this process: they are gone however it ends.
     """
 
     folder: Path | None

@@ -101,7 +101,7 @@ OF_POLLING: Final = frozenset({
 })  # fmt: skip
 
 NESTED: Final = ("cloudWatchClient", "dynamoDbClient", "fanoutConfig", "kinesisClient")
-"""Beans whose own properties follow after a dot, e.g. ``kinesisClient.endpointOverride``."""
+"""Beans with properties that follow after a dot, e.g. ``kinesisClient.endpointOverride``."""
 
 OWN_OPTIONS: Final[dict[str, str]] = {
     "applicationName": "--app",
@@ -120,7 +120,7 @@ OWN_OPTIONS: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
-    """What one daemon is told."""
+    """One daemon's settings."""
 
     stream: str
     app: str
@@ -178,7 +178,7 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
 
 
 def _endpoint(url: str | None) -> str | None:
-    """Return an endpoint as it was given. Raises ConfigError for what is no address of a service."""
+    """Return an endpoint as it was given. Raises ConfigError unless it is a service's address."""
     if url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", url):
         raise ConfigError(
             f"{url!r} is no endpoint.", advice="Write http:// or https://, a host, and perhaps a port."

@@ -55,7 +55,7 @@ TELL_SECONDS: Final = 60.0
 COUNTS_SECONDS: Final = 10.0
 """Between two looks for counts of repeated lines that are due."""
 ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
-"""What a daemon that was told to stop exits with: negative before it could catch the signal, 1 when it was ending itself."""
+"""Exit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
 HEALTHY_SECONDS: Final = 120.0
@@ -64,7 +64,7 @@ HEALTHY_SECONDS: Final = 120.0
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """One daemon, again and again, until it is told to stop."""
+    """Runs one daemon, again and again, until asked to stop."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -78,7 +78,7 @@ class Supervisor:
     answers: Callable[[], Awaitable[bool]]
     """Whether the server can be connected to now."""
     worker: Worker
-    """What the daemons are to the KCL, one after the other."""
+    """The KCL worker that each daemon in turn acts as."""
     told: Mapping[str, Any]
     """The fields of the event ``kcl.starting``."""
     _digest: Digest = field(default_factory=Digest)
@@ -281,7 +281,7 @@ class Supervisor:
 
 
 async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
-    """Whether the server takes connections now; ``tls``: authority, certificate and key, read anew with each look.
+    """Whether the server takes connections now; ``tls``: authority, certificate and key, read again at each look.
 
     Raises ConfigError when one of the certificates is not what it should be.
     """

@@ -1,4 +1,4 @@
-"""The worker that this host is to the KCL: its name, which no other process here may use, and the leader's lock.
+"""This host's worker in the KCL: its name, which no other process here may use, and the leader's lock.
 
 A daemon that starts under the name of its predecessor renews the predecessor's leases at once. Two live daemons under one
 name would take each lease from each other, so the name is held: the supervisor and its JVM share a socket in Linux's
@@ -35,11 +35,11 @@ log = structlog.get_logger("mldserver")
 
 LEADER_KEY: Final = {"key": {"S": "Leader"}}
 RELEASE_SECONDS: Final = 10.0
-"""The time limit of one attempt to release the lock. On a slow host importing AWS's client takes a part of it."""
+"""The time limit of one attempt to release the lock. On a slow host importing AWS's client takes part of this."""
 LOOK_SECONDS: Final = 15.0
 """Between two looks at the leader's lock. An owner renews a lease within this time (``failoverTimeMillis`` is 10 s)."""
 SILENT_SECONDS: Final = 45.0
-"""A leader renews its lock, and other workers try to get it, every 30 s. After this time there is no leader."""
+"""A leader renews its lock, and other workers try to get it, every 30 s. A lock unchanged for this long has no leader."""
 MACHINE_ID: Final = Path("/etc/machine-id")
 NAMED_SHARDS: Final = 20
 """The report of waiting shards names at most this many."""
@@ -72,7 +72,7 @@ class LeaderWatch:
         return now - self._since
 
     def waiting(self, leases: Leases, silent: float) -> list[str]:
-        """Return the shards whose lease nobody renews, once they wait for a leader, and once only for each lock."""
+        """Return the shards whose lease no worker renews, once they wait for a leader; only once for each lock."""
         former, self._leases = self._leases, leases
         idle = [
             shard
@@ -126,7 +126,7 @@ class Worker:
         return () if self._held is None else (self._held.fileno(),)
 
     def close(self) -> None:
-        """Let the name go; a JVM that lives keeps it."""
+        """Release the name; a JVM that lives keeps it."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -197,7 +197,7 @@ class Worker:
             )
 
     async def _read_lock(self, client: Any) -> tuple[str, str] | None:
-        """Return owner and version of the leader's lock; None while it is free, or there is no table."""
+        """Return owner and version of the leader's lock; None while it is free, or without a table."""
         try:
             found = await client.get_item(TableName=self._lock_table, Key=LEADER_KEY, ConsistentRead=True)
         except client.exceptions.ResourceNotFoundException:
