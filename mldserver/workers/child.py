@@ -75,9 +75,9 @@ class Child:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """What works on each request."""
         self._cancelled: set[int] = set()
-        """The requests of which the server says that nobody waits for them any more."""
+        """The ids of requests that the server has cancelled."""
         self._working: dict[str, set[asyncio.Task[None]]] = {}
-        """What works on requests of a shard, or on those that nobody waits for any more: what comes next waits for them."""
+        """By shard, the tasks of its requests, including cancelled ones. The shard's next request waits for them."""
         self._failed: set[str] = set()
         """Shards of which a batch has failed: what was sent behind it is not worked on."""
         self._runtime: InlineRuntime
@@ -162,7 +162,7 @@ class Child:
             case wire.Unpark():
                 self._begin(message, self._runtime.unpark(message.shard, message.key))
             case wire.Forget():
-                # At once: whoever lets a shard go does not wait for a call that hangs.
+                # Run at once: dropping a shard does not wait for a call that hangs.
                 self._begin(message, self._runtime.forget(message.shard), behind=False)
             case wire.Cancel():
                 # What follows for its shard begins when it has ended all the same.
@@ -198,7 +198,7 @@ class Child:
             del self._working[shard]
 
     async def _answer(self, request: int, work: _Work, before: frozenset[asyncio.Task[None]]) -> None:
-        """Do ``work`` when what is ``before`` it has ended, and send what came of it."""
+        """Do ``work`` after the tasks in ``before`` have ended, and send the result or the error."""
         answer: _Answer
         try:
             if before:

@@ -38,7 +38,7 @@ _DID: Final = "Nothing has changed: the old version goes on."
 
 
 def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
-    """Return what the server would have to be started anew for, one part of a sentence each."""
+    """Return the differences that require a restart of the server, each as part of a sentence."""
     schemas = [spec.schema.ddl if spec.schema else "no schema" for spec in (before, now)]
     windows = [windows_text(spec.windows) for spec in (before, now)]
     kinds = [str(spec.kind) for spec in (before, now)]
@@ -100,9 +100,9 @@ class Reload:
 
     @contextlib.asynccontextmanager
     async def _nothing_in_hand(self) -> AsyncIterator[None]:
-        """Let every worker finish what it has in hand, but for what waits itself, and begin nothing while the block runs.
+        """Wait until all workers finish their requests, except requests that wait to retry. Begin none during the block.
 
-        One that is dead has nothing in hand, and whatever waits for it may as well be killed with its next process.
+        Skip dead workers: they run nothing, and requests queued for them are retried in the next process.
         """
         inside: list[tuple[Worker, int]] = []
         try:

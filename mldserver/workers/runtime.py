@@ -143,7 +143,7 @@ class WorkerRuntime:
                 group.create_task(worker.run(), name=f"worker {worker.number}")
 
     def set_log_level(self, level: int) -> None:
-        """Let all processes log from ``level`` (a number of ``logging``) on."""
+        """Set the log level of all processes: ``level`` is a number of ``logging``."""
         self._spares.set_log_level(level)
         for worker in self._workers:
             if worker.present is not None:
@@ -156,7 +156,7 @@ class WorkerRuntime:
         await self._spares.close()
 
     async def open(self, shard: Shard) -> None:
-        """Open a shard (see ``Runtime.open``); while that ends its process, it is tried again, but for ``halt``."""
+        """Open a shard (see ``Runtime.open``). If this ends the process, retry; ``halt`` limits the retries."""
         self._shards[shard.id] = shard
         self._parked.pop(shard.id, None)
         self._owing.discard(shard.id)
@@ -170,7 +170,7 @@ class WorkerRuntime:
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
         if hook is Hook.LEASE_LOST:
-            self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
+            self._owing.discard(shard_id)  # the new owner of the lease reads from the last checkpoint
         try:
             answer = await self._tried(
                 shard_id,
@@ -191,7 +191,7 @@ class WorkerRuntime:
         return wire.unpacked(answer.position)
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
-        """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
+        """Hold back later records of these keys in an open shard (see ``Runtime.park``)."""
         if not self._parks:
             return
         self._worker(shard_id)  # it is open, or nothing is kept of the keys
@@ -199,7 +199,7 @@ class WorkerRuntime:
         await self._until_done(shard_id, lambda id_: wire.Park(id_, shard_id, wire.packed_keys(keys)))
 
     async def unpark(self, shard_id: str, key: str) -> None:
-        """Let the later records of a key be processed again (see ``Runtime.unpark``)."""
+        """Process later records of a key again (see ``Runtime.unpark``)."""
         if self._parked.get(shard_id, {}).pop(key, None) is not None:
             await self._until_done(shard_id, lambda id_: wire.Unpark(id_, shard_id, key))
 
@@ -216,7 +216,7 @@ class WorkerRuntime:
             process.tell(wire.Forget(0, shard_id))
 
     def begin(self, delivery: Delivery) -> Begun:
-        """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""
+        """Send a batch if it need not wait (see ``Runtime.begin``). No task wakes up before the batch is done."""
         shard_id = delivery.shard_id
         worker, (form, line) = self._worker(shard_id), delivery.payload.packed()
         process = worker.ready
@@ -360,7 +360,7 @@ class WorkerRuntime:
     ) -> _T:
         """Return what ``work`` does with the process of a shard's worker, where the shard is open; ``alone``: nothing else.
 
-        A process that ends while the shard is opened there tells nothing of ``work``: the ``patient`` go to the next one.
+        If a process ends while it opens the shard, ``work`` was not begun: a ``patient`` caller tries the next one.
         Raises WorkerGone, and HandlerHalted where ``initialize`` may end no more processes.
         """
         deaths = 0
@@ -442,7 +442,7 @@ class WorkerRuntime:
         }
         for shard, number in spread(able, healthy).items():
             if number != self._plan[shard]:
-                # Should it ever come back there, it is opened anew: its state is elsewhere by then.
+                # If the shard ever returns to that worker, it is opened again: by then its state is elsewhere.
                 self._workers[self._plan[shard]].opened.pop(shard, None)
                 self._plan[shard] = number
 

@@ -39,7 +39,7 @@ _MARK: Final = struct.Struct("=q")
 
 
 class Mark:
-    """At the arena's beginning: how many calls into the handler are under way. Outlives whoever writes it."""
+    """The count of running calls into the handler, at the arena's start. It outlives the process that writes it."""
 
     def __init__(self, file: int) -> None:
         """Write into the arena that is ``file``."""
@@ -104,9 +104,10 @@ class Arena:
             self._free.insert(place, (offset, length))
 
     async def put(self, line: Line) -> int | None:
-        """Copy a line to where there is room; return its offset, None when there is none. A long one goes beside the loop.
+        """Copy a line into free room; return its offset, None if no room is long enough. A thread copies long lines.
 
-        Then its room is taken until that has ended, whoever waits. New pages cost far more than the copy.
+        Such a line keeps its room until the thread ends, even if the caller is cancelled. New pages cost far more than
+        the copy.
         """
         if len(line) <= NEAR_BYTES:
             return self.put_short(line)
@@ -163,9 +164,9 @@ class Held:
         return os.dup(self.own_file)
 
     def let_go(self) -> None:
-        """Close the file, if there is one: beside the loop, as freeing 200 MB takes the kernel 25 ms.
+        """Close the file, if there is one, in a thread: the kernel takes 25 ms to free 200 MB.
 
-        Not waited for: nobody needs to know when, and a cancellation must not keep it open.
+        The method does not wait for the thread, so a cancellation cannot keep the file open.
         """
         if self.own_file is not None:
             asyncio.get_running_loop().run_in_executor(None, os.close, self.own_file)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger("mldserver")
 
 _FIRST_STARTS: Final = 3
-"""Processes that may be killed in a row while the server has not begun, until that is told instead of tried again."""
+"""How many processes in a row may be killed at the server's start before the server raises an error."""
 _PAUSE_SECONDS: Final = 0.2
-"""At least, between a start that came to nothing and the next."""
+"""The least pause between a failed start and the next."""
 _LOAD_SECONDS: Final = 600.0
 """How long a process may take to load the handler, once one has loaded it: then it hangs, and another may not."""
 _LONG_MS: Final = 30_000
@@ -55,7 +55,7 @@ class Spares:
 
     @property
     def trouble(self) -> str | None:
-        """What a person should look at: somebody has waited too long for a process."""
+        """What an operator should look at: a worker has waited too long for a process; else None."""
         since_ms = self._wanted_since_ms
         waited_ms = 0 if since_ms is None else self._clock.steady_ms() - since_ms
         if waited_ms < _LONG_MS:

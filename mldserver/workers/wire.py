@@ -37,7 +37,7 @@ _SUB_MASK: Final = (1 << _SUB_BITS) - 1
 
 
 class Start(Message, frozen=True):
-    """The first message; the arena comes beside it."""
+    """The first message; the arena's descriptor comes with it."""
 
     pipeline: str
     handler: str
@@ -68,7 +68,7 @@ class Request(Message, frozen=True):
 
 
 class Process(Request, frozen=True):
-    """Take a batch through the handler. Its payload is in the message, in the arena, or in a file beside it."""
+    """Take a batch through the handler. Its payload is in the message, in the arena, or in a passed file."""
 
     form: int
     """As ``Payload.packed`` says."""
@@ -101,20 +101,20 @@ class Notify(Request, frozen=True):
 
 
 class Park(Request, frozen=True):
-    """Let the later records of keys wait behind their dead letters."""
+    """Hold back later records of keys behind their dead letters."""
 
     keys: dict[str, bytes]
     """Sequences by key."""
 
 
 class Unpark(Request, frozen=True):
-    """Let the later records of a key be processed again."""
+    """Process later records of a key again."""
 
     key: str
 
 
 class Forget(Request, frozen=True):
-    """Drop a shard's handler. With id 0 nobody waits for the answer."""
+    """Drop a shard's handler. With id 0 the server does not wait for the answer."""
 
 
 class Cancel(Message, frozen=True):
@@ -147,7 +147,7 @@ class Loaded(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """What became of a batch (see ``BatchOutcome``). Its rows are an Arrow stream, in the message or a file beside it."""
+    """A batch's outcome (see ``BatchOutcome``). Its rows are an Arrow stream, in the message or a passed file."""
 
     id: int
     records: int

@@ -1,10 +1,10 @@
 """One worker: a process, and after it the next one, for as long as the server runs.
 
-Restarts never overlap: a new process takes over when the old one has ended, whatever ended it. Requests that the old
-one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py``).
+Restarts never overlap: a new process takes over only after the old process has ended. The old one's unanswered requests
+raise WorkerGone in the callers, which retry (``runtime.py``).
 
-A shard stays with its worker for as long as that can work, because its handler's state is there. So nothing is moved to even
-out what was closed; new shards go where there are fewest, and only what a worker left behind is spread anew.
+A shard stays with its worker while the worker can work, because the handler's state is there. Closing shards moves no
+other shards. New shards go to the worker with the fewest, and only shards of a failed worker move.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ log = structlog.get_logger("mldserver")
 
 _LOOK_SECONDS: Final = 0.25
 _RETIRE_MS: Final = 30_000
-"""How long a process that is to be replaced may wait for the next attempt at what it has in hand."""
+"""How long a process may wait for the next retry of its requests before it is replaced."""
 _FAILED_AFTER: Final = 8
-"""Lives in a row that came to nothing, after which the worker counts as failed."""
+"""The worker counts as failed after so many processes in a row that died before they did anything."""
 _PAUSE_SECONDS: Final = 15.0
 RESTLESS_ABOVE: Final = 5
 """Deaths lately (``Deaths.lately``), from which on a person should look."""
 _HALF_LIFE_MS: Final = 30_000
 PATIENCE_SECONDS: Final = 2.5
-"""How often it is looked, while somebody waits, whether those inside are worked on; twice in a row that must not be so:
-a request that has just been made is not worked on yet."""
+"""How often the gate checks, while requests wait, whether the handler works on those inside. Two idle checks in a row
+are needed: the handler may not have begun a new request yet."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | N
 
 
 def place(plan: Mapping[str, int], workers: Collection[int]) -> int:
-    """Return the worker for one more shard: one with the fewest. Raises ValueError when there is no worker."""
+    """Return the worker for one more shard: one with the fewest. Raises ValueError without workers."""
     if not workers:
         raise ValueError("there is no worker")
     loads = Counter(plan.values())
@@ -128,10 +128,9 @@ def place(plan: Mapping[str, int], workers: Collection[int]) -> int:
 
 
 def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
-    """Return the plan for another set of workers: what has none of them goes, one by one, where there are fewest.
+    """Return the plan for another set of workers: each shard without a worker goes to the worker with the fewest.
 
-    What has one stays there. So a plan that is balanced within one is so again. Raises ValueError when there is no
-    worker.
+    Other shards stay. So a plan that is balanced within one stays so. Raises ValueError without workers.
     """
     if not workers:
         raise ValueError("there is no worker")
@@ -144,9 +143,8 @@ def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
 class Exclusive:
     """Lets requests through that go together, and suspects that must go alone: these first, so that they are soon done.
 
-    What is inside may wait for something that is far off: an ``initialize`` that is tried until it succeeds, a record that
-    is to be called again in an hour. Nobody else waits for that: as soon as nothing of what is inside is worked on, it
-    holds up others no more.
+    Requests inside may wait for long: for an ``initialize`` that is retried until it succeeds, or for a record's retry in an
+    hour. Other requests do not wait for these: once the handler works on no request inside, the next ones enter.
     """
 
     def __init__(
@@ -158,14 +156,14 @@ class Exclusive:
         self._inside = 0
         self._alone = False
         self._round = 0
-        """Those of earlier rounds hold up nobody any more."""
+        """Requests of earlier rounds no longer hold up others."""
         self._waiting: list[tuple[bool, asyncio.Future[int]]] = []
         """Whether it goes with others, and its turn: suspects first, and else in the order in which they came."""
         self._look: asyncio.TimerHandle | None = None
         self._idled = False
 
     def enter_now(self, *, alone: bool = False) -> int | None:
-        """Come in if nobody is to be waited for; return as ``enter`` does, None: it must be called."""
+        """Enter if no wait is needed; return as ``enter`` does, or None if the caller must call ``enter``."""
         if self._waiting or self._alone or (alone and self._inside):
             return None
         self._inside += 1
@@ -268,13 +266,13 @@ class Worker:
 
     @property
     def present(self) -> WorkerProcess | None:
-        """Its process while that lives, be it to be replaced soon; what takes over, once that is decided."""
+        """The live process, even if it will be replaced soon; once its replacement is chosen, the replacement."""
         process = self._next or self._process
         return process if process is not None and process.is_open else None
 
     @property
     def ready(self) -> WorkerProcess | None:
-        """Its process, if that takes requests and is not to be replaced."""
+        """Its process, if it takes requests and will not be replaced."""
         process = self._process
         return process if process is not None and process.is_open and not self._retiring else None
 
@@ -308,7 +306,7 @@ class Worker:
             await self._there.wait()
 
     async def close(self) -> None:
-        """End what was to take over and has not come to it."""
+        """End the process that was chosen to take over but has not yet done so."""
         if self._next is not None:
             await self._next.close()
 
@@ -358,9 +356,9 @@ class Worker:
         return judge(process.beat, process.silent_ms, self._limits)
 
     async def _retire(self, process: WorkerProcess) -> bool:
-        """Let it finish what it has in hand, unless that only waits to be tried again, which may be far off.
+        """Wait until the process finishes its requests. If they only wait for a retry, stop after 30 s.
 
-        Returns False when something else became of it meanwhile.
+        Returns False if the reason to replace the process changed meanwhile.
         """
         self._retiring = True
         latest_ms = self._clock.steady_ms() + _RETIRE_MS

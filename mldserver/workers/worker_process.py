@@ -1,7 +1,7 @@
 """One worker process, from its start to its end: requests out, answers back, signs of life, what it prints.
 
-Each has a channel of its own, which is closed with it: what an old one says too late reaches nobody, so that answers
-need no generation to be told apart by.
+Each process has a separate channel, which closes with the process. Late answers of an old process are never read, so
+answers need no generation number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("mldserver")
 
 _STACKS_SECONDS: Final = 1.0
-"""How long a worker that is to be killed may take to write where it hangs."""
+"""How long a worker may take to write its stacks before it is killed."""
 _KEPT_LINES: Final = 200
 """Of what a worker prints, for when it dies."""
 INLINE_BYTES: Final = 4096
@@ -49,7 +49,7 @@ INLINE_BYTES: Final = 4096
 _MOST_FILES: Final = 64
 """Lines that are with a worker in files of their own, each of which is an open descriptor."""
 _TOGETHER_SECONDS: Final = 0.002
-"""How long requests may wait for others where somebody is patient: to wake a worker costs as much as several batches of
+"""How long a ``patient`` request may wait to be sent with others: waking a worker costs as much as several batches of
 one record."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
@@ -62,7 +62,7 @@ class WorkerGone(Exception):
         super().__init__(ending)
         self.ending = ending
         self.guilt = 1.0 if alone else 0.1
-        """How far it tells against the request: somebody else may have killed the process before that was begun."""
+        """How strongly the death incriminates the request: another request may have killed the process first."""
         self.died = f"WorkerDied: the handler ended its process: {ending}"
         """The error that the request's records have failed with, if it was theirs."""
 
@@ -94,7 +94,7 @@ class _RawOutput:
 
 
 class WorkerProcess:
-    """A process that has begun; whoever has it waits for ``ended`` and then closes it."""
+    """A process that has begun. Its owner waits for ``ended`` and then closes it."""
 
     def __init__(self, child: ChildProcess, printed: _RawOutput, arena: Arena, clock: Clock) -> None:
         """Own a process, and the memory that it shares."""
@@ -111,7 +111,7 @@ class WorkerProcess:
         ] = {}
         """By number, until it is answered: the shard, the answer, where its line is in the arena, and see ``post``."""
         self.files = asyncio.Semaphore(_MOST_FILES)
-        """For who sends a line in a file of its own."""
+        """Limits the lines that are sent in separate files."""
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self.is_open = True
@@ -122,7 +122,7 @@ class WorkerProcess:
         self.on_end: Callable[[], None] = lambda: None
         """Called when it takes no requests any more."""
         self.again = True
-        """Whether nobody need be told what it loads: another has."""
+        """Whether to drop its ``handler.loaded`` lines, because another process has logged them."""
         self.done = 0
         """How many batches it has done."""
         self.lost: Counter[str] = Counter()
@@ -135,9 +135,9 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, start: wire.Start, clock: Clock) -> WorkerProcess:
-        """Start a process, and let it load the handler. Raises OSError."""
+        """Start a process, which then loads the handler. Raises OSError."""
         printed = _RawOutput()
-        # The worker finds this package wherever the server was started.
+        # With this path the worker finds this package, whatever the server's working directory is.
         paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
         with contextlib.ExitStack() as undo:
             # Before there is a process: nothing can fail any more then.
@@ -183,7 +183,7 @@ class WorkerProcess:
 
     async def loaded(self) -> wire.Loaded:
         """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
-        # Its socket alone does not tell: another process, which the handler's module has started, may hold it.
+        # The socket alone does not show the end: a process that the handler's module started may hold it.
         await first_of(asyncio.wait({self._loaded}), self._gone.wait(), self._child.wait())
         if not self._loaded.done():
             await self.close()
@@ -192,9 +192,9 @@ class WorkerProcess:
         raise WorkerGone(await self.ending(), alone=True)
 
     async def ended(self) -> None:
-        """Return once it has ended; without its socket it is of no use, whatever it still does."""
+        """Return once the process has ended or closed its socket: without the socket it is useless."""
         await first_of(self._child.wait(), self._gone.wait())
-        self.is_open = False  # somebody else may have its socket
+        self.is_open = False  # another process may hold its socket
 
     async def close(self) -> None:
         """Kill it and wait for its end: every request that is unanswered raises WorkerGone. Closing again does nothing."""
@@ -225,7 +225,7 @@ class WorkerProcess:
         self._channel.drain()
 
     def kill(self) -> None:
-        """Kill it and whatever it has started, if it lives."""
+        """Kill the process and its process group, if it lives."""
         if self._child.exit_code is None:
             self._child.kill()
 
@@ -250,7 +250,8 @@ class WorkerProcess:
         """Send a request, whose id is one of ``ids``, and return its answer: the outcome of a Process, else Finished.
 
         ``files`` are closed here; the line's room at ``offset`` is free once it is answered. Raises WorkerGone, and the
-        error that the worker answered with. When the caller is cancelled the worker is told so; it answers all the same.
+        error that the worker answered with. If the caller is cancelled, the worker receives a Cancel and still
+        answers.
         """
         future = self.post(message, files, offset=offset)
         try:
@@ -268,10 +269,10 @@ class WorkerProcess:
         otherwise: Callable[[WorkerGone], Any] | None = None,
         patient: bool = False,
     ) -> asyncio.Future[Any]:
-        """Do as ``ask`` does, but return what will hold the answer; whoever does not want it any more cancels the request.
+        """Do as ``ask`` does, but return a future of the answer. A caller that no longer wants it calls ``cancel``.
 
-        ``otherwise`` makes the answer when the process ends before it has one. Who is ``patient`` lets it go together
-        with others.
+        ``otherwise`` makes the answer if the process ends without one. ``patient``: the request may be sent together with
+        later requests.
         """
         if not self.is_open:
             for each in files:
@@ -283,7 +284,7 @@ class WorkerProcess:
         return future
 
     def tell(self, message: wire.Number | wire.Forget | wire.LogLevel | wire.Cancel) -> None:
-        """Send what nobody waits for, if it takes requests. The id of Forget is 0: it may be in a call that hangs."""
+        """Send a message that needs no answer, if the process takes requests. Forget has id 0: a call may hang."""
         if self.is_open:
             self._channel.send(message)
 
@@ -294,7 +295,7 @@ class WorkerProcess:
             await self.ask(wire.Park(next(self.ids), shard.id, wire.packed_keys(parked)))
 
     def cancel(self, request_id: int) -> None:
-        """Tell the worker that nobody wants a request's answer any more."""
+        """Cancel a request in the worker, if it is unanswered."""
         if request_id in self._requests:
             self.tell(wire.Cancel(request_id))
 
@@ -323,7 +324,7 @@ class WorkerProcess:
                     getattr(log, message.level)(message.event, **message.fields)
 
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
-        """Raises WireError when it is no answer to what was asked."""
+        """Set a request's answer. Raises WireError if the answer's rows are unreadable."""
         _, future, offset, _ = self._requests[message.id]
         if future.done():
             if isinstance(message, wire.Done) and message.rows_bytes:
@@ -339,7 +340,7 @@ class WorkerProcess:
             future.set_result(outcome)
         else:
             future.set_result(message)
-        # Only now: until it is answered, whoever waits learns of the end of the process.
+        # Last: while the request is listed, its caller is notified if the process ends.
         del self._requests[message.id]
         if offset is not None:
             self.arena.give_back(offset)

@@ -77,13 +77,13 @@ class LogForwarder:
                 self._lost += 1
 
     def _sent(self, line: LogLine, wait: float) -> bool:
-        # Where the server is gone this process ends (``Heartbeat``): there is nobody left to tell.
+        # If the server is gone, ``Heartbeat`` ends this process, and the line has no reader.
         with contextlib.suppress(OSError):
             return send_now(self._end, line, wait_seconds=wait)
         return False
 
     def tell_lost(self) -> None:
-        """Tell how much was lost, if there is anything that was not told yet."""
+        """Log how many lines were lost since the last report, if any."""
         with self._lock:
             lost = {"lines": self._lost, "since": self._since}
             if self._lost and self._sent(LogLine("warning", "log.lost", lost), 0.0):
@@ -135,7 +135,7 @@ class Heartbeat:
         deadlines: Deadlines,
         tell_lost: Callable[[], None],
     ) -> None:
-        """``deadlines`` know how long calls run, and tell of slow ones; ``tell_lost``: of lost lines. All in the thread."""
+        """``deadlines`` time calls and log slow ones; ``tell_lost`` logs lost lines. All run in the thread."""
         self._end = end
         self._loop = loop
         self._deadlines = deadlines
@@ -166,7 +166,9 @@ class Heartbeat:
                 # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
                 os._exit(0)
             for tell in self._tells:
-                with contextlib.suppress(Exception):  # a log that the handler has broken is no end of life
+                with contextlib.suppress(
+                    Exception
+                ):  # logging that the handler broke must not end the process
                     tell()
             time.sleep(BEAT_SECONDS)
 
