@@ -127,8 +127,9 @@ class AdminEndpoint:
     ) -> AsyncIterator[None]:
         """Serve while the context lasts, whatever becomes of the process.
 
-        ``status`` makes a document of the whole server or, if given a reason, of what is known without its parts. ``pause`` sleeps between them, and may look around. Raises OperatorError when the
-        address that was given cannot be listened on, and for certificates that cannot be used.
+        ``status`` makes a document of the whole server or, if given a reason, of what is known without its parts.
+        ``pause`` sleeps between them, and may look around. Raises OperatorError when the address that was given cannot be
+        listened on, and for certificates that cannot be used.
         """
         # The process reads certificates for itself; what is wrong with them ends this start.
         await aside(self._start.tls, name="mldserver-tls")
@@ -248,7 +249,7 @@ class AdminEndpoint:
         """Run one process to its end, and return how it ended."""
         printed = Printed()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        # It finds this package from any working directory.
+        # The child finds this package from any working directory.
         paths = filter(None, (_ROOT, environment.get("PYTHONPATH")))
         child = await ChildProcess.start(
             [sys.executable, "-P", "-m", "mldserver.admin.endpoint_process"],

@@ -150,7 +150,7 @@ class Client:
 def listening_users(ours: socket.socket, tables: Path = Path("/proc/net")) -> set[int]:
     """Return the ids of users that a TCP connection may have reached on this host; none if the system shows none.
 
-    The user that accepted it is certain. Until then the kernel shows only the listeners.
+    An accepted connection's user is certain. Before that the kernel shows only the listeners.
     """
     here, there = ours.getsockname()[:2], ours.getpeername()[:2]
     listeners: dict[bool, set[int]] = {True: set(), False: set()}

@@ -238,7 +238,7 @@ def _found(within: Any, field: str) -> Any:
 
 
 def _alone(field: str, status: Status) -> Any:
-    """Return the value of a metric that has one series at most; None if there is none."""
+    """Return the value of a metric that has one series at most; None without a value."""
     if field == "INFO":
         names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
         return {name: getattr(status, name) for name in names}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _KEPT: Final = 10
-"""Keep an unclaimed shard that was taken for this many ``forsaken_ms``: its assigned server cannot read."""
+"""A server keeps an unclaimed shard for this many ``forsaken_ms``: the assigned server cannot read it."""
 
 
 class Plan(NamedTuple):
