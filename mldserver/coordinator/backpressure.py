@@ -10,7 +10,7 @@ no shard's progress frees disk, and all shards wait. Otherwise the watermark mus
 continues, and the shards ahead of it wait.
 
 A pause holds only the answer that a daemon waits for. The server finishes the batches that it has already answered.
-A drain pauses one shard after its accepted records are durable and checkpointed.
+A drain pauses one shard, then makes its accepted records durable and checkpoints them.
 """
 
 from __future__ import annotations

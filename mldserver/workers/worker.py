@@ -143,8 +143,8 @@ def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
 class Exclusive:
     """Lets requests through that go together, and suspects that must go alone: these first, so that they are soon done.
 
-    Requests inside may wait for long: for an ``initialize`` that is retried until it succeeds, or for a record's retry in an
-    hour. Other requests do not wait for these: once the handler works on no request inside, the next ones enter.
+    Requests inside may wait a long time: for an ``initialize`` that is retried until it succeeds, or for a record's retry
+    in an hour. Other requests do not wait for these: once the handler works on no request inside, the next ones enter.
     """
 
     def __init__(

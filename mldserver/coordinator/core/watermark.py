@@ -9,9 +9,8 @@ stall it, and shards that are only late to connect must not be overtaken:
   batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_time`` when
   they are cut on a column.
 * A shard whose records give no rows (a filter, dead letters) is as silent as one without records. Cut on a column, it
-  leaves the minimum after ``idle_time`` too, if it keeps up: its lag is 0, or never reported, and the batch in hand
-  was fetched
-  less than ``idle_time`` ago.
+  leaves the minimum after ``idle_time`` too, if it keeps up: its lag is 0, or never reported, and its batch in
+  progress was fetched less than ``idle_time`` ago.
 * One that lags (after an outage, say) may have rows before it that are older than those of others. It goes on as its
   arrival times do, once these have gone on by ``idle_time`` without a row: it counts as being as far, by event time, as
   the shards that give rows were when they were there, less ``idle_time``. However fast others catch up, they close no
@@ -31,8 +30,8 @@ empty page shows that everything is delivered that was visible when its request 
 
 Arrival times are AWS's, so receipt must be in AWS's time too, and no host's time of day is used. AWS's
 clock shows at least the latest arrival time known (of any shard, from here or from the ledger), plus the steady time
-since then, less a thousandth of that: a steady clock, too, runs fast while its host's clock is corrected. Later
-records can only have arrived later.
+since then, less a thousandth of that: a steady clock, too, runs fast while its host's clock is corrected. Records
+still to come can only have arrived later.
 """
 
 from __future__ import annotations
