@@ -153,7 +153,7 @@ class Change(RecordMethods):
     def _bad(self, why: str) -> NotAChange:
         # A hook that takes a whole batch has failed for this record alone.
         return NotAChange(
-            f"record {self.sequence} is no change of a DynamoDB table: {why}", records=[self.record]
+            f"record {self.sequence} is not a change of a DynamoDB table: {why}", records=[self.record]
         )
 
 

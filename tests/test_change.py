@@ -201,7 +201,7 @@ def test_nothing_is_decoded_before_it_is_read() -> None:
 def test_data_that_is_no_change_is_told_with_its_record(event: Any, why: str) -> None:
     with pytest.raises(NotAChange, match=why) as raised:
         change(event).kind  # noqa: B018  # reading it decodes it
-    assert str(raised.value).startswith("record 400 is no change of a DynamoDB table: ")
+    assert str(raised.value).startswith("record 400 is not a change of a DynamoDB table: ")
     assert [record.sequence for record in raised.value.records or ()] == [Sequence(400)]  # type: ignore[union-attr]  # as records
 
 

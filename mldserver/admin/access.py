@@ -171,7 +171,7 @@ def find_token(path: Path) -> AccessToken:
     if stat.S_IMODE(about.st_mode) & 0o077:
         raise OperatorError(
             f"The token file {path} may be read by others (mode {stat.S_IMODE(about.st_mode):o}).",
-            advice=f"Run `chmod 600 {path}`; if somebody may have read it, write a new token.",
+            advice=f"Run `chmod 600 {path}`; if another user may have read it, write a new token.",
         )
     if not token:
         raise OperatorError(f"The token file {path} is empty.", advice="Write a random word into it.")

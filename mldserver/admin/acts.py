@@ -153,7 +153,7 @@ class _Acts:
         if not isinstance(runtime, WorkerRuntime):
             raise OperatorError(
                 "The handler runs in the server's own process, which cannot load it twice.",
-                advice="Stop and start the server, or let it have workers (`--workers 1`).",
+                advice="Stop and start the server, or give it workers (`--workers 1`).",
             )
         before = runtime.spec.version
         try:

@@ -210,7 +210,7 @@ def read_status(document: bytes) -> Status:
             )
         return msgspec.json.decode(document, type=Status)
     except msgspec.MsgspecError as error:
-        raise NoAnswer(f"What answers is no status of mldserver: {error}.") from error
+        raise NoAnswer(f"The answer is not a status of mldserver: {error}.") from error
 
 
 class _SchemaNumber(msgspec.Struct):

@@ -74,7 +74,7 @@ pause_app = _steering(
 )
 resume_app = _steering(
     "resume",
-    "Resume all shards that were paused or drained, or one of them.",
+    "Resume all shards that were paused or drained, or a single shard.",
     "mldserver resume --out out/departures\nmldserver resume shardId-000000000003 --out out/departures",
     "",
     _ALL_OR_ONE,

@@ -43,7 +43,7 @@ ERRORS: Final = {
     "InvalidStateException": "the lease table is not there",
     "IllegalArgumentException": "the place is refused",
     "NullPointerException": "any other Throwable, by its simple class name",
-    "OutOfMemoryError": "an Error, which is no Exception",
+    "OutOfMemoryError": "an Error, which is not an Exception",
     "": "an anonymous class, whose simple name is empty: a failure all the same",
 }
 """What a reply may hold in place of null, and what it means."""
@@ -80,7 +80,7 @@ def _checkpoints() -> Section:
         )
         section.add(
             "the next child begins at the checkpoint, and goes on from there",
-            f"{PROCESSOR}: initialize tells the lease's checkpoint",
+            f"{PROCESSOR}: initialize contains the lease's checkpoint",
             *(initialize(form), Provoke(form), Resume(form), Provoke(form), lease_lost(form)),
             form=form,
         )

@@ -206,7 +206,7 @@ def _malformed() -> Section:
         "of a record without a sequence number": one(sequenceNumber=...),
         "of a record whose sequence number is null": one(sequenceNumber=None),
         "of a record whose sequence number is a number": one(sequenceNumber=7),
-        "of a record whose sequence number is no digits": one(sequenceNumber="12x"),
+        "of a record whose sequence number is not digits": one(sequenceNumber="12x"),
         "of a record whose sequence number is empty": one(sequenceNumber=""),
         "of a record whose sequence number is negative": one(sequenceNumber="-7"),
         "of a record without data": one(data=...),
@@ -232,8 +232,8 @@ def _malformed() -> Section:
     }.items():
         section.add(f"there comes {name}", MALFORMED, initialize(), odd(message), *_ALIVE)
     section.add(
-        "a record's data is no base64",
-        f"{MALFORMED}; what the handler makes of it is its own affair",
+        "a record's data is not base64",
+        f"{MALFORMED}; the suite does not judge what the handler makes of it",
         *(initialize(), odd(one(data="***"), places=full.places, want=Want.EITHER), *_ALIVE),
     )
     return section

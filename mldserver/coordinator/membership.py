@@ -307,7 +307,7 @@ class ServerLocks:
         os.close(descriptor)
         raise NotThereYet(
             f"Another server runs under the name {server_id}.",
-            advice="Stop it first, or give each server on the ledger a server_id of its own.",
+            advice="Stop it first, or give each server on the ledger another server_id.",
             server=server_id,
         )
 

@@ -124,9 +124,9 @@ def parse_position(position: object) -> Position:
                 return _parse_token(text)
             with contextlib.suppress(ValueError):
                 return _since(datetime.fromisoformat(text))
-            raise ConfigError(f"{text!r} is no position in a stream.", advice=_ADVICE)
+            raise ConfigError(f"{text!r} is not a position in a stream.", advice=_ADVICE)
         case _:
-            raise ConfigError(f"{position!r} is no position in a stream.", advice=_ADVICE)
+            raise ConfigError(f"{position!r} is not a position in a stream.", advice=_ADVICE)
 
 
 def _since(time: datetime) -> Since:
@@ -188,7 +188,7 @@ def _ms(text: object) -> int | None:
     try:
         return _since(datetime.fromisoformat(text)).ms  # type: ignore[arg-type]  # that it is none is what is asked
     except (TypeError, ValueError, ConfigError):
-        raise _damaged(f"{text!r} is no time with an offset") from None
+        raise _damaged(f"{text!r} is not a time with an offset") from None
 
 
 def _damaged(why: str) -> ConfigError:

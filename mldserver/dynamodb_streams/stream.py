@@ -323,7 +323,7 @@ class _StreamReading:
                 raise NotThereYet(
                     f"The stream {self._arn} ({self._listing.status}) lists no shard.",
                     did=f"It was asked for {_OPEN_SECONDS:.0f} seconds.",
-                    advice="If it was disabled for a day, nothing is left of it. Else try again.",
+                    advice="If it was disabled for a day, its records are gone. Else try again.",
                 )
             await self._clock.sleep(AGAIN_SECONDS)
         shards: tuple[ReadPosition, ...] = ()

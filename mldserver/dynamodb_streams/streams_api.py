@@ -347,7 +347,7 @@ class StreamsApi:
         except ShardGone as error:
             raise NoStream(
                 f"There is no stream {arn}.",
-                did="Nothing more is read of it.",
+                did="The server reads nothing more from it.",
                 advice="A stream goes 24 hours after it was disabled, or its table deleted; enabled again, a table has a "
                 "new one. Name the table instead of the ARN to read its newest stream.",
                 stream=arn,

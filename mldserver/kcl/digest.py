@@ -193,7 +193,7 @@ _FAULTS: Final = (
     KnownFault(
         (r"(?P<shard>\S+): \[SubscriptionLifetime\].*#errorOccurred\) @ \S+ id: \S+ -- (?P<said>.*?)\. Last"),
         "The fan-out subscription of shard {shard} failed: {said}.",
-        "It is tried again. Where SubscribeToShard is not to be had (some emulators), use --retrieval polling.",
+        "It is tried again. Where SubscribeToShard is not available (some emulators), use --retrieval polling.",
     ),
     KnownFault(
         (

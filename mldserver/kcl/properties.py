@@ -188,9 +188,7 @@ def _endpoint(url: str | None) -> str | None:
 
 def _check(name: str, value: str) -> None:
     if name in OWN_OPTIONS:
-        raise ConfigError(
-            f"The property {name} has an option of its own.", advice=f"Use {OWN_OPTIONS[name]}."
-        )
+        raise ConfigError(f"The property {name} has a separate option.", advice=f"Use {OWN_OPTIONS[name]}.")
     if name == "workerId":
         raise ConfigError("workerId is another name of workerIdentifier.", advice="Use workerIdentifier.")
     if name == "timeoutInSeconds":

@@ -173,7 +173,7 @@ def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
         connection = java_driver.connect(url, properties)
     if connection is None:
         raise OperatorError(
-            f"The class {class_name} is no driver for the URL of sink.", advice="Look at both settings."
+            f"The class {class_name} is not a driver for the URL of sink.", advice="Look at both settings."
         )
     try:
         yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))

@@ -56,7 +56,7 @@ _RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
     # A server that is only started again forgets the session, too.
     "gone": (_Rule(10, "The Spark Connect server is gone: {}", over=True),),
     "refused": (_Rule(10, "The Spark Connect server refuses calls: {}"),),
-    DENIED: (_Rule(10, "The Spark Connect server lets nobody in by the token and user of spark_master: {}"),),
+    DENIED: (_Rule(10, "The Spark Connect server refuses the token and user of spark_master: {}"),),
     # Executors run jobs while a master is down. A master that takes over from another notifies the driver.
     "unknown": (
         _Rule(

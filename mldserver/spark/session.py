@@ -269,8 +269,8 @@ def open_session(start: Start) -> Session:
         for sign, text in server.look().items():
             if sign == DENIED:
                 raise OperatorError(
-                    f"The Spark Connect server lets nobody in by the token and user of spark_master: {text}",
-                    advice="Name its token, as in sc://HOST:PORT/;token=TOKEN, and a user who may work there.",
+                    f"The Spark Connect server refuses the token and user of spark_master: {text}",
+                    advice="Name its token, as in sc://HOST:PORT/;token=TOKEN, and a permitted user.",
                 )
             raise ConnectionError(f"the Spark Connect server does not answer: {text}")
     else:

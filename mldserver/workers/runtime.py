@@ -330,7 +330,7 @@ class WorkerRuntime:
         raise HandlerLost(
             f"A batch ends its worker before the handler is called: {ending}.",
             did="The connection is closed; the batch will be delivered again.",
-            advice="It may need more memory: raise worker_memory, or let the daemon send fewer records at once.",
+            advice="It may need more memory: raise worker_memory, or have the daemon send fewer records at once.",
             shard=delivery.shard_id,
             handler=self._spares.handler,
         )

@@ -184,8 +184,8 @@ def test_without_a_server_and_a_ledger_both_are_told(capsys: pytest.CaptureFixtu
     ("status", "body", "why"),
     [
         (503, {"error": "Nothing has come yet."}, "has no status to show: Nothing has come yet."),
-        (200, b"<html>", "What answers is no status of mldserver"),
-        (200, {"schema": 1}, "What answers is no status of mldserver"),
+        (200, b"<html>", "The answer is not a status of mldserver"),
+        (200, {"schema": 1}, "The answer is not a status of mldserver"),
     ],
 )
 def test_what_has_no_status_to_show_is_no_server(

@@ -65,7 +65,7 @@ def test_an_aware_time_is_an_instant(time: object) -> None:
     "wrong", ["newest", "", "49590338271490256608559692538361571095", 3, None, b"latest"]
 )
 def test_what_is_no_position_is_refused_with_what_would_be_one(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="is no position in a stream") as raised:
+    with pytest.raises(ConfigError, match="is not a position in a stream") as raised:
         parse_position(wrong)
     assert "trim_horizon, latest, a time with its offset" in raised.value.advice
 
@@ -151,9 +151,9 @@ SHARD = {"id": "a", "parent": None, "iterator": "AFTER_SEQUENCE_NUMBER", "sequen
         ({"shards": [SHARD | {"sequence_number": 7}]}, "shard a has the sequence number 7"),
         ({"shards": [SHARD | {"sequence_number": "7a"}]}, "shard a has the sequence number '7a'"),
         ({"shards": [SHARD | {"sequence_number": "\u0667"}]}, "it must be a text of digits"),
-        ({"shards": [SHARD | {"time": 7}]}, "7 is no time with an offset"),
-        ({"since": "yesterday"}, "'yesterday' is no time with an offset"),
-        ({"since": "2026-11-22T12:00:00"}, "is no time with an offset"),
+        ({"shards": [SHARD | {"time": 7}]}, "7 is not a time with an offset"),
+        ({"since": "yesterday"}, "'yesterday' is not a time with an offset"),
+        ({"since": "2026-11-22T12:00:00"}, "is not a time with an offset"),
     ],
 )  # fmt: skip
 def test_a_token_that_is_none_is_refused_and_the_error_says_why(change: dict[str, Any], why: str) -> None:

@@ -615,7 +615,7 @@ async def test_a_token_of_another_stream_is_refused_before_anything_changes(scen
         before = stream.token
         with pytest.raises(ConfigError, match="table/others"):
             await stream.move_to(foreign)
-        with pytest.raises(ConfigError, match="is no position"):
+        with pytest.raises(ConfigError, match="is not a position"):
             await stream.move_to("newest")
         assert stream.token == before
         assert await some(stream, 1) == ["2"]

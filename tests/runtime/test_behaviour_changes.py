@@ -101,10 +101,10 @@ async def test_what_is_no_change_is_a_dead_letter_that_says_so_and_is_not_tried_
     shard = await stage.opened()
     outcome = await shard.process(DELETE, b'{"order": 7}', b"%", INSERT)
     letters = {letter.sequence.number: (letter.error, letter.attempts) for letter in outcome.dead_letters}
-    told = "NotAChange: record 2 is no change of a DynamoDB table: its eventName is None, none of INSERT, MODIFY, REMOVE"
+    told = "NotAChange: record 2 is not a change of a DynamoDB table: its eventName is None, none of INSERT, MODIFY, REMOVE"
     assert letters[2] == (told, 1)
     assert letters[3][0].startswith(
-        "NotAChange: record 3 is no change of a DynamoDB table: its data is no JSON"
+        "NotAChange: record 3 is not a change of a DynamoDB table: its data is no JSON"
     )
     assert sorted(letters) == [2, 3]
 

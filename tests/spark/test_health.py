@@ -54,7 +54,7 @@ def test_what_a_fresh_driver_mends_is_over_once_it_has_lasted(
     ("sign", "seconds", "text"),
     [
         ("refused", 10, "refuses calls: heard"),
-        ("denied", 10, "lets nobody in by the token and user of spark_master: heard"),
+        ("denied", 10, "refuses the token and user of spark_master: heard"),
         ("no executors", 20, "given Spark no executor for more than 20 s"),
         ("starved", 20, "the cluster is full"),
         ("silent", 20, "has not answered for more than 20 s"),

@@ -72,7 +72,7 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
             finally:
                 await engine.close()
         wrong = replace(engine, master=address.replace(quote(token, safe=""), "another"))
-        with pytest.raises(OperatorError, match=r"(?s)lets nobody in.*;token=TOKEN") as refused:
+        with pytest.raises(OperatorError, match=r"(?s)refuses the token.*;token=TOKEN") as refused:
             await wrong.run()
     assert not isinstance(refused.value, NotThereYet)
     assert "another" not in str(refused.value)
