@@ -166,7 +166,7 @@ async def test_a_shard_at_work_tells_its_connection_lag_and_position(tmp_path: P
         async with asyncio.TaskGroup() as group:
             playing = group.create_task(daemon.run())
             await until(lambda: server.document().totals.checkpoints > 0)
-            await until(lambda: server.document().shards[0].lag_ms == 0)
+            await until(lambda: server.document().shards[0].lag_ms in range(1_000))
             status = server.document()
             playing.cancel()
     (shard,) = status.shards
