@@ -11,6 +11,7 @@ from simulation.oracles import Progress, Violated, leaves
 from support.kinesis import FakeKinesis
 from support.virtual_process import VirtualProcess
 
+from mldserver.coordinator.core.lineage import Presence
 from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import LocalEngine
@@ -154,7 +155,14 @@ class Supervised:
         positions, plan = self.faults.positions, self.plan
         if self.unread is None or self.unread[1] != self.lives or plan.stalls:
             return []
-        seconds = asyncio.get_running_loop().time() - self.unread[0]
+        now, parts = asyncio.get_running_loop().time(), server._parts
+        nodes = {} if parts is None else parts.coordinator.lineage.nodes
+        if any(node.presence is Presence.ELSEWHERE for node in nodes.values()):
+            self.unread = (
+                now,
+                self.lives,
+            )  # another server could not release its shards yet, as the ledger refused
+        seconds = now - self.unread[0]
         unread = sorted(positions.durable.keys() - positions.ended)
         if seconds < plan.outage - 4 or not unread or not server.is_ready:
             return []
