@@ -257,7 +257,7 @@ def test_jdbc_takes_a_schema_quotes_and_a_driver_by_name(place: Place) -> None:
         (SinkSpec("jdbc", "derby:x", "t", {"driver": "no.Driver"}), "no class no.Driver.*spark.jars"),
         (
             SinkSpec("jdbc", "other:x", "t", {"driver": "org.apache.derby.jdbc.EmbeddedDriver"}),
-            "no driver for the URL",
+            "is not a driver for the URL of sink",
         ),
     ],
 )
