@@ -6,12 +6,14 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
+from mldserver.base.clock import Clock
 from mldserver.base.disk import others_can_read
 from mldserver.base.secret import read_secret
 from mldserver.base.service import keep_memory
@@ -20,19 +22,23 @@ from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings, redacted
 from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
+from mldserver.config.settings import Settings
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
+from mldserver.coordinator.flusher import Destination
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.loader import entries_of
-from mldserver.handler.spec import HandlerKind
+from mldserver.handler.spec import HandlerKind, HandlerSpec
+from mldserver.jobs.engine import Engine
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
+from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import PRIVATE, SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
@@ -40,26 +46,14 @@ from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.sources.intake import SourceParts
-from mldserver.sources.listing import ShardPolling
+from mldserver.runtime.interface import Runtime
+from mldserver.sources.intake import MakeSource, Source, SourceParts
+from mldserver.sources.listing import MakeKinesis, ShardPolling
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.windows import Tumbling
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.config.settings import Settings
-    from mldserver.coordinator.flusher import Destination
-    from mldserver.handler.spec import HandlerSpec
-    from mldserver.jobs.engine import Engine
-    from mldserver.ledger.operations import Ledger
-    from mldserver.runtime.interface import Runtime
-    from mldserver.sources.intake import MakeSource, Source
-    from mldserver.sources.listing import MakeKinesis
 
 _NO_REDRIVE: Final = (
     "A record processor of amazon_kclpy keeps its shard's position itself: it cannot be given older records."

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PACKAGE = Path(__file__).parent
 

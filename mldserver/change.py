@@ -14,15 +14,13 @@ from __future__ import annotations
 import contextlib
 from base64 import b64decode
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
 
 from mldserver.records import Fatal, Record, RecordMethods
-
-if TYPE_CHECKING:
-    from decimal import Decimal
 
 Kind = Literal["insert", "update", "delete"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mldserver.windows import Window  # noqa: TC001  # a job that crosses is read by its annotations
+from mldserver.windows import Window  # a job that crosses is read by its annotations
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,8 @@ and the place it happened at (``pipeline``, ``shard``, ``sequence`` …) as fiel
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
+from collections.abc import Collection, Iterator
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABCMeta
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -28,8 +28,6 @@ import orjson
 import pybase64
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     import pyarrow as pa
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -26,20 +26,26 @@ import random
 import resource
 import signal
 import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
 from mldserver import __version__
 from mldserver.admin.acts import carry_out
+from mldserver.admin.document import Status
+from mldserver.admin.endpoint_keeper import AdminEndpoint
 from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
 from mldserver.assembly import Parts, Surroundings, assemble, exposed
 from mldserver.base.aws import require_aws
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.service import Service, ServiceReport, handling
 from mldserver.base.threads import aside
+from mldserver.config.settings import Settings
+from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import (
     EXIT_CLEAN,
     EXIT_FAULT,
@@ -51,21 +57,11 @@ from mldserver.errors import (
     folder_error,
     leaves,
 )
+from mldserver.jobs.engine import Engine
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
-
-    from mldserver.admin.document import Status
-    from mldserver.admin.endpoint_keeper import AdminEndpoint
-    from mldserver.base.clock import Clock
-    from mldserver.config.settings import Settings
-    from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.coordinator.progress import CoordinatorStatus
-    from mldserver.jobs.engine import Engine
-    from mldserver.sources.intake import MakeSource
-    from mldserver.sources.listing import MakeKinesis
+from mldserver.sources.intake import MakeSource
+from mldserver.sources.listing import MakeKinesis
 
 log = structlog.get_logger("mldserver")
 T = TypeVar("T")

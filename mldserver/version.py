@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Final
 
 COMMIT_FILE: Final = "commit.txt"
 """Written into wheels and source archives when they are built out of a clone (``build_hooks.py``)."""

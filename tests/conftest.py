@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -16,10 +18,6 @@ from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick,
 from support.spark_classes import archiving
 
 from mldserver.observe.writer import LogWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytest_plugins = ["support.spark_session"]
 

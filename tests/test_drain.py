@@ -7,7 +7,9 @@ import contextlib
 import itertools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,15 +17,9 @@ from support.serving import quick, serving, until
 from support.store import SqliteStore
 
 from mldserver.errors import WindowFailed
-from mldserver.ledger.contract import WindowState
+from mldserver.ledger.contract import LedgerState, WindowState
 from mldserver.server import EXIT_CLEAN, EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from mldserver.ledger.contract import LedgerState
 
 HANDLER = """
 import threading

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,8 +26,10 @@ from mldserver.cli.ledger import create_ledger
 from mldserver.cli.ledger_tool import Where
 from mldserver.config.locations import RemoteOut
 from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings
 from mldserver.engine_jobs import WindowJob
 from mldserver.handler.inspection import load_spec
+from mldserver.jobs.engine import Engine
 from mldserver.ledger.contract import Commit
 from mldserver.output.layout import OUTPUTS, SEGMENTS, attempt_path
 from mldserver.output.manifest import MANIFESTS, current_files
@@ -36,12 +39,6 @@ from mldserver.server import EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 from mldserver.windows import Window
 from tests.ledger.dynamodb_emulator import Emulator
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from mldserver.config.settings import Settings
-    from mldserver.jobs.engine import Engine
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""

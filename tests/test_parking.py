@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.serving import quick, serving, until
 
 from mldserver.config.resolve import ledger_file
 from mldserver.testing import FakeMLD, FakeStream, Habits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HANDLER = '''
 """Notes what it was called with."""

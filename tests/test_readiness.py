@@ -2,14 +2,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 
 from mldserver.admin.gather import Readiness
-
-if TYPE_CHECKING:
-    from mldserver.assembly import Parts
+from mldserver.assembly import Parts
 
 
 @dataclass

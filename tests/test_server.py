@@ -10,8 +10,9 @@ import os
 import sqlite3
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -24,9 +25,6 @@ from mldserver.config.resolve import ledger_file, resolve
 from mldserver.errors import WindowFailed
 from mldserver.server import EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow.dataset as ds
 import pytest
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
 
-if TYPE_CHECKING:
-    from mldserver.server import Server
+from mldserver.server import Server
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 CAPTURES = sorted(TRANSCRIPTS.glob("*.jsonl"))

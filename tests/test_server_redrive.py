@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -19,9 +20,6 @@ from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.destinations import FOLDER
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeMLD, FakeStream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HANDLER = '''
 """A row for each record, unless it is poisoned and the antidote is not there."""

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -16,12 +16,10 @@ from support.serving import quick, serving, until
 
 from mldserver import cli
 from mldserver.base.clock import SystemClock
+from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.server import Server
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
-
-if TYPE_CHECKING:
-    from mldserver.engine_jobs import WindowJob, WindowResult
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.processes import group_members
 from support.serving import quick, serving, until
 
 from mldserver.base.clock import SystemClock
-from mldserver.server import EXIT_CLEAN, EXIT_FORCED
+from mldserver.server import EXIT_CLEAN, EXIT_FORCED, Server
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeMLD, FakeStream
-
-if TYPE_CHECKING:
-    from mldserver.server import Server
 
 HANDLER = '''
 """Every record as it is; a window for each."""

@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import uvloop
@@ -23,9 +24,6 @@ from support.serving import connect, quick, until
 from mldserver.errors import InternalError
 from mldserver.server import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, Server
 from mldserver.testing import LocalEngine, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 HANGS_AT_IMPORT = """
 import os, pathlib, subprocess, sys, time

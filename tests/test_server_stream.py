@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.kinesis import FakeKinesis
@@ -12,9 +13,6 @@ from support.store import SqliteStore
 
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeStream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

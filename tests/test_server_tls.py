@@ -6,22 +6,19 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.certificates import Certificates
 from support.serving import KEEP_EVERYTHING, quick, serving, until
 
 from mldserver.base.tls import ServerTLS, client_context
+from mldserver.config.settings import Settings
 from mldserver.server import Server
-
-if TYPE_CHECKING:
-    import ssl
-    from pathlib import Path
-
-    from mldserver.config.settings import Settings
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow.dataset as ds
 import pytest
@@ -15,12 +15,7 @@ from support.serving import quick, serving, until
 from mldserver import cli
 from mldserver.records import Record, Sequence, Shard
 from mldserver.runtime.interface import Delivery, Records
-from mldserver.sources.intake import ShardOpening, SourceStatus
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.sources.intake import ShardIntake, Source, SourceParts
+from mldserver.sources.intake import ShardIntake, ShardOpening, Source, SourceParts, SourceStatus
 
 HANDLER = """
 from pathlib import Path

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -16,10 +18,6 @@ from support.workers import NAMES, Application
 
 from mldserver.server import EXIT_FAULT, Server
 from mldserver.testing import FakeStream, Habits, LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""

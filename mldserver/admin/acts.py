@@ -13,19 +13,16 @@ None outlives the server: the next one answers every shard, and logs as its sett
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, get_args
+from typing import Final, get_args
 
-from mldserver.base.clock import in_time
+from mldserver.assembly import Parts
+from mldserver.base.clock import Clock, in_time
 from mldserver.config.settings import Level
+from mldserver.coordinator.core.sessions import Session
 from mldserver.errors import HandlerError, OperatorError
 from mldserver.observe.logging import Logger, set_level
 from mldserver.sources.link import Link
 from mldserver.workers.runtime import WorkerRuntime
-
-if TYPE_CHECKING:
-    from mldserver.assembly import Parts
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.sessions import Session
 
 ACTS: Final = ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
 _PATIENCE_SECONDS: Final = 4.0

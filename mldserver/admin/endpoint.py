@@ -23,6 +23,7 @@ import sys
 import traceback
 from base64 import b64decode, b64encode
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 from aiohttp import hdrs, web
+from aiohttp.web_protocol import RequestHandler
 
 from mldserver.admin import metrics
 from mldserver.admin.access import (
@@ -43,6 +45,7 @@ from mldserver.admin.access import (
     same_token,
 )
 from mldserver.admin.document import Status
+from mldserver.admin.endpoint_messages import Answered
 from mldserver.admin.history import History
 from mldserver.base.clock import Flag
 from mldserver.base.tls import ServerTLS, names_of
@@ -50,12 +53,6 @@ from mldserver.config.kinds import is_loopback
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from aiohttp.web_protocol import RequestHandler
-
-    from mldserver.admin.endpoint_messages import Answered
-
     AskServer = Callable[[str, str, str], Awaitable[Answered]]
 
 log = structlog.get_logger("mldserver")

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,6 +22,7 @@ import structlog
 
 import mldserver
 from mldserver.admin.access import make_token, read_token
+from mldserver.admin.document import Status
 from mldserver.admin.endpoint_messages import (
     Answered,
     Document,
@@ -31,27 +34,19 @@ from mldserver.admin.endpoint_messages import (
     Taken,
 )
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import first_of
+from mldserver.base.clock import Clock, first_of
 from mldserver.base.listening import listen_tcp, listen_unix
 from mldserver.base.threads import aside
 from mldserver.base.uris import redaction
-from mldserver.children.channel import Channel, encodable
+from mldserver.children.channel import Channel, Descriptors, encodable
 from mldserver.children.process import ChildProcess, ending
-from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
+from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.config.resolve import home
+from mldserver.config.settings import Settings
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.logging import Printed
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from mldserver.admin.document import Status
-    from mldserver.base.clock import Clock
-    from mldserver.children.channel import Descriptors
-    from mldserver.config.kinds import Address
-    from mldserver.config.settings import Settings
-
     CarryOut = Callable[[str, str], Awaitable[tuple[bool, str]]]
     """Carries out an act with an argument; returns whether it is done, and a sentence."""
 

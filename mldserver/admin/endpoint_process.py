@@ -15,10 +15,11 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import structlog
 import uvloop
+from structlog.typing import EventDict
 
 from mldserver.admin.endpoint import Endpoint
 from mldserver.admin.endpoint_messages import (
@@ -32,14 +33,9 @@ from mldserver.admin.endpoint_messages import (
     ToEndpoint,
 )
 from mldserver.base.service import entitle
-from mldserver.children.channel import Channel
+from mldserver.base.tls import ServerTLS
+from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.parent_death import die_with_parent
-
-if TYPE_CHECKING:
-    from structlog.typing import EventDict
-
-    from mldserver.base.tls import ServerTLS
-    from mldserver.children.channel import Descriptors
 
 _NICE: Final = 5
 """A quarter of a processor that others want too: enough to answer at once, and no flood takes more."""

@@ -10,30 +10,27 @@ import resource
 import socket
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 
 from mldserver import __version__
 from mldserver.admin import document
+from mldserver.assembly import Parts
+from mldserver.base.clock import Clock, Durations
+from mldserver.config.settings import Settings
 from mldserver.coordinator.core.lineage import Presence
+from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import without_messages
 from mldserver.observe.logging import Logger, lines_lost
+from mldserver.records import Sequence
+from mldserver.sources.intake import SourceStatus
 from mldserver.sources.progress_log import ShardCounts
 from mldserver.workers.runtime import WorkerRuntime
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from mldserver.assembly import Parts
-    from mldserver.base.clock import Clock, Durations
-    from mldserver.config.settings import Settings
-    from mldserver.coordinator.progress import CoordinatorStatus
-    from mldserver.records import Sequence
-    from mldserver.sources.intake import SourceStatus
-    from mldserver.workers.worker import Worker
+from mldserver.workers.worker import Worker
 
 log = structlog.get_logger("mldserver")
 

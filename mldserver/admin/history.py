@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from mldserver.admin.document import SECONDS
-
-if TYPE_CHECKING:
-    from mldserver.admin.document import Histogram, Status
+from mldserver.admin.document import SECONDS, Histogram, Status
 
 __all__ = ["History", "Point", "quantile"]
 

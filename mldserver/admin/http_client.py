@@ -12,20 +12,17 @@ import socket
 import ssl
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
 
+from mldserver.admin.access import AccessToken
 from mldserver.admin.document import SCHEMA, Status
 from mldserver.base.tls import refusal_by_server
-from mldserver.config.kinds import TcpAddress, UnixAddress, is_local
+from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless
-
-if TYPE_CHECKING:
-    from mldserver.admin.access import AccessToken
-    from mldserver.config.kinds import Address
 
 _ANSWER_SECONDS: Final = 5.0
 _REFUSALS: Final = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}

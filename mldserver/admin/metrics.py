@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -22,14 +23,10 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from mldserver.admin.document import SECONDS
+from mldserver.admin.document import SECONDS, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from prometheus_client.core import Metric as Family
-
-    from mldserver.admin.document import Status
 
 MOST_SHARDS: Final = 200
 PREFIX: Final = "mldserver_"

@@ -7,14 +7,12 @@ has connections by then. Both happen in a thread; what is left for the loop is s
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mldserver.base.threads import aside
 from mldserver.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 _ANY_REGION: Final = "us-east-1"
 

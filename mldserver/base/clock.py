@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Final, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
+from collections.abc import Awaitable
+from typing import Any, Final, Protocol
 
 
 class Clock(Protocol):

@@ -14,10 +14,7 @@ import ctypes
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 def sync(path: Path) -> None:

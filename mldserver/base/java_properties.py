@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Final
 
 _SPACE: Final = " \t\f"
 _GOES_ON: Final = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Final
 
 KILL_VARIABLE: Final = "MLDSERVER_KILL_AT"
 

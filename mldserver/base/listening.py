@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Final
 
 _BACKLOG: Final = 128
 _SOCKET_MODE: Final = 0o600

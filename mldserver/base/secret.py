@@ -10,12 +10,10 @@ import hmac
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from mldserver.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PREFIX: Final = b"mldserver-secret "
 LONGEST: Final = 1024

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 from setproctitle import setproctitle
 
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Callable, Iterator, Mapping
-
-    from mldserver.base.clock import Clock
+from mldserver.base.clock import Clock
 
 TELL_SECONDS: Final = 1.0
 """Between two words to systemd."""

@@ -20,11 +20,9 @@ import queue
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 

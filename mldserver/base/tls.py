@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import ssl
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import structlog
 
 from mldserver.base.threads import aside
 from mldserver.errors import ConfigError, NotThereYet
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 log = structlog.get_logger("mldserver")
 

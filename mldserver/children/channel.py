@@ -20,12 +20,10 @@ import select
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 M = TypeVar("M")
 

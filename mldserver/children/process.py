@@ -10,15 +10,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.children.channel import pair
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Mapping, Sequence
-
 
 LONGEST_LINE: Final = 64 * 1024
 """Bytes of a line that are kept; a query plan, or a list of leases, can have megabytes."""

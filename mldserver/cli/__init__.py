@@ -11,16 +11,14 @@ import io
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
 from mldserver.base.uris import redacted
 from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR, MldserverError, OperatorError, leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells expect."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from collections.abc import Iterable, Sequence
+from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -15,8 +16,6 @@ from mldserver.observe.log_lines import harmless
 from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from mldserver.runtime.trial import FailureClass, TrialReport
 
 

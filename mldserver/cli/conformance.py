@@ -7,8 +7,9 @@ import fnmatch
 import os
 import re
 import sys
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from collections.abc import Sequence
+from pathlib import Path  # cyclopts reads the annotations
+from typing import Annotated, Any, Final
 
 import orjson
 from cyclopts import App, Parameter
@@ -20,9 +21,6 @@ from mldserver.config.kinds import address
 from mldserver.conformance import catalogue
 from mldserver.conformance.player import Grade, Result, Target, counts, play_all
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, ConfigError, NotThereYet, leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _HELP = """
 Test any child of the MultiLangDaemon against the daemon's behaviour.

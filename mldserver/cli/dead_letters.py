@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
@@ -26,17 +28,11 @@ from mldserver.cli.ledger_tool import (
     tell_json,
 )
 from mldserver.cli.logs import since_time
+from mldserver.config.settings import Settings
 from mldserver.errors import OperatorError
-from mldserver.ledger.contract import LETTERS_AT_ONCE
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterator
-
-    from mldserver.config.settings import Settings
-    from mldserver.ledger.contract import StoredLetter
-    from mldserver.ledger.operations import Ledger
-    from mldserver.records import DeadLetter
+from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
+from mldserver.ledger.operations import Ledger
+from mldserver.records import DeadLetter
 
 _HELP = """
 Show the records that failed for good, redrive them through the current handler, or delete them.

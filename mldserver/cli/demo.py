@@ -6,25 +6,24 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
 from mldserver.cli import working_directory
+from mldserver.config.settings import Settings
+from mldserver.jobs.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import datetime
-    from pathlib import Path
-
     import pyarrow as pa
     from rich.console import Console
     from rich.table import Table
 
-    from mldserver.config.settings import Settings
-    from mldserver.jobs.engine import Engine
     from mldserver.testing import shop
     from mldserver.testing.simulation import Run, Simulation
 

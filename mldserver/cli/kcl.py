@@ -9,8 +9,8 @@ import random
 import signal
 from dataclasses import replace
 from functools import partial
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path  # cyclopts reads the annotations
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -24,8 +24,9 @@ from mldserver.base.uris import redacted, redacted_option
 from mldserver.cli import working_directory
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
-from mldserver.kcl.launch import bridge_command, find_jars, find_java, prepare, private_files
+from mldserver.kcl.launch import Files, bridge_command, find_jars, find_java, prepare, private_files
 from mldserver.kcl.properties import (
     DaemonSettings,
     daemon_properties,
@@ -36,10 +37,6 @@ from mldserver.kcl.properties import (
 from mldserver.kcl.supervisor import Supervisor, answers
 from mldserver.kcl.worker import Worker, host_worker
 from mldserver.observe.logging import logging_to, reopen
-
-if TYPE_CHECKING:
-    from mldserver.config.settings import Settings
-    from mldserver.kcl.launch import Files
 
 app = App(
     name="kcl",

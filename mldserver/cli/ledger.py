@@ -13,10 +13,12 @@ import dataclasses
 import itertools
 import tempfile
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
+from rich.console import RenderableType
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.disk import make_folder, make_private, sync
@@ -37,21 +39,16 @@ from mldserver.cli.ledger_tool import (
 )
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import home, ledger_file
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.ledger.book import Book
-from mldserver.ledger.contract import WindowState
+from mldserver.ledger.contract import LedgerState, ShardState, WindowState
+from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteStore, go_on_from
 from mldserver.ledger.sqlite_file import check_tables, copy_whole, pipeline_of
 from mldserver.output.layout import OUTPUTS, PRIVATE, SEGMENTS, STAGING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from rich.console import RenderableType
-
-    from mldserver.config.settings import Settings
-    from mldserver.ledger.contract import LedgerState, ShardState
-    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
 
 _LEDGER: Final = "ledger.sqlite"

@@ -9,14 +9,15 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from pathlib import Path  # cyclopts reads the annotations
+from typing import Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -24,18 +25,12 @@ from mldserver.base.clock import SystemClock
 from mldserver.cli import ReaderGone, working_directory
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file, resolve
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, LedgerError, OperatorError
+from mldserver.ledger.contract import LedgerState
+from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.observe.log_lines import harmless
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from rich.console import RenderableType
-
-    from mldserver.config.settings import Settings
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNBOUNDED: Final = sys.maxsize

@@ -7,22 +7,20 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from mldserver.cli import ReaderGone
-from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the annotations
+from mldserver.config.settings import Level  # cyclopts reads the annotations
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, as_text, harmless, parse_event
 from mldserver.windows import duration_ms
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 _HELP = """
 Show a server's log, and follow it.

@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path  # cyclopts reads the annotations
@@ -14,16 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
 
+from mldserver.base.service import Service
 from mldserver.cli import complain, working_directory
 from mldserver.config.resolve import resolve
-from mldserver.config.settings import specs
+from mldserver.config.settings import Settings, specs
 from mldserver.errors import EXIT_FORCED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.service import Service
-    from mldserver.config.settings import Settings
     from mldserver.server import Server
 
 _LAST_SECONDS: Final = 5.0

@@ -6,7 +6,8 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from collections.abc import Sequence
+from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import App, Parameter
@@ -17,8 +18,6 @@ from mldserver.cli.check import failure_lines, row_lines
 from mldserver.windows import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mldserver.runtime.trial import FailureClass
     from mldserver.testing.simulation import Report, Simulation
 

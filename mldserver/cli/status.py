@@ -6,14 +6,18 @@ Here is also what ``top`` and the steering commands share: where the server is, 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from pathlib import Path  # cyclopts reads the annotations
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from cyclopts import App, Group, Parameter
+from rich.console import RenderableType
+from rich.table import Table
 
 from mldserver.admin.access import find_token
+from mldserver.admin.document import Shard, Status
 from mldserver.admin.http_client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
 from mldserver.cli.ledger_tool import (
@@ -27,23 +31,14 @@ from mldserver.cli.ledger_tool import (
     state_at,
     table,
 )
-from mldserver.config.kinds import TcpAddress, is_local
+from mldserver.config.kinds import Address, TcpAddress, is_local
 from mldserver.config.kinds import address as parse_address
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
+from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
+from mldserver.ledger.contract import LedgerState
 from mldserver.ledger.sqlite_file import pipeline_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from rich.console import RenderableType
-    from rich.table import Table
-
-    from mldserver.admin.document import Shard, Status
-    from mldserver.config.kinds import Address
-    from mldserver.config.settings import Settings
-    from mldserver.ledger.contract import LedgerState
 
 EXIT_NOT_READY: Final = 3
 

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import structlog
 from cyclopts import App, Parameter
+from rich.table import Table
 
 from mldserver.base.clock import SystemClock
 from mldserver.cli.ledger_tool import HERE, AsJson, Where, answer, details, moment, state_at, table
 from mldserver.config.locations import DynamoPlace
+from mldserver.config.settings import Settings
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, After, ShardTree, StreamShard
 from mldserver.errors import ConfigError, NotThereYet
+from mldserver.ledger.contract import LedgerState, ShardState
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from mldserver.config.settings import Settings
     from mldserver.dynamodb_streams.streams_api import Description, StreamsApi
-    from mldserver.ledger.contract import LedgerState, ShardState
 
 _HELP = """
 Show the stream of a table in DynamoDB: its shards, and with a ledger how far the pipeline has read them.

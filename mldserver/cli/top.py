@@ -10,25 +10,20 @@ import sys
 import termios
 import time
 import tty
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
+from rich.console import RenderableType
 
-from mldserver.admin.http_client import NoAnswer
+from mldserver.admin.document import Shard, Status, Totals
+from mldserver.admin.http_client import Client, NoAnswer
 from mldserver.cli import status
 from mldserver.cli.ledger_tool import details, moment, plain
 from mldserver.cli.status import HERE, Rates, ServerOptions
 from mldserver.errors import OperatorError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rich.console import RenderableType
-
-    from mldserver.admin.document import Shard, Status, Totals
-    from mldserver.admin.http_client import Client
 
 _HELP = """
 Show a running server's status live, in a terminal.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -23,10 +23,7 @@ from mldserver.cli.ledger_tool import (
     tell_json,
 )
 from mldserver.errors import OperatorError
-from mldserver.ledger.contract import WindowState
-
-if TYPE_CHECKING:
-    from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
+from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 
 _HELP = """
 Show the windows of a pipeline, and decide about windows whose job keeps failing. Running servers are not interrupted.

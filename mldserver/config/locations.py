@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from mldserver.base.uris import SCHEMES, local_path, redacted
@@ -14,9 +15,6 @@ from mldserver.config.kinds import as_text, folder, kind, listed
 from mldserver.errors import ConfigError
 from mldserver.sinks import SINKS, find
 from mldserver.sinks.sink import SinkSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _TABLE = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 _STREAM_ARN = re.compile(r"arn:[\w-]+:dynamodb:([\w-]+):\d*:table/[A-Za-z0-9_.-]{3,255}/stream/[\w.:-]+")

@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 import tomllib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -21,11 +22,7 @@ from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.sinks import find
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from mldserver.sinks.sink import SinkSpec
+from mldserver.sinks.sink import SinkSpec
 
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"

@@ -15,10 +15,10 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from mldserver.base.uris import redacted, redacted_pairs, secrets_in
 from mldserver.config import kinds, locations
@@ -34,11 +34,7 @@ from mldserver.config.kinds import (
 from mldserver.config.kinds import duration_ms as ms
 from mldserver.config.kinds import duration_seconds as seconds
 from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SourcePlace, SqlitePlace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.sinks.sink import SinkSpec
+from mldserver.sinks.sink import SinkSpec
 
 ENV_PREFIX: Final = "MLDSERVER_"
 MIB: Final = 2**20

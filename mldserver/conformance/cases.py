@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import base64
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from mldserver.testing.daemon import Form
 from mldserver.testing.fake_stream import TRIM_HORIZON, Place
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SHARD: Final = "@SHARD@"
 SHARD_ID_LENGTH: Final = 20

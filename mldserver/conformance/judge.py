@@ -8,9 +8,9 @@ is a remark.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from mldserver.conformance.cases import Want
+from mldserver.conformance.cases import Ask, Want
 from mldserver.testing.daemon import (
     AskCheckpoint,
     Form,
@@ -20,11 +20,14 @@ from mldserver.testing.daemon import (
     checkpoint_reply,
     read_reply,
 )
-from mldserver.testing.fake_stream import SHARD_END, TRIM_HORIZON, JavaThrow, ShardCheckpointer, WorkerMistake
-
-if TYPE_CHECKING:
-    from mldserver.conformance.cases import Ask
-    from mldserver.testing.fake_stream import Place
+from mldserver.testing.fake_stream import (
+    SHARD_END,
+    TRIM_HORIZON,
+    JavaThrow,
+    Place,
+    ShardCheckpointer,
+    WorkerMistake,
+)
 
 ENDLESS: Final = 60
 """Checkpoints for one request, beyond which a child is taken never to stop."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mldserver.conformance.cases import (
     BATCH,
@@ -25,6 +25,7 @@ from mldserver.conformance.cases import (
     Quiet,
     Reopen,
     Section,
+    Step,
     Want,
     Write,
     batch,
@@ -37,9 +38,6 @@ from mldserver.conformance.cases import (
     shard_ended,
     shutdown_requested,
 )
-
-if TYPE_CHECKING:
-    from mldserver.conformance.cases import Step
 
 _ALIVE: Final = (Reopen(), initialize(), batch(record(1)), lease_lost())
 """A child that received lines that no daemon sends still serves the next shard."""

@@ -15,19 +15,22 @@ import random
 import signal
 import tempfile
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
 from mldserver.conformance.cases import (
     FIRST,
     SHARD,
     Ask,
+    Case,
     EndsItself,
     HangUp,
     Provoke,
     Quiet,
     Reopen,
     Resume,
+    Step,
     Want,
     Write,
     batch,
@@ -36,11 +39,6 @@ from mldserver.conformance.cases import (
 )
 from mldserver.conformance.judge import Judge
 from mldserver.testing.daemon_session import abort, connect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from mldserver.conformance.cases import Case, Step
 
 _READ_BYTES: Final = 1 << 16
 _SURPLUS_SECONDS: Final = 0.01

@@ -6,7 +6,7 @@ import base64
 import functools
 import hashlib
 import json
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.conformance.cases import (
     AGGREGATOR,
@@ -30,6 +30,7 @@ from mldserver.conformance.cases import (
     Quiet,
     Reopen,
     Section,
+    Step,
     Want,
     batch,
     initialize,
@@ -41,10 +42,7 @@ from mldserver.conformance.cases import (
     sequence,
     shutdown_requested,
 )
-
-if TYPE_CHECKING:
-    from mldserver.conformance.cases import Step
-    from mldserver.testing.daemon import Form
+from mldserver.testing.daemon import Form
 
 _ODD_KEYS: Final = {
     "two-byte, three-byte and four-byte characters": "é中😀",

@@ -16,19 +16,19 @@ A drain pauses one shard, then makes its accepted records durable and checkpoint
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from mldserver.base.clock import Clock
+from mldserver.coordinator.core.sessions import Session
+from mldserver.coordinator.core.watermark import Watermark
 
-    from mldserver.base.clock import Clock
+if TYPE_CHECKING:
     from mldserver.coordinator.core.flush import Buffer
     from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.coordinator.core.sessions import Session
-    from mldserver.coordinator.core.watermark import Watermark
 
 log = structlog.get_logger("mldserver")
 

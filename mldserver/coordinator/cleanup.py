@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
-from mldserver.ledger.contract import WindowState
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.watermark import Watermark
+from mldserver.jobs.runner import WindowRunner
+from mldserver.ledger.contract import LedgerState, Segment, WindowEntry, WindowState
+from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import (
     PRIVATE,
     QUARANTINE,
@@ -29,15 +35,7 @@ from mldserver.output.layout import (
 from mldserver.output.publish import Publisher
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows
-    from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.jobs.runner import WindowRunner
-    from mldserver.ledger.contract import LedgerState, Segment, WindowEntry
-    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import Garbage, OutputStore
 
 log = structlog.get_logger("mldserver")

@@ -16,41 +16,35 @@ cycle did without hearing of it (the ledger's answer was lost) is seen by the sy
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import structlog
 
 from mldserver.base.backoff import backoff
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention, recover, take_over
-from mldserver.coordinator.core.flush import Buffer, flush_at
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch, flush_at
 from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.shape import Shape
 from mldserver.coordinator.core.watermark import View, Watermark
-from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.membership import Membership
+from mldserver.coordinator.flusher import Destination, Flusher
+from mldserver.coordinator.membership import Membership, ServerLocks
 from mldserver.coordinator.progress import CoordinatorStatus, Reports
 from mldserver.coordinator.shards import RedriveIntake, Shards
 from mldserver.errors import LedgerError, ServerBuried, told_of
+from mldserver.jobs.runner import WindowRunner
+from mldserver.ledger.contract import LedgerState
+from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.flush import BufferedBatch
-    from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.coordinator.core.shape import Shape
-    from mldserver.coordinator.flusher import Destination
-    from mldserver.coordinator.membership import ServerLocks
-    from mldserver.jobs.runner import WindowRunner
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
-    from mldserver.output.owner import FolderClaim
-    from mldserver.output.store import OutputStore
-    from mldserver.windows import WindowSpec
+from mldserver.output.owner import FolderClaim
+from mldserver.output.store import OutputStore
+from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
 

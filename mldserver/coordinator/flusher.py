@@ -8,42 +8,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import pyarrow as pa
 import structlog
 
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
-from mldserver.coordinator.core.open_windows import CutWindows, OpenWindows
+from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
     Flush,
+    FlushResult,
+    LedgerState,
     PositionUpdate,
     Segment,
     SegmentKind,
+    WindowEntry,
     WindowState,
 )
+from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
 from mldserver.output.layout import segment_path, writer_tag, written
-from mldserver.output.store import Garbage
-from mldserver.windows import Batches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.open_windows import CoordinatorRules, WindowKey
-    from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
-    from mldserver.ledger.operations import Ledger
-    from mldserver.output.store import OutputStore
-    from mldserver.records import DeadLetter, Sequence
-    from mldserver.windows import WindowSpec
+from mldserver.output.store import Garbage, OutputStore
+from mldserver.records import DeadLetter, Sequence
+from mldserver.windows import Batches, WindowSpec
 
 log = structlog.get_logger("mldserver")
 

@@ -15,27 +15,22 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import structlog
 
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
-from mldserver.coordinator.core.lineage import Peers, Presence
+from mldserver.coordinator.core.lineage import Lineage, Peers, Presence
+from mldserver.coordinator.core.shape import Shape
+from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.errors import LedgerError, NotThereYet, ServerBuried
-from mldserver.ledger.contract import ServerState
+from mldserver.ledger.contract import LedgerState, ServerState, ShardState
+from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import server_tag
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.shape import Shape
-    from mldserver.coordinator.core.watermark import View, Watermark
-    from mldserver.ledger.contract import LedgerState, ShardState
-    from mldserver.ledger.operations import Ledger
 
 log = structlog.get_logger("mldserver")
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mldserver.coordinator.core.open_windows import MOST_AHEAD
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import MOST_AHEAD, CoordinatorRules
+from mldserver.coordinator.core.watermark import View
+from mldserver.records import DeadLetter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from mldserver.coordinator.core.flush import Ahead
-    from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.coordinator.core.watermark import View
-    from mldserver.records import DeadLetter
 
 log = structlog.get_logger("mldserver")
 

@@ -7,37 +7,28 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.core.flush import BufferedBatch, buffered, flush_at, last_effective_ms
-from mldserver.coordinator.core.lineage import DRAIN
-from mldserver.coordinator.core.sessions import ShardPosition, skips_records
+from mldserver.base.clock import Clock
+from mldserver.coordinator.backpressure import Backpressure
+from mldserver.coordinator.cleanup import Retention
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch, buffered, flush_at, last_effective_ms
+from mldserver.coordinator.core.lineage import DRAIN, Lineage
+from mldserver.coordinator.core.open_windows import CoordinatorRules
+from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
+from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.membership import Membership
+from mldserver.coordinator.progress import Reports
 from mldserver.errors import GapRefused, PeerError
-from mldserver.ledger.contract import LedgerState
-from mldserver.sources.intake import KnownShard, Seen
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.backpressure import Backpressure
-    from mldserver.coordinator.cleanup import Retention
-    from mldserver.coordinator.core.flush import Buffer
-    from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.coordinator.core.sessions import Sessions
-    from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.coordinator.membership import Membership
-    from mldserver.coordinator.progress import Reports
-    from mldserver.ledger.contract import ShardState
-    from mldserver.ledger.operations import Ledger
-    from mldserver.records import Sequence
-    from mldserver.runtime.interface import BatchOutcome
-    from mldserver.sources.intake import ShardOpening
-    from mldserver.windows import WindowSpec
+from mldserver.ledger.contract import LedgerState, ShardState
+from mldserver.ledger.operations import Ledger
+from mldserver.records import Sequence
+from mldserver.runtime.interface import BatchOutcome
+from mldserver.sources.intake import KnownShard, Seen, ShardOpening
+from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
 

@@ -10,22 +10,19 @@ import contextlib
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import backoff
+from mldserver.base.clock import Clock
 from mldserver.deadletters.destinations import batches, document, files, identity
 from mldserver.errors import LedgerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.records import DeadLetter
+from mldserver.records import DeadLetter
 
 log = structlog.get_logger("mldserver")
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -28,12 +29,8 @@ import pyarrow.parquet as pq
 from mldserver.base.uris import opened
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import storable
+from mldserver.output.store import OutputStore
 from mldserver.records import DeadLetter, Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from mldserver.output.store import OutputStore
 
 T = TypeVar("T")
 

@@ -14,31 +14,24 @@ order of their shards.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import structlog
 
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
+from mldserver.coordinator.shards import RedriveIntake
 from mldserver.deadletters.destinations import batches
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
-from mldserver.ledger.contract import LETTERS_AT_ONCE
-from mldserver.records import Record, Shard
-from mldserver.runtime.interface import Delivery, Records
-from mldserver.sources.shard_claims import Superseded
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.shards import RedriveIntake
-    from mldserver.ledger.contract import StoredLetter
-    from mldserver.ledger.operations import Ledger
-    from mldserver.records import DeadLetter, Sequence
-    from mldserver.runtime.interface import Runtime
-    from mldserver.sources.shard_claims import ShardOwners
+from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
+from mldserver.ledger.operations import Ledger
+from mldserver.records import DeadLetter, Record, Sequence, Shard
+from mldserver.runtime.interface import Delivery, Records, Runtime
+from mldserver.sources.shard_claims import ShardOwners, Superseded
 
 log = structlog.get_logger("mldserver")
 

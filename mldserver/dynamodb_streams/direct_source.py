@@ -9,35 +9,26 @@ The ledger's position of a shard is where it is read on: nothing else is stored,
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import structlog
 
 from mldserver.base.backoff import Backoff, backoff
-from mldserver.base.clock import first_of
+from mldserver.base.clock import Clock, first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
-from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Reading, ShardReader
-from mldserver.dynamodb_streams.shard_tree import LATEST, StreamShard
+from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Page, Reading, ShardReader
+from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree, StreamShard
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
-from mldserver.dynamodb_streams.streams_api import READABLE, NoStream, StreamsApi
+from mldserver.dynamodb_streams.streams_api import READABLE, MakeClient, NoStream, StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
 from mldserver.records import Hook, Shard
-from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records
-from mldserver.sources.intake import ShardOpening, SourceStatus
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records, Runtime
+from mldserver.sources.intake import Intake, Seen, ShardIntake, ShardOpening, SourceStatus
 from mldserver.sources.progress_log import Progress, ProgressLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.dynamodb_streams.reader import Page
-    from mldserver.dynamodb_streams.shard_tree import ShardTree
-    from mldserver.dynamodb_streams.streams_api import MakeClient
-    from mldserver.runtime.interface import Runtime
-    from mldserver.sources.intake import Intake, Seen, ShardIntake
-    from mldserver.sources.shard_claims import ShardOwners
+from mldserver.sources.shard_claims import ShardOwners
 
 log = structlog.get_logger("mldserver")
 

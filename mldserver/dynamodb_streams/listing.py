@@ -7,15 +7,12 @@ out. AWS is asked for that parent by its name: only a shard that AWS neither lis
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from mldserver.base.clock import Clock
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, ShardTree
-from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed
+from mldserver.dynamodb_streams.streams_api import ShardGone, StreamsApi, Trimmed
 from mldserver.errors import OperatorError
-
-if TYPE_CHECKING:
-    from mldserver.base.clock import Clock
-    from mldserver.dynamodb_streams.streams_api import StreamsApi
 
 _GONE_SECONDS: Final = 5.0
 """For how long every answer must lack a shard before AWS is asked for it by its name."""

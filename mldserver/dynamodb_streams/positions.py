@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
@@ -25,17 +26,14 @@ from mldserver.dynamodb_streams.shard_tree import (
     After,
     At,
     Sentinel,
+    ShardTree,
     Since,
+    Start,
     StreamShard,
 )
 from mldserver.errors import ConfigError
 from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from mldserver.dynamodb_streams.shard_tree import ShardTree, Start
-    from mldserver.sources.intake import KnownShard
+from mldserver.sources.intake import KnownShard
 
 VERSION: Final = 1
 """Of tokens, as this program writes them; it reads no other."""

@@ -17,27 +17,22 @@ reader goes on with what was created since it last looked.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import orjson
 import pybase64
 import structlog
 
 from mldserver.base.backoff import Backoff, TokenBucket
-from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, Since
-from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, Trimmed
+from mldserver.base.clock import Clock
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, Since, Start
+from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, StreamsApi, Trimmed
 from mldserver.records import Record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.dynamodb_streams.shard_tree import Start
-    from mldserver.dynamodb_streams.streams_api import StreamsApi
-    from mldserver.sources.intake import ShardIntake
-    from mldserver.sources.shard_claims import Claim
+from mldserver.sources.intake import ShardIntake
+from mldserver.sources.shard_claims import Claim
 
 log = structlog.get_logger("mldserver")
 

@@ -12,12 +12,10 @@ resolved, any shard may be one: then only these shards and their descendants are
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from collections.abc import Set as AbstractSet
+from typing import Final, NamedTuple, TypeAlias
 
 FORGOTTEN_AFTER: Final = 100
 """Whole answers in a row without it, until a finished shard is forgotten. One that came back later would be read again."""

@@ -6,13 +6,10 @@ take the same shard: the ledger's epochs leave it to the later one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Set as AbstractSet
-
+from typing import Final, NamedTuple
 
 _KEPT: Final = 10
 """A server keeps an unclaimed shard for this many ``forsaken_ms``: the assigned server cannot read it."""

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from random import random as any_random
-from typing import TYPE_CHECKING, Final, Self
+from types import TracebackType
+from typing import Final, Self
 
 import structlog
 
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.change import Change
 from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.merge import Merge
-from mldserver.dynamodb_streams.positions import ReadPosition, Token, parse_position
-from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
+from mldserver.dynamodb_streams.positions import Position, ReadPosition, Token, parse_position
+from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Page, ShardReader
 from mldserver.dynamodb_streams.shard_tree import (
     LATEST,
     TRIM_HORIZON,
@@ -36,18 +38,9 @@ from mldserver.dynamodb_streams.shard_tree import (
     Since,
     StreamShard,
 )
-from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client
+from mldserver.dynamodb_streams.streams_api import MakeClient, StreamsApi, streams_client
 from mldserver.errors import MldserverError, NotThereYet
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from mldserver.base.clock import Clock
-    from mldserver.dynamodb_streams.positions import Position
-    from mldserver.dynamodb_streams.reader import Page
-    from mldserver.dynamodb_streams.streams_api import MakeClient
-    from mldserver.records import Record
+from mldserver.records import Record
 
 log = structlog.get_logger("mldserver")
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import orjson
 import structlog
@@ -23,15 +25,9 @@ from botocore.parsers import ResponseParserError
 
 from mldserver.base.aws import aws_client, error_code, passes
 from mldserver.base.backoff import Backoff, TokenBucket
-from mldserver.dynamodb_streams.shard_tree import After, At, Sentinel, Since, StreamShard
+from mldserver.base.clock import Clock
+from mldserver.dynamodb_streams.shard_tree import After, At, Sentinel, Since, Start, StreamShard
 from mldserver.errors import NotThereYet, OperatorError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from types import TracebackType
-
-    from mldserver.base.clock import Clock
-    from mldserver.dynamodb_streams.shard_tree import Start
 
 log = structlog.get_logger("mldserver")
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mldserver.change import KINDS, Change, Kind, deserializer
-from mldserver.records import Batch
-
-if TYPE_CHECKING:
-    from mldserver.records import Record
+from mldserver.records import Batch, Record
 
 HOOKS: Final[dict[str, Kind]] = {f"on_{kind}": kind for kind in KINDS.values()}
 """The hooks that a handler may have in the place of a record hook, and the kind of changes that each takes."""

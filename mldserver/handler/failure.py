@@ -7,17 +7,15 @@ import math
 import os
 import re
 import traceback
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from types import CodeType, TracebackType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from mldserver.errors import without_messages
 from mldserver.records import Discard, Fatal, Retry, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
-    from types import CodeType, TracebackType
 
 T = TypeVar("T")
 

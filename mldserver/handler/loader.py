@@ -21,10 +21,12 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gaierror
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import Any, Final
 
 import structlog
 
@@ -33,10 +35,6 @@ from mldserver.handler import spark_at_import
 from mldserver.handler.failure import describe
 from mldserver.handler.kclpy.amazon_kclpy import standing_in
 from mldserver.handler.kept_modules import KeptLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import ModuleType
 
 IMPORT_SECONDS: Final = 120.0
 """How long importing the handler's module may take: an import that hangs would block its process for ever, without a

@@ -15,17 +15,14 @@ from __future__ import annotations
 import difflib
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 
+from mldserver.handler.changes import ChangeHooks
 from mldserver.windows import WINDOW_COLUMNS, Batches, WindowSpec, span_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.handler.changes import ChangeHooks
 
 RECORD_COLUMN = "record"
 """The column of a returned table that says which record of the input each row comes from."""

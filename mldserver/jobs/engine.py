@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
-from mldserver.engine_jobs import WindowJob
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from mldserver.engine_jobs import PublishJob, WindowResult
+from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 
 Deadline = float | Literal["by_size"] | None
 """Seconds of one job, or by what it has to do, or None, for ever: the setting ``window_deadline``."""

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import re
 from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ import structlog
 
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import Durations, in_time
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import (
     DriverLost,
     LedgerError,
@@ -30,14 +32,10 @@ from mldserver.errors import (
     without_messages,
 )
 from mldserver.jobs.engine import allowed_seconds
-from mldserver.ledger.contract import WindowState
+from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-
-    from mldserver.config.settings import WindowSettings
     from mldserver.jobs.steps import Committed, WindowSteps
-    from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
 
 log = structlog.get_logger("mldserver")
 

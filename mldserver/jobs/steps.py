@@ -11,29 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import structlog
 
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
-from mldserver.ledger.contract import Commit, WindowState
+from mldserver.jobs.engine import Engine
+from mldserver.ledger.contract import Commit, WindowEntry, WindowState
+from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
 from mldserver.output.layout import attempt_path, writer_tag, written
 from mldserver.output.publish import Publisher
-from mldserver.output.store import Garbage
-from mldserver.windows import as_window
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from mldserver.base.clock import Clock
-    from mldserver.jobs.engine import Engine
-    from mldserver.ledger.contract import WindowEntry
-    from mldserver.ledger.operations import Ledger
-    from mldserver.output.store import OutputStore
-    from mldserver.windows import Window
+from mldserver.output.store import Garbage, OutputStore
+from mldserver.windows import Window, as_window
 
 log = structlog.get_logger("mldserver")
 

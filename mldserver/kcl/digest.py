@@ -12,12 +12,9 @@ within the last minute is only counted. Everything else, and everything as Java 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+from typing import Any, Final
 
 ENDS_ITSELF: Final = "Process terminated, will initiate shutdown."
 """What the daemon says when its JVM begins to exit: on SIGTERM, or because a connection to the server ended."""

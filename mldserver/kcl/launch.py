@@ -16,22 +16,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import mldserver
 from mldserver.base.java_properties import as_text
 from mldserver.children import parent_death
+from mldserver.config.kinds import Address
 from mldserver.errors import ConfigError, InternalError, JavaError, OperatorError
 from mldserver.kcl.digest import LOGBACK_XML
-from mldserver.spark.java import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from mldserver.config.kinds import Address
-    from mldserver.spark.java import Java
+from mldserver.spark.java import Java, probe
 
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"
 TETHER: Final = Path(parent_death.__file__)

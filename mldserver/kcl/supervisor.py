@@ -13,29 +13,25 @@ import asyncio
 import math
 import signal
 import ssl
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mldserver.base.clock import first_of
+from mldserver.base.backoff import Backoff
+from mldserver.base.clock import Clock, first_of
 from mldserver.base.service import ServiceReport
 from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
-from mldserver.config.kinds import UnixAddress
+from mldserver.config.kinds import Address, UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, ConfigError, NotThereYet, OperatorError
-from mldserver.kcl.digest import ENDS_ITSELF, Digest, LogParser, verbatim
+from mldserver.kcl.digest import ENDS_ITSELF, Digest, DigestEvent, LogEvent, LogParser, verbatim
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from mldserver.base.backoff import Backoff
-    from mldserver.base.clock import Clock
-    from mldserver.config.kinds import Address
-    from mldserver.kcl.digest import DigestEvent, LogEvent
     from mldserver.kcl.worker import Worker
 
 log = structlog.get_logger("mldserver")

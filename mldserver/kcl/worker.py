@@ -17,19 +17,16 @@ import errno
 import hashlib
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.base.clock import Clock
+from mldserver.base.clock import Clock
 
 log = structlog.get_logger("mldserver")
 

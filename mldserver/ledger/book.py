@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-from mldserver.ledger.contract import BatchProgress, LedgerState, WindowState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.ledger.contract import Segment, ServerState, ShardState, WindowEntry
-    from mldserver.records import DeadLetter
+from mldserver.ledger.contract import (
+    BatchProgress,
+    LedgerState,
+    Segment,
+    ServerState,
+    ShardState,
+    WindowEntry,
+    WindowState,
+)
+from mldserver.records import DeadLetter
 
 _T = TypeVar("_T")
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from mldserver.records import DeadLetter, Sequence
+from mldserver.records import DeadLetter, Sequence
 
 LETTERS_AT_ONCE: Final = 40
 """How many letters one transaction may take out: each may be two of the 100 operations of DynamoDB's (AWS limit)."""

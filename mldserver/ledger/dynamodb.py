@@ -31,28 +31,23 @@ import random
 import uuid
 import zlib
 from collections import deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from mldserver.base.aws import aws_client
+from mldserver.base.clock import Clock
 from mldserver.errors import InternalError, LedgerError
 from mldserver.ledger import row_rules
-from mldserver.ledger.book import Draft
+from mldserver.ledger.book import Book, Draft
+from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter
 from mldserver.ledger.dynamodb_journal import Journal
 from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Table, Value, version_key
 from mldserver.ledger.format import pack_changes
-from mldserver.ledger.operations import Ledger
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.ledger.book import Book
-    from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter
-    from mldserver.ledger.operations import Transaction
-    from mldserver.records import Sequence
+from mldserver.ledger.operations import Ledger, Transaction
+from mldserver.records import Sequence
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")

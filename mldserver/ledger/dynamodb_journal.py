@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
-from mldserver.ledger.book import Book, Changes
-from mldserver.ledger.dynamodb_table import Snapshot, Value, version_key
+from mldserver.ledger.book import Book, Changes, Draft, LetterItem
+from mldserver.ledger.contract import WindowEntry
+from mldserver.ledger.dynamodb_table import Item, Snapshot, Table, Value, version_key
 from mldserver.ledger.format import (
     FORMAT,
     pack_changes,
@@ -33,14 +35,7 @@ from mldserver.ledger.format import (
     unpack_keys,
     unpack_letters,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.ledger.book import Draft, LetterItem
-    from mldserver.ledger.contract import WindowEntry
-    from mldserver.ledger.dynamodb_table import Item, Table
-    from mldserver.records import DeadLetter, Sequence
+from mldserver.records import DeadLetter, Sequence
 
 _READINGS: Final = 20
 """How often a ledger is read that changes under the reader, before it counts as damaged."""

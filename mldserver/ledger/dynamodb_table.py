@@ -27,19 +27,16 @@ beforehand in pieces of ``INLINE_BYTES``.
 from __future__ import annotations
 
 import enum
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from botocore.exceptions import ClientError
 
 from mldserver.base.aws import PASSING, error_code, passes
 from mldserver.base.backoff import backoff
+from mldserver.base.clock import Clock
 from mldserver.errors import LedgerError, LedgerUnusable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
-
-    from mldserver.base.clock import Clock
 
 INLINE_BYTES: Final = 350_000
 """An item holds 400 KB with the names and values of its attributes (AWS limit): this leaves 50 KB for the others."""

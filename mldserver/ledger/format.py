@@ -10,8 +10,9 @@ version before held, then these, so that a flush into a window of a thousand seg
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 
@@ -27,9 +28,6 @@ from mldserver.ledger.contract import (
     storable,
 )
 from mldserver.records import DeadLetter, Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 FORMAT: Final = 6
 

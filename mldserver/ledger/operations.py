@@ -23,32 +23,28 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from mldserver.base.clock import Clock
 from mldserver.errors import InternalError, LedgerError, ServerBuried
 from mldserver.ledger import row_rules, rules
-from mldserver.ledger.book import Book
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.ledger.book import Draft
-    from mldserver.ledger.contract import (
-        Commit,
-        Decision,
-        Flush,
-        FlushResult,
-        LedgerState,
-        Segment,
-        ServerState,
-        ShapeChange,
-        ShardState,
-        StoredLetter,
-        WindowEntry,
-    )
-    from mldserver.records import DeadLetter, Sequence
+from mldserver.ledger.book import Book, Draft
+from mldserver.ledger.contract import (
+    Commit,
+    Decision,
+    Flush,
+    FlushResult,
+    LedgerState,
+    Segment,
+    ServerState,
+    ShapeChange,
+    ShardState,
+    StoredLetter,
+    WindowEntry,
+)
+from mldserver.records import DeadLetter, Sequence
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -13,27 +13,24 @@ between, count it once. A record that fails again is a new letter of the same fl
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
-from mldserver.ledger.book import LetterItem
+from mldserver.ledger.book import Book, Draft, LetterItem
 from mldserver.ledger.contract import (
+    Flush,
     FlushResult,
+    PositionUpdate,
+    Segment,
     SegmentKind,
     ShardState,
     StoredLetter,
     WindowEntry,
     WindowState,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from mldserver.ledger.book import Book, Draft
-    from mldserver.ledger.contract import Flush, PositionUpdate, Segment
-    from mldserver.records import DeadLetter
+from mldserver.records import DeadLetter
 
 
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:

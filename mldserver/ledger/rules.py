@@ -6,18 +6,24 @@ They mean what ``Ledger`` says.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.errors import InternalError
-from mldserver.ledger.contract import ServerState, ShardState, WindowState, storable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from mldserver.ledger.book import Draft
-    from mldserver.ledger.contract import Commit, Decision, Segment, ShapeChange, WindowEntry
+from mldserver.ledger.book import Draft
+from mldserver.ledger.contract import (
+    Commit,
+    Decision,
+    Segment,
+    ServerState,
+    ShapeChange,
+    ShardState,
+    WindowEntry,
+    WindowState,
+    storable,
+)
 
 _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 

@@ -12,28 +12,23 @@ import asyncio
 import contextlib
 import sqlite3
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
 
 import orjson
 
+from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError
 from mldserver.ledger import row_rules, rules, sqlite_file
-from mldserver.ledger.book import Book, Draft, segments_of
+from mldserver.ledger.book import Book, Changes, Draft, segments_of
+from mldserver.ledger.contract import StoredLetter
 from mldserver.ledger.format import changes_of, letter_of, letter_row, rows_of
 from mldserver.ledger.operations import Ledger, Transaction
 from mldserver.ledger.sqlite_file import JSON_COLUMNS, TABLES
 from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from mldserver.base.clock import Clock
-    from mldserver.ledger.book import Changes
-    from mldserver.ledger.contract import StoredLetter
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -55,7 +55,8 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from mldserver.base.disk import make_folder, make_private_file
 from mldserver.errors import (
@@ -67,9 +68,6 @@ from mldserver.errors import (
     folder_error,
 )
 from mldserver.ledger.format import FORMAT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUSY_TIMEOUT_MS: Final = 5000
 """How long a call waits for another server's transaction."""

@@ -19,23 +19,18 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TextIO, TypeAlias
 
 import structlog
 
 from mldserver.base.uris import redaction
+from mldserver.config.settings import Level, LogFormat, Settings
 from mldserver.errors import OperatorError
 from mldserver.observe.log_lines import as_json, as_text
 from mldserver.observe.writer import LogOutput, LogWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-    from typing import TextIO
-
-    from mldserver.config.settings import Level, LogFormat, Settings
-
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 

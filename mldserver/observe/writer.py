@@ -15,16 +15,14 @@ import select
 import stat
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
+
+from typing_extensions import Buffer
 
 from mldserver.errors import folder_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from typing_extensions import Buffer
 
 ROOM: Final = 4 * 1024 * 1024
 """Bytes that wait at most: about ten thousand lines, a second of a very busy server's debugging."""

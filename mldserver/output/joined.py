@@ -9,18 +9,15 @@ incomplete, the attempt reads the segments. Joined files are deleted when their 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mldserver.ledger.contract import Segment
 from mldserver.output.layout import JOINED, SEGMENTS, is_joined
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mldserver.ledger.contract import Segment
-    from mldserver.output.store import OutputStore
+from mldserver.output.store import OutputStore
 
 TOGETHER: Final = 64
 """Segments that a joined file stands for."""

@@ -15,13 +15,12 @@ The highest revision of a window is the one that counts.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pyarrow.fs import FileSystem
 
 MANIFESTS: Final = "_mldserver/manifest"

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mldserver.errors import OperatorError
+from mldserver.ledger.contract import LedgerState
+from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import LATE, OUTPUTS, OWNER, PUBLISH_LOCK, SEGMENTS, window_path, written
 from mldserver.output.manifest import MANIFESTS
 
 if TYPE_CHECKING:
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
 
 log = structlog.get_logger("mldserver")

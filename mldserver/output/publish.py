@@ -17,17 +17,16 @@ Where a table is published into, that is the engine's work; here its staged file
 from __future__ import annotations
 
 import errno
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import OperatorError
+from mldserver.ledger.contract import Commit
 from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, window_path, written
 from mldserver.output.manifest import MANIFESTS, Manifest, latest, manifest_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from mldserver.ledger.contract import Commit
     from mldserver.output.store import OutputStore
 
 _LISTINGS = 5

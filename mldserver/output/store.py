@@ -11,10 +11,11 @@ import contextlib
 import errno
 import fcntl
 import shutil
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,12 +24,8 @@ import pyarrow.parquet as pq
 
 from mldserver.base.disk import exchange, make_folder, make_private, sync
 from mldserver.base.uris import NOTHING_RENAMED, opened, spark_uri
+from mldserver.ledger.contract import Segment
 from mldserver.output.layout import PRIVATE, SPARK
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from mldserver.ledger.contract import Segment
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from collections.abc import Callable
+from typing import Any, Final, TypeGuard
 
 import orjson
 
 from mldserver.errors import DecodeError, FramingError
 from mldserver.protocol.messages import (
     CheckpointReply,
+    CheckpointRequest,
     Initialize,
     LeaseLost,
+    Line,
     PeerMessage,
     ProcessRecords,
     ShardEnded,
@@ -30,11 +33,6 @@ from mldserver.protocol.messages import (
     ShutdownRequested,
     Version,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.protocol.messages import CheckpointRequest, Line
 
 CONTROL_LIMIT: Final = 64 * 1024
 """Bytes of the longest line that is decoded here: every message but a batch is a few hundred bytes at most."""

@@ -6,11 +6,12 @@ The shell feeds ``receive_data``, ``receive_eof`` and ``timer_fired``, gives com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from mldserver.base.backoff import backoff
-from mldserver.errors import InternalError, PeerError, PeerTimeout, ProtocolViolation
+from mldserver.errors import InternalError, MldserverError, PeerError, PeerTimeout, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.codec import LineFramer, decode, encode, encode_status, excerpt
 from mldserver.protocol.events import CloseReason, Timer
@@ -19,7 +20,10 @@ from mldserver.protocol.messages import (
     CheckpointRequest,
     Initialize,
     LeaseLost,
+    Line,
+    PeerMessage,
     ProcessRecords,
+    RequestMessage,
     ShardEnded,
     Shutdown,
     ShutdownReason,
@@ -27,13 +31,7 @@ from mldserver.protocol.messages import (
     Version,
 )
 from mldserver.protocol.states import TABLE, WORKING, Action, Input, State
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.errors import MldserverError
-    from mldserver.protocol.messages import Line, PeerMessage, RequestMessage
-    from mldserver.records import Sequence
+from mldserver.records import Sequence
 
 _CLOSED_IT: Final = "The connection was closed."
 _TURNS: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED})

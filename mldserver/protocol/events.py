@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from mldserver.errors import MldserverError
-    from mldserver.protocol.messages import RequestMessage
-    from mldserver.protocol.states import Input, State
-    from mldserver.records import Sequence
+from mldserver.errors import MldserverError
+from mldserver.protocol.messages import RequestMessage
+from mldserver.protocol.states import Input, State
+from mldserver.records import Sequence
 
 
 class Timer(enum.StrEnum):

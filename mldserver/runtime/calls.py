@@ -20,21 +20,18 @@ import contextlib
 import math
 import os
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
 
+from mldserver.base.clock import Clock
+from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import Failure, bad_row, describe
 from mldserver.runtime.rows import BadRow
 from mldserver.runtime.values import settled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from mldserver.base.clock import Clock
-    from mldserver.base.threads import WorkerThread
 
 log = structlog.get_logger("mldserver")
 

@@ -11,33 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from msgspec import structs
 
+from mldserver.base.clock import Clock
 from mldserver.base.folding import Folding
 from mldserver.base.threads import ShardThreads, WorkerThread
 from mldserver.errors import HandlerInvalid, InternalError
+from mldserver.handler.failure import Failure
 from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batch_decoder import BatchDecoder
-from mldserver.records import Batch, Hook
+from mldserver.records import Batch, Hook, Sequence, Shard
 from mldserver.runtime.calls import BoundHook, Caller, Deadlines
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.runtime.interface import BatchOutcome, Delivery
 from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.handler.failure import Failure
-    from mldserver.records import Sequence, Shard
-    from mldserver.runtime.interface import BatchOutcome, Delivery
 
 log = structlog.get_logger("mldserver")
 

@@ -8,23 +8,19 @@ times as long to make.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from mldserver.protocol.messages import Version
+from mldserver.protocol.batch_decoder import BatchDecoder
+from mldserver.protocol.messages import Line, Version
 from mldserver.protocol.wire_records import DecodedBatch
-from mldserver.records import Record
+from mldserver.records import DeadLetter, Hook, Record, Sequence, Shard
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Coroutine, Mapping
-
     import pyarrow as pa
-
-    from mldserver.protocol.batch_decoder import BatchDecoder
-    from mldserver.protocol.messages import Line
-    from mldserver.records import DeadLetter, Hook, Sequence, Shard
 
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")

@@ -7,38 +7,31 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import structlog
 from msgspec import structs
 
+from mldserver.base.clock import Clock
+from mldserver.base.folding import Folding
+from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import Failure, bad_row, describe, printed
 from mldserver.handler.spec import HandlerSpec, RecordHook
-from mldserver.records import Batch, BatchResult
-from mldserver.runtime.calls import BoundHook
-from mldserver.runtime.plan import Step
-from mldserver.runtime.rows import Built, failed_records, named_places
+from mldserver.records import Batch, BatchResult, Record
+from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Returned
+from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.runtime.outcome import FreshBatch
+from mldserver.runtime.plan import Again, BatchPlan, Step
+from mldserver.runtime.rows import Built, RowBuilder, failed_records, named_places
 from mldserver.runtime.tables import TableMismatch, take_table
 from mldserver.runtime.values import shown
 from mldserver.windows import counted, milliseconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from mldserver.base.clock import Clock
-    from mldserver.base.folding import Folding
-    from mldserver.base.threads import WorkerThread
-    from mldserver.records import Record
-    from mldserver.runtime.calls import Caller, CallWatch, Returned
-    from mldserver.runtime.failure_policy import FailurePolicy
-    from mldserver.runtime.outcome import FreshBatch
-    from mldserver.runtime.plan import Again, BatchPlan
-    from mldserver.runtime.rows import RowBuilder
 
 log = structlog.get_logger("mldserver")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -12,19 +13,12 @@ import pyarrow as pa
 import structlog
 
 from mldserver.errors import HandlerHalted, InternalError, MldserverError
-from mldserver.handler.failure import describe
-from mldserver.records import DeadLetter
-from mldserver.runtime.interface import BatchOutline
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mldserver.handler.failure import Failure
-    from mldserver.protocol.batch_decoder import BatchDecoder
-    from mldserver.records import Record
-    from mldserver.runtime.interface import Delivery
-    from mldserver.runtime.plan import End
-    from mldserver.runtime.rows import Built
+from mldserver.handler.failure import Failure, describe
+from mldserver.protocol.batch_decoder import BatchDecoder
+from mldserver.records import DeadLetter, Record
+from mldserver.runtime.interface import BatchOutline, Delivery
+from mldserver.runtime.plan import End
+from mldserver.runtime.rows import Built
 
 log = structlog.get_logger("mldserver")
 

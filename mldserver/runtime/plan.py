@@ -20,19 +20,14 @@ The shell asks the plan for the next call (``BatchPlan.step``), makes it, and re
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from mldserver import records
 from mldserver.handler.failure import Failure
-from mldserver.runtime.failure_policy import Ending
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from mldserver import records
-    from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.runtime.failure_policy import Ending, FailurePolicy
 
 
 class Step(msgspec.Struct, frozen=True):

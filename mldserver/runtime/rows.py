@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
 from mldserver.handler.failure import Failure, describe, printed
-from mldserver.records import Record
+from mldserver.handler.spec import Schema
+from mldserver.records import BatchResult, Record
 from mldserver.runtime.values import converter, owned, settled, shown
 from mldserver.windows import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from mldserver.handler.spec import Schema
-    from mldserver.records import BatchResult
 
 
 @dataclass(slots=True)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from mldserver.handler.spec import RECORD_COLUMN
+from mldserver.handler.spec import RECORD_COLUMN, Column, Schema
 from mldserver.runtime.rows import Built, unknown_columns
 from mldserver.runtime.values import shown
 from mldserver.windows import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mldserver.handler.spec import Column, Schema
-
 
 _ANY_INTEGER: Final = pa.decimal128(20, 0)
 

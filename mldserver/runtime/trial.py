@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -26,12 +27,7 @@ from mldserver.errors import HandlerError
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import is_library, load, relative
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, windows_text
-from mldserver.records import Record, Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from mldserver.records import DeadLetter
+from mldserver.records import DeadLetter, Record, Shard
 
 _DUMP_SECONDS: Final = 5.0
 """How long a hanging process may take to dump where it hangs."""

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_not
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import structlog
 from msgspec import structs
 
+from mldserver import records
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.handler.spec import RecordHook
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch
-from mldserver.runtime.calls import CallWatch
+from mldserver.runtime.calls import BoundHook, CallWatch, Returned
 from mldserver.runtime.failure_policy import Ending
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, halted, join_rows, take
-from mldserver.runtime.plan import BatchPlan, End
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-
-    from mldserver import records
-    from mldserver.protocol.batch_decoder import BatchDecoder
-    from mldserver.runtime.calls import BoundHook, Returned
-    from mldserver.runtime.interface import Delivery
-    from mldserver.runtime.plan import Step
+from mldserver.runtime.plan import BatchPlan, End, Step
 
 log = structlog.get_logger("mldserver")
 

@@ -11,14 +11,13 @@ its settings: import pyspark inside ``check``, ``own`` and ``publish``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mldserver.sinks import delta, iceberg, jdbc
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pyspark.sql import SparkSession
 
     from mldserver.engine_jobs import PublishJob

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import OperatorError
+from mldserver.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pyspark.sql import SparkSession
-
-    from mldserver.sinks.sink import SinkSpec
 
 _OF_SPARK: Final = frozenset(
     {

@@ -12,8 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.uris import local_path
+from mldserver.engine_jobs import PublishJob
 from mldserver.sinks.sink import (
     WINDOW,
+    Owner,
+    SinkSpec,
     check_made_here,
     existing,
     own_by_properties,
@@ -24,9 +27,6 @@ from mldserver.sinks.sink import (
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from mldserver.engine_jobs import PublishJob
-    from mldserver.sinks.sink import Owner, SinkSpec
 
 _NO_TABLE: Final = frozenset(
     {

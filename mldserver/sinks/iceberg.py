@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import OperatorError
 from mldserver.sinks.sink import (
     LEDGER,
     PIPELINE,
     WINDOW,
+    Owner,
+    SinkSpec,
     check_made_here,
     existing,
     own_by_properties,
@@ -26,9 +29,6 @@ from mldserver.sinks.sink import (
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from mldserver.engine_jobs import PublishJob
-    from mldserver.sinks.sink import Owner, SinkSpec
 
 _TABLE = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
 _WINDOW: Final = "mldserver.window"

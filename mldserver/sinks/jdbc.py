@@ -24,21 +24,28 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sinks.database import DatabaseError, connected, last_name, suffixed
-from mldserver.sinks.sink import REVISION, WINDOW, Owner, check_made_here, must_note, owner_of, staged
+from mldserver.sinks.sink import (
+    REVISION,
+    WINDOW,
+    Owner,
+    SinkSpec,
+    check_made_here,
+    must_note,
+    owner_of,
+    staged,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.engine_jobs import PublishJob
     from mldserver.sinks.database import Database
-    from mldserver.sinks.sink import SinkSpec
 
 _URL = re.compile(r"[A-Za-z0-9]+:\S.*")
 _NONE: Final = "none"

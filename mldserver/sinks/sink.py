@@ -7,18 +7,16 @@ on one ledger: the first claim is stored in or next to the table, and every star
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.uris import redacted
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
     from pyspark.sql import DataFrame, SparkSession
-
-    from mldserver.engine_jobs import PublishJob
 
 WINDOW: Final = "_window"
 """Column of the window's id, text."""

@@ -13,31 +13,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 
-from mldserver.base.clock import Flag
+from mldserver.base.clock import Clock, Flag
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import PeerError
-from mldserver.protocol.messages import ProcessRecords, Version
-from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine, outcome_of
-from mldserver.sources.inflight import InflightBatch, UnderWay
-from mldserver.sources.link import CheckpointOutcome
-from mldserver.sources.progress_log import Progress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.protocol.messages import Line
-    from mldserver.records import Sequence
-    from mldserver.runtime.interface import Runtime
-    from mldserver.sources.inflight import EarlyAnswers
-    from mldserver.sources.intake import ShardIntake
-    from mldserver.sources.link import Link
-    from mldserver.sources.progress_log import ProgressLog
-    from mldserver.sources.shard_claims import Claim
+from mldserver.protocol.messages import Line, ProcessRecords, Version
+from mldserver.records import Sequence
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine, Runtime, outcome_of
+from mldserver.sources.inflight import EarlyAnswers, InflightBatch, UnderWay
+from mldserver.sources.intake import ShardIntake
+from mldserver.sources.link import CheckpointOutcome, Link
+from mldserver.sources.progress_log import Progress, ProgressLog
+from mldserver.sources.shard_claims import Claim
 
 _LONG_MS: Final = 1000
 """A batch whose shard was held back for so long has a line of its own."""

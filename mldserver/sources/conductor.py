@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
-from mldserver.base.clock import first_of
+from mldserver.base.clock import Clock, first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError, MldserverError, PeerError
 from mldserver.protocol.events import CloseReason
@@ -20,28 +20,20 @@ from mldserver.protocol.messages import (
     Initialize,
     LeaseLost,
     ProcessRecords,
+    RequestMessage,
     ShardEnded,
     Shutdown,
     ShutdownReason,
     Version,
 )
 from mldserver.records import Hook, Sequence, Shard
+from mldserver.runtime.interface import Runtime
 from mldserver.sources.batches import Batches, OpenShard
-from mldserver.sources.intake import ShardOpening
-from mldserver.sources.link import CheckpointOutcome
-from mldserver.sources.shard_claims import Superseded
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from mldserver.base.clock import Clock
-    from mldserver.protocol.messages import RequestMessage
-    from mldserver.runtime.interface import Runtime
-    from mldserver.sources.inflight import EarlyAnswers
-    from mldserver.sources.intake import Intake, ShardIntake
-    from mldserver.sources.link import Link
-    from mldserver.sources.progress_log import ProgressLog
-    from mldserver.sources.shard_claims import Claim, ShardOwners
+from mldserver.sources.inflight import EarlyAnswers
+from mldserver.sources.intake import Intake, ShardIntake, ShardOpening
+from mldserver.sources.link import CheckpointOutcome, Link
+from mldserver.sources.progress_log import ProgressLog
+from mldserver.sources.shard_claims import Claim, ShardOwners, Superseded
 
 
 class Conductor:

@@ -19,17 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from mldserver.base.clock import Flag
+from mldserver.base.clock import Clock, Flag
+from mldserver.protocol.messages import Line
+from mldserver.records import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.protocol.messages import Line
-    from mldserver.records import Sequence
     from mldserver.runtime.interface import Begun
 
 _AGAIN_SECONDS: Final = 1.0

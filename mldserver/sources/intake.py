@@ -15,17 +15,17 @@ A source opens shards, hands batches in, and learns what may be checkpointed. Fo
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+from mldserver.base.clock import Clock
+from mldserver.records import Sequence
+from mldserver.sources.progress_log import ProgressLog
+from mldserver.sources.shard_claims import ShardOwners
 
-    from mldserver.base.clock import Clock
-    from mldserver.records import Sequence
+if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome, Runtime
-    from mldserver.sources.progress_log import ProgressLog
-    from mldserver.sources.shard_claims import ShardOwners
 
 
 @dataclass(frozen=True, slots=True)

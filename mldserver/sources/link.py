@@ -10,30 +10,23 @@ import asyncio
 import contextlib
 import enum
 import logging
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable
+from typing import Final, cast
 
 import structlog
 
 from mldserver.base.clock import Flag
+from mldserver.base.folding import Folding
 from mldserver.base.secret import SecretGate
-from mldserver.base.tls import names_of
-from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
+from mldserver.base.tls import ServerTLS, names_of
+from mldserver.errors import DecodeError, InternalError, MldserverError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
-from mldserver.protocol.connection import MLDConnection
+from mldserver.protocol.connection import ConnectionLimits, MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
-from mldserver.protocol.messages import Initialize, ProcessRecords
+from mldserver.protocol.messages import Initialize, Line, ProcessRecords, RequestMessage
 from mldserver.protocol.states import State
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.folding import Folding
-    from mldserver.base.tls import ServerTLS
-    from mldserver.errors import MldserverError
-    from mldserver.protocol.connection import ConnectionLimits
-    from mldserver.protocol.messages import Line, RequestMessage
-    from mldserver.records import Sequence
-    from mldserver.sources.unread import ReadBudget
+from mldserver.records import Sequence
+from mldserver.sources.unread import ReadBudget
 
 log = structlog.get_logger("mldserver")
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol, TypeAlias
 
 import structlog
 
-from mldserver.base.clock import first_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from mldserver.base.clock import Clock
+from mldserver.base.clock import Clock, first_of
 
 log = structlog.get_logger("mldserver")
 

@@ -12,32 +12,26 @@ import contextlib
 import random as _random
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import structlog
 
+from mldserver.base.clock import Clock
 from mldserver.base.folding import Folding
 from mldserver.base.listening import listen_tcp, listen_unix
-from mldserver.base.tls import handshake_failure, handshake_failures
-from mldserver.config.kinds import TcpAddress, UnixAddress
+from mldserver.base.tls import ServerTLS, handshake_failure, handshake_failures
+from mldserver.config.kinds import Address, TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
+from mldserver.protocol.connection import ConnectionLimits
+from mldserver.runtime.interface import Runtime
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
-from mldserver.sources.intake import SourceStatus
+from mldserver.sources.intake import Intake, SourceStatus
 from mldserver.sources.link import PROVE, Link
 from mldserver.sources.progress_log import ProgressLog
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.sources.unread import ReadBudget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mldserver.base.clock import Clock
-    from mldserver.base.tls import ServerTLS
-    from mldserver.config.kinds import Address
-    from mldserver.protocol.connection import ConnectionLimits
-    from mldserver.runtime.interface import Runtime
-    from mldserver.sources.intake import Intake
 
 log = structlog.get_logger("mldserver")
 

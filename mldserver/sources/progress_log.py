@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.base.clock import BOUNDS_MS, Durations
+import structlog
+
+from mldserver.base.clock import BOUNDS_MS, Clock, Durations
+from mldserver.records import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import structlog
-
-    from mldserver.base.clock import Clock
-    from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome
 
 

@@ -16,9 +16,9 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -29,19 +29,13 @@ from mldserver.base.uris import redacted
 from mldserver.children.process import resident_bytes
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
-from mldserver.jobs.engine import EngineFacts, deadline_seconds
+from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks import is_tested
-from mldserver.sinks.sink import Owner
+from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, probe
 from mldserver.spark.session import environment, is_connect, is_local
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-
-    from mldserver.jobs.engine import Deadline
-    from mldserver.sinks.sink import SinkSpec
 
 log = structlog.get_logger("mldserver")
 

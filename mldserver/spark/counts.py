@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow.parquet as pq
@@ -20,8 +21,6 @@ from mldserver.base.uris import reach
 from mldserver.spark.driver_messages import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from pyspark.sql import SparkSession
 
 _COUNT_SECONDS = 60

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,23 +32,20 @@ from typing import TYPE_CHECKING
 
 from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.sinks import find
-from mldserver.sinks.sink import check_result
+from mldserver.sinks.sink import SinkSpec, check_result
 from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.health import CLOSED, STOPPED, JobWatch
 from mldserver.spark.java import keep
 from mldserver.spark.session import Session, open_session
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from mldserver.engine_jobs import WindowJob
-    from mldserver.sinks.sink import SinkSpec
     from mldserver.spark.window_job import Pipeline
-    from mldserver.windows import Window
 
 _CANCEL_AGAIN_SECONDS = 0.5
 

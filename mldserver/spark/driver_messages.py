@@ -17,17 +17,15 @@ import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import Final
 
 import msgspec
 
 from mldserver.children import channel
-from mldserver.engine_jobs import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
+from mldserver.engine_jobs import PublishJob, WindowJob  # msgspec reads them
 from mldserver.handler.loader import is_library, relative
-from mldserver.sinks.sink import Owner, SinkSpec  # noqa: TC001  # msgspec reads them
-
-if TYPE_CHECKING:
-    from types import FrameType
+from mldserver.sinks.sink import Owner, SinkSpec  # msgspec reads them
 
 WARM_UP: Final = "-warm-up"
 """What the folder of the warm-up's window has behind the scratch folder's name, where it has no ``place``."""

@@ -13,28 +13,23 @@ import re
 import signal
 import sys
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import orjson
 import structlog
 from msgspec.structs import replace
 
-from mldserver.base.clock import SystemClock, in_time
+from mldserver.base.clock import Clock, SystemClock, in_time
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import redaction, secrets_in
-from mldserver.children.channel import Channel
+from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.process import ChildProcess, ending
+from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import DriverLost, WindowFailed, without_messages
 from mldserver.observe.logging import Printed
 from mldserver.spark import driver_messages as wire
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from mldserver.base.clock import Clock
-    from mldserver.children.channel import Descriptors
-    from mldserver.engine_jobs import PublishJob, WindowJob
 
 log = structlog.get_logger("mldserver")
 

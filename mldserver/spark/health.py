@@ -15,14 +15,12 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mldserver.spark import driver_messages as wire
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 _TICK_SECONDS: Final = 0.5
 """How often jobs report their progress, and the judge looks at the time."""

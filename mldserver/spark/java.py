@@ -24,14 +24,11 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mldserver.errors import JavaError, NotThereYet
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 MINIMUM_JAVA = 17
 """The oldest Java that Spark 4 runs on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,11 @@ from urllib.parse import urlsplit
 from pyarrow.fs import LocalFileSystem
 
 from mldserver.base.uris import reach
+from mldserver.engine_jobs import WindowJob
+from mldserver.spark.driver_messages import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from pyarrow.fs import FileSystem
-
-    from mldserver.engine_jobs import WindowJob
-    from mldserver.spark.driver_messages import Output
 
 MOST_BYTES: Final = 64 * 1024 * 1024
 """Segments of one job that are fetched: what a disk and one connection are not hurt by."""

@@ -10,8 +10,10 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from mldserver.base.disk import umask
@@ -19,16 +21,12 @@ from mldserver.base.java_properties import as_text
 from mldserver.base.uris import secrets_of
 from mldserver.errors import OperatorError
 from mldserver.handler.loader import entries_of
+from mldserver.spark.driver_messages import Start
 from mldserver.spark.health import DENIED, Cluster, ConnectServer, with_session
 from mldserver.spark.java import unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from subprocess import Popen
-
     from pyspark.sql import SparkSession
-
-    from mldserver.spark.driver_messages import Start
 
 _EVERYWHERE = {
     # Event times are instants; text and hours derived from them must not depend on where the server stands.

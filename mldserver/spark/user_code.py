@@ -15,6 +15,7 @@ import operator
 import platform
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path, PurePosixPath
@@ -24,15 +25,11 @@ from zipfile import ZipFile
 from mldserver.errors import OperatorError
 from mldserver.handler import kept_modules, spark_at_import
 from mldserver.handler.loader import is_library
-from mldserver.spark.session import is_connect, is_local
+from mldserver.spark.driver_messages import Start
+from mldserver.spark.session import Session, is_connect, is_local
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from pyspark.sql import SparkSession
-
-    from mldserver.spark.driver_messages import Start
-    from mldserver.spark.session import Session
 
 _DIGITS: Final = 12
 """Of the hash: enough to distinguish a handler's versions."""

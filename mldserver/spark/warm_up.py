@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +23,8 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import inspect_output, where_lost
-from mldserver.spark.driver_messages import WARM_UP, lost_connection, message
-from mldserver.spark.session import is_local
+from mldserver.spark.driver_messages import WARM_UP, Start, lost_connection, message
+from mldserver.spark.session import Session, is_local
 from mldserver.spark.window_job import (
     WRITTEN_BYTES,
     Pipeline,
@@ -33,10 +33,6 @@ from mldserver.spark.window_job import (
     write,
 )
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from mldserver.spark.driver_messages import Start
-    from mldserver.spark.session import Session
 
 _ROUNDS: Final = 3
 """How often the proof is given at most, where executors came while it was."""

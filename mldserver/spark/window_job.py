@@ -20,7 +20,9 @@ import inspect
 import itertools
 import math
 import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +31,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerInvalid
 from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import (
@@ -41,16 +44,10 @@ from mldserver.spark.counts import (
     inspect_output,
 )
 from mldserver.spark.driver_messages import Output
-from mldserver.windows import WINDOW_COLUMNS
+from mldserver.windows import WINDOW_COLUMNS, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
     from pyspark.sql import SparkSession
-
-    from mldserver.engine_jobs import WindowJob
-    from mldserver.windows import Window
 
 META_DDL = (
     "_time BIGINT, _clock BIGINT, _shard STRING, _sequence STRING, _sub_sequence BIGINT, _arrival TIMESTAMP"

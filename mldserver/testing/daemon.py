@@ -23,15 +23,18 @@ import codecs
 import enum
 import json
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from mldserver.testing.fake_stream import SHARD_END, JavaThrow, Place, ShardCheckpointer, WorkerMistake
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mldserver.testing.fake_stream import StreamRecord
+from mldserver.testing.fake_stream import (
+    SHARD_END,
+    JavaThrow,
+    Place,
+    ShardCheckpointer,
+    StreamRecord,
+    WorkerMistake,
+)
 
 
 class Form(enum.StrEnum):

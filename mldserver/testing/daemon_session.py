@@ -7,18 +7,13 @@ import contextlib
 import random
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from mldserver.base.clock import in_time
-from mldserver.testing.daemon import Form, NoServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.testing.daemon import DaemonShard
-    from mldserver.testing.fake_stream import FakeStream, LeaseTable
+from mldserver.base.clock import Clock, in_time
+from mldserver.testing.daemon import DaemonShard, Form, NoServer
+from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
 _READ_BYTES: Final = 1 << 16
 _CHECKPOINT: Final = b'{"action":"checkpoint"'

@@ -17,18 +17,13 @@ checkpoints, and goes down as a whole (as the JVM does) when one answer is wrong
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.testing.daemon import DaemonShard, JvmExit, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, DaemonSession, Habits
-from mldserver.testing.fake_stream import LeaseTable, Place
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.base.clock import Clock
-    from mldserver.testing.fake_stream import FakeStream
+from mldserver.testing.fake_stream import FakeStream, LeaseTable, Place
 
 EXIT_FAULT: Final = 1
 """``System.exit(1)``: one shard's child failed."""

@@ -12,11 +12,9 @@ import hashlib
 import itertools
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 _HASH_KEYS: Final = 2**128
 """Partition keys are spread over MD5's range (Kinesis)."""

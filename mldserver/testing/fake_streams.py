@@ -13,22 +13,18 @@ import bisect
 import contextlib
 import functools
 import hashlib
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import orjson
 from aiohttp import web
 from botocore import parsers, session, xform_name
 from botocore.exceptions import ClientError, ConnectionClosedError
 
-from mldserver.testing.fake_table import FakeTable, as_json
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from mldserver.testing.fake_table import FakeShard, TableStream
+from mldserver.testing.fake_table import FakeShard, FakeTable, TableStream, as_json
 
 Action: TypeAlias = Literal["DescribeStream", "GetShardIterator", "GetRecords", "ListStreams"]
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
-from mldserver.base.clock import SystemClock
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.base.clock import Clock
+from mldserver.base.clock import Clock, SystemClock
 
 _HASH_KEYS: Final = 2**128
 _DIGIT_BORDER: Final = 10**24

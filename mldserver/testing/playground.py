@@ -9,27 +9,24 @@ import lzma
 import os
 import tempfile
 import zlib
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from mldserver.config import locations
 from mldserver.config.locations import RemoteOut
 from mldserver.config.resolve import home, resolve
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
+from mldserver.jobs.engine import Engine
 from mldserver.output.layout import SPARK
+from mldserver.records import DeadLetter
 from mldserver.spark.session import is_local
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from mldserver.config.settings import Settings
-    from mldserver.jobs.engine import Engine
-    from mldserver.records import DeadLetter
 
 DEPARTURES: Final = "flights-2013-01.jsonl.xz"
 """The bundled input: 27,004 departures from New York's airports in January 2013."""

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.config import locations
+from mldserver.config.settings import Settings
+from mldserver.jobs.engine import Engine
 from mldserver.server import Server
 from mldserver.testing.fake_streams import FakeStreams
 from mldserver.testing.simulation import Report, Run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mldserver.base.clock import Clock
-    from mldserver.config.settings import Settings
-    from mldserver.jobs.engine import Engine
 
 TABLE: Final = "orders"
 _PRODUCTS: Final = (

@@ -11,24 +11,20 @@ import asyncio
 import contextlib
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
-from mldserver.base.clock import SystemClock, in_time
+from mldserver.base.clock import Clock, SystemClock, in_time
+from mldserver.config.settings import Settings
+from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR
+from mldserver.jobs.engine import Engine
 from mldserver.server import Server
 from mldserver.testing.daemon import Form, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream, LeaseTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from mldserver.base.clock import Clock
-    from mldserver.config.settings import Settings
-    from mldserver.coordinator.progress import CoordinatorStatus
-    from mldserver.jobs.engine import Engine
 
 _RESTART_SECONDS: Final = 0.5
 _LEASE_BACK_SECONDS: Final = 0.5

@@ -6,26 +6,21 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import reach
-from mldserver.engine_jobs import WindowResult
+from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.errors import WindowFailed
 from mldserver.jobs.engine import EngineFacts
-from mldserver.windows import WINDOW_COLUMNS
+from mldserver.windows import WINDOW_COLUMNS, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
     import pyarrow as pa
-
-    from mldserver.base.clock import Clock
-    from mldserver.engine_jobs import PublishJob, WindowJob
-    from mldserver.windows import Window
 
     OnTable = Callable[[pa.Table, Window], pa.Table]
 

@@ -17,15 +17,16 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import uvloop
 
 from mldserver.base.clock import SystemClock, first_of
 from mldserver.base.service import entitle, keep_memory
-from mldserver.children.channel import Channel
+from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
@@ -33,16 +34,10 @@ from mldserver.handler.kept_modules import KeptModules
 from mldserver.observe.logging import set_level
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of, unpacked
+from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
 from mldserver.workers.shared_memory import Mark, made, rows_bytes, rows_file
 from mldserver.workers.worker_reports import Heartbeat, telling_through
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from mldserver.children.channel import Descriptors
-    from mldserver.runtime.interface import Begun
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""

@@ -13,24 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.base.clock import first_of
 from mldserver.errors import HandlerError, OperatorError
-from mldserver.handler.spec import windows_text
+from mldserver.handler.spec import HandlerSpec, windows_text
+from mldserver.records import Sequence as Position
+from mldserver.records import Shard
+from mldserver.workers.spares import Spares
 from mldserver.workers.wire import Forget
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from mldserver.handler.spec import HandlerSpec
-    from mldserver.records import Sequence as Position
-    from mldserver.records import Shard
-    from mldserver.workers.spares import Spares
-    from mldserver.workers.worker import Worker
-    from mldserver.workers.worker_process import WorkerProcess
+from mldserver.workers.worker import Worker
+from mldserver.workers.worker_process import WorkerProcess
 
 WAIT_SECONDS: Final = 30.0
 """How long shards may wait for calls that take long, and then once more for ``initialize``, until the reload is given up."""

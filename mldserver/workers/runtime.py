@@ -15,36 +15,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 from msgspec.structs import replace
 
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.errors import HandlerLost, InternalError, OperatorError
 from mldserver.handler.failure import Failure
-from mldserver.records import Hook
+from mldserver.handler.spec import HandlerSpec
+from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
 from mldserver.workers import wire
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
-from mldserver.workers.worker import Worker, place, spread
+from mldserver.workers.worker import Limits, Worker, place, spread
 from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.handler.spec import HandlerSpec
-    from mldserver.records import Sequence, Shard
-    from mldserver.runtime.interface import Begun, Delivery
-    from mldserver.workers.worker import Limits
 
 log = structlog.get_logger("mldserver")
 

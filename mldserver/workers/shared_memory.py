@@ -15,15 +15,15 @@ import os
 import struct
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import pyarrow as pa
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from mldserver.protocol.messages import Line
 
-    from mldserver.protocol.messages import Line
+if TYPE_CHECKING:
     from mldserver.runtime.interface import Payload
 
 _T = TypeVar("_T")

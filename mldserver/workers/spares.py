@@ -6,21 +6,18 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Iterable
+from typing import Final
 
 import structlog
 from msgspec.structs import replace
 
 from mldserver.base.backoff import Backoff
+from mldserver.base.clock import Clock
 from mldserver.errors import HandlerError, HandlerInvalid
+from mldserver.handler.spec import HandlerSpec
 from mldserver.workers import wire
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-
-    from mldserver.base.clock import Clock
-    from mldserver.handler.spec import HandlerSpec
 
 log = structlog.get_logger("mldserver")
 

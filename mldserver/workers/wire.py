@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 import pyarrow as pa
 
 from mldserver import errors
-from mldserver.children.channel import Message
+from mldserver.children.channel import Descriptors, Message
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, parse_schema
 from mldserver.records import DeadLetter, Sequence
-from mldserver.runtime.failure_policy import FailurePolicy  # noqa: TC001  # msgspec reads it
+from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.windows import Batches, Tumbling
 from mldserver.workers.shared_memory import rows_from, rows_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.children.channel import Descriptors
 
 _SUB_BITS: Final = 64
 _SUB_MASK: Final = (1 << _SUB_BITS) - 1

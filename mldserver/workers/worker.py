@@ -13,22 +13,17 @@ import asyncio
 import enum
 from bisect import insort
 from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import first_of
-from mldserver.workers.wire import Number
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.workers.wire import BeatMessage
-    from mldserver.workers.worker_process import WorkerProcess
+from mldserver.base.clock import Clock, first_of
+from mldserver.workers.wire import BeatMessage, Number
+from mldserver.workers.worker_process import WorkerProcess
 
 log = structlog.get_logger("mldserver")
 

@@ -13,30 +13,25 @@ import os
 import signal
 import sys
 from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 import structlog
 
 import mldserver
-from mldserver.base.clock import first_of
-from mldserver.children.channel import Channel, WireError
+from mldserver.base.clock import Clock, first_of
+from mldserver.children.channel import Channel, Descriptors, WireError
 from mldserver.children.process import ChildProcess, ending
 from mldserver.observe.logging import Printed
+from mldserver.protocol.messages import Line
+from mldserver.records import Sequence, Shard
+from mldserver.runtime.interface import Delivery
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.shared_memory import Arena
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from mldserver.base.clock import Clock
-    from mldserver.children.channel import Descriptors
-    from mldserver.protocol.messages import Line
-    from mldserver.records import Sequence, Shard
-    from mldserver.runtime.interface import Delivery
 
 log = structlog.get_logger("mldserver")
 

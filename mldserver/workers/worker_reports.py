@@ -7,28 +7,25 @@ counted. What is lost because the server does not listen is counted too.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 
 from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import Logger, RateLimit, caught_output, set_level
+from mldserver.runtime.calls import Deadlines
 from mldserver.workers.wire import BeatMessage, LogLine
-
-if TYPE_CHECKING:
-    import asyncio
-    import socket
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping
-
-    from mldserver.runtime.calls import Deadlines
 
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}

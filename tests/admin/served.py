@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
 
 from support.raw_http import Answer, Client, connected
 
@@ -13,12 +17,6 @@ from mldserver.admin.access import make_token, read_token
 from mldserver.admin.endpoint import Endpoint
 from mldserver.admin.endpoint_messages import Answered
 from mldserver.base.listening import listen_tcp, listen_unix
-
-if TYPE_CHECKING:
-    import socket
-    import ssl
-    from collections.abc import AsyncIterator, Callable, Coroutine
-    from pathlib import Path
 
 
 class Loop(asyncio.SelectorEventLoop):

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +22,6 @@ from mldserver.admin.access import (
     same_token,
 )
 from mldserver.errors import OperatorError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOTHING, LIVE, READ, STEER = 0, Act.LIVE, Act.READ, Act.STEER
 

@@ -7,7 +7,9 @@ import itertools
 import json
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -17,11 +19,6 @@ from workers.kit import named
 
 from mldserver.observe.logging import Logger, set_level
 from mldserver.testing import FakeMLD, FakeStream, Habits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 RECORDS = 300
 HANDLER = '''

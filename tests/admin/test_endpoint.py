@@ -7,7 +7,8 @@ import base64
 import hashlib
 import re
 import socket
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from admin.served import pass_seconds, running, served
@@ -15,9 +16,6 @@ from support.raw_http import NOW_MS, document
 
 from mldserver.admin import endpoint as module
 from mldserver.admin import metrics
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_it_shows_the_latest_document_as_it_came(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from typing import TYPE_CHECKING
+import ssl
+from pathlib import Path
 
 import pytest
-from admin.served import pass_seconds, running, served, until
+from admin.served import Served, pass_seconds, running, served, until
 from support.certificates import Certificates
 from support.raw_http import document
 
@@ -18,12 +19,6 @@ from mldserver.admin.http_client import Refused
 from mldserver.base.listening import listen_tcp
 from mldserver.base.tls import ServerTLS, client_context
 from mldserver.config.kinds import TcpAddress
-
-if TYPE_CHECKING:
-    import ssl
-    from pathlib import Path
-
-    from admin.served import Served
 
 
 def test_the_token_steers_over_loopback_and_nothing_else_does(tmp_path: Path) -> None:

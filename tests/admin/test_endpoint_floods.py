@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from admin.served import pass_seconds, running, served, until
@@ -13,9 +14,6 @@ from support.raw_http import document
 
 from mldserver.admin import endpoint as module
 from mldserver.admin.endpoint_messages import Answered
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b"[]", b'{"argument": 1}', b'{"other": ""}', b"\xff"])

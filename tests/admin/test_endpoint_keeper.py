@@ -9,11 +9,13 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import stat
 import sys
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.certificates import Certificates
@@ -22,6 +24,7 @@ from support.serving import quick, until
 
 from mldserver.admin import endpoint_process
 from mldserver.admin.access import read_token
+from mldserver.admin.document import Status
 from mldserver.admin.endpoint_keeper import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
 from mldserver.base.listening import listen_unix
@@ -29,18 +32,11 @@ from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
 from mldserver.cli.status import ServerOptions
-from mldserver.config.kinds import TcpAddress, UnixAddress
+from mldserver.config.kinds import Address, TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Callable
-
-    from mldserver.admin.document import Status
-    from mldserver.config.kinds import Address
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)
 Logged = list[dict[str, Any]]

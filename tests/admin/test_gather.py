@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.serving import quick, serving, until
@@ -15,17 +17,12 @@ from support.serving import quick, serving, until
 from mldserver.admin.gather import EventTally, Gatherer, waited_seconds
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import WITHHELD
 from mldserver.observe.logging import logging_to
 from mldserver.records import Sequence
+from mldserver.server import Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from mldserver.coordinator.progress import CoordinatorStatus
-    from mldserver.server import Server
 
 HANDLER = '''
 """One row for each record, but for those that ask for something else."""

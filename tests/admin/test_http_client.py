@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
@@ -17,11 +20,6 @@ from mldserver.admin.access import AccessToken
 from mldserver.admin.http_client import Answer, Client, NoAnswer, Refused, listening_users, read_status
 from mldserver.base.tls import ServerTLS, client_context
 from mldserver.config.kinds import address
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

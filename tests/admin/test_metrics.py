@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -28,9 +29,6 @@ from mldserver.admin.document import (
     Worker,
 )
 from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEPLOY: Final = ROOT / "deploy"
 

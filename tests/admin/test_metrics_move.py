@@ -9,10 +9,11 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -24,16 +25,12 @@ from mldserver.admin.endpoint_messages import Steer
 from mldserver.admin.gather import EventTally
 from mldserver.admin.metrics import METRICS, PREFIX, TEXT, exposed
 from mldserver.base.clock import SystemClock
+from mldserver.config.settings import Settings
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
+from mldserver.server import Server
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeStreams, LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.config.settings import Settings
-    from mldserver.server import Server
 
 HANDLER = '''
 """A row for each record, and what some of them ask for beside that."""

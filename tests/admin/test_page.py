@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from support.browser import browsing, serving
+from support.browser import Browser, browsing, serving
 from support.statuses import failing, healthy, hour_before, lagging
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from support.browser import Browser
-
-    from mldserver.admin.document import Status
+from mldserver.admin.document import Status
 
 SCREENS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 """Of what colour, and how many pixels wide."""

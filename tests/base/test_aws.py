@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.loaders import JSONFileLoader
@@ -15,9 +16,6 @@ from mldserver.base.aws import aws_client, require_aws
 from mldserver.config.locations import DynamoPlace
 from mldserver.errors import ConfigError
 from mldserver.testing import LocalEngine, VirtualClock
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BESIDE = "mldserver-aws"
 NOWHERE = "http://127.0.0.1:1"

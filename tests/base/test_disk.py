@@ -2,14 +2,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from mldserver.base.disk import exchange
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_two_folders_change_places(tmp_path: Path) -> None:

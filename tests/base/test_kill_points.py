@@ -5,16 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mldserver.base import kill_points
 from mldserver.config.resolve import resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PACKAGE = Path(kill_points.__file__).parents[1]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from mldserver.base.secret import LONGEST, PREFIX, SecretGate, read_secret
 from mldserver.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET = b"correct-horse-battery"
 SHOWN = PREFIX + SECRET + b"\n"

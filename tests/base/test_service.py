@@ -10,16 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mldserver.base.service import TELL_SECONDS, Service, ServiceReport, handling
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -14,9 +15,6 @@ from support.certificates import Certificates, issued
 
 from mldserver.base.tls import ServerTLS, client_context, names_of
 from mldserver.errors import ConfigError, NotThereYet
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -19,9 +19,6 @@ from mldserver.base.uris import (
     secrets_in,
     spark_uri,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 URI = "s3://key:secret@bucket/a%20b/?endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
 

@@ -14,18 +14,16 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bench.hot import peers
 from bench.hot.lines import SHAPES
 from bench.hot.runs import Run, connect
 from bench.rounds import in_turn
 from support.raw_http import connected
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
 
 __all__ = ["measure"]
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from handlers import departures
+from mldserver import Window
 from mldserver.spark.window_job import columns_ddl
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-    from mldserver import Window
 
 __all__ = ["BARE", "go", "on_window", "process_record", "schema", "windows"]
 

@@ -11,7 +11,7 @@ import asyncio
 import statistics
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bench.deliveries import HOUR_MS, SHARDS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
@@ -19,14 +19,10 @@ from support.virtual_loop import LoopClock, VirtualLoop
 from support.virtual_process import VirtualExecutor, stand_ins
 
 from mldserver.coordinator.core.open_windows import CoordinatorRules
+from mldserver.coordinator.shards import ShardSession
+from mldserver.records import Sequence
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
-    from mldserver.records import Sequence
 
 __all__ = ["measure"]
 

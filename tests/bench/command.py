@@ -10,8 +10,9 @@ import logging
 import os
 import platform
 import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import structlog
@@ -38,14 +39,10 @@ from rich.table import Table
 from support.s3 import bucket, s3a_conf
 
 from mldserver.base.uris import hadoop_settings
+from mldserver.jobs.engine import Engine
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from mldserver.jobs.engine import Engine
-    from mldserver.windows import Window
+from mldserver.windows import Window
 
 __all__ = ["main"]
 

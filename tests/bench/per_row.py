@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bench.deliveries import HOUR_MS, SHARDS, deliveries
+from bench.deliveries import HOUR_MS, SHARDS, Delivered, deliveries
 from bench.rounds import timed
 
 from mldserver.coordinator.core.flush import buffered, plan
 from mldserver.ledger.contract import BatchProgress, SegmentKind
 from mldserver.output.store import OutputStore
 from mldserver.windows import Tumbling
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bench.deliveries import Delivered
 
 __all__ = ["measure"]
 

@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import itertools
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from bench.deliveries import Delivered
 from support.shards import accept
 
+from mldserver.base.clock import Clock
 from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Shape
+from mldserver.coordinator.shards import ShardSession
+from mldserver.jobs.engine import Engine
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.sqlite import SqliteLedger
@@ -22,17 +27,7 @@ from mldserver.output.layout import LEDGER
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.sources.intake import ShardOpening
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from bench.deliveries import Delivered
-
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.coordinator.shards import ShardSession
-    from mldserver.jobs.engine import Engine
-    from mldserver.windows import WindowSpec
+from mldserver.windows import WindowSpec
 
 __all__ = ["Pipeline", "living"]
 

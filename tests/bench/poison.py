@@ -11,7 +11,8 @@ import base64
 import json
 import statistics
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from bench.hot.lines import initialize
 from bench.hot.peers import Connection
@@ -23,9 +24,6 @@ from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
 from mldserver.testing.playground import read_lines
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["measure"]
 

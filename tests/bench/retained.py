@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bench.deliveries import SHARDS, deliveries
 from bench.memory import resident_bytes
@@ -24,9 +24,6 @@ from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["measure"]
 

@@ -6,10 +6,8 @@ import gc
 import math
 import statistics
 import time
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 __all__ = ["against", "in_turn", "medians", "timed"]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,15 +24,10 @@ from bench.rounds import in_turn
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.engine_jobs import WindowJob
+from mldserver.jobs.engine import Engine
 from mldserver.output.manifest import current_files
 from mldserver.output.store import OutputStore
 from mldserver.windows import Tumbling, Window
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mldserver.jobs.engine import Engine
 
 __all__ = ["ROWS_A_WINDOW", "measure"]
 

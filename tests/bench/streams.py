@@ -11,7 +11,8 @@ import gc
 import heapq
 import itertools
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from bench.rounds import in_turn, medians
 
@@ -19,9 +20,6 @@ from mldserver.dynamodb_streams import Stream
 from mldserver.dynamodb_streams.merge import Merge
 from mldserver.records import Record
 from mldserver.testing import FakeStreams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["measure"]
 

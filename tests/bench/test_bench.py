@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import resource
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 from bench.command import WIDTH, main
@@ -16,9 +17,6 @@ from bench.hot.room import FILES, Room, open_files
 from bench.hot.runs import BARE, Effort, side_by_side
 from bench.rounds import against, in_turn, timed
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GIB: Final = 1 << 30
 

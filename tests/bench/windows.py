@@ -20,8 +20,9 @@ import contextlib
 import math
 import shutil
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,17 +34,12 @@ from bench.rounds import against, in_turn, medians
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.engine_jobs import WindowJob
+from mldserver.jobs.engine import Engine
 from mldserver.ledger.contract import Segment, SegmentKind
 from mldserver.output import joined
 from mldserver.output.layout import segment_path
 from mldserver.output.store import OutputStore
 from mldserver.windows import Tumbling, as_window, tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
-
-    from mldserver.jobs.engine import Engine
 
 __all__ = ["Measured", "measure", "measure_segments"]
 

@@ -8,8 +8,9 @@ import fcntl
 import os
 import resource
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,6 @@ from mldserver.children.channel import (
     receive_now,
     send_now,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 class Text(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from mldserver.children import process
 from mldserver.children.process import LONGEST_LINE, ChildOutput, Lines
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 @given(st.lists(st.binary(max_size=30)))

@@ -4,14 +4,11 @@ process: one for workers costs a second of the processor. A server has as long t
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from mldserver.admin.http_client import Client
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

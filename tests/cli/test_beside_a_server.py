@@ -11,18 +11,15 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.error import HTTPError
 
+import pytest
 from support.processes import group_members
 
 from mldserver import cli
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
 
 HANDLER = "def process_record(record): pass"
 INITIALIZE = (

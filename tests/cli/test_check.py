@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from mldserver.cli.check import app, check, render
 from mldserver.errors import ConfigError
 from mldserver.handler.spec import Finding
 from mldserver.runtime.trial import TrialReport
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run(folder: Any, *arguments: Any) -> Any:

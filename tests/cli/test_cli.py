@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import cyclopts
 import pytest
@@ -26,10 +28,6 @@ from mldserver.errors import (
     NotThereYet,
 )
 from mldserver.output.layout import LEDGER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture

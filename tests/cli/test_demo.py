@@ -7,8 +7,8 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,14 +17,10 @@ import pytest
 from rich.console import Console
 from support.spark_classes import spark_cache
 
+from mldserver import Window
 from mldserver.cli import demo
 from mldserver.cli.demo import Departures, ShopDemo, Source, phase, play, windows_table
 from mldserver.testing import LocalEngine, playground, shop
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver import Window
 
 
 def summed(rows: pa.Table, _window: Window) -> pa.Table:

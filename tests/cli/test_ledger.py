@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.store import SqliteStore
@@ -22,10 +24,6 @@ from mldserver.ledger.contract import (
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 FAR = Sequence(49_590_338_271_490_256_608_559_692_538_361_571_095_921_575_989_136_588_898, 3)
 

@@ -6,7 +6,8 @@ import pty
 import subprocess
 import sys
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -14,9 +15,6 @@ import pytest
 from mldserver.cli import logs, run
 from mldserver.errors import ConfigError
 from mldserver.observe.log_lines import Selection
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EVENTS: list[dict[str, Any]] = [
     {"timestamp": "2026-11-21T10:00:00.000000Z", "level": "info", "event": "batch.done", "shard": "s1"},

@@ -5,16 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from mldserver.cli import run
 from mldserver.testing import simulation
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_help_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.store import SqliteStore
 
 from mldserver.output.layout import LEDGER
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MLDSERVER = f'exec "{sys.executable}" -m mldserver'
 FULL = "mldserver: Standard output cannot be written: No space left on device."

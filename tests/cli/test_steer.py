@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,10 +16,6 @@ from mldserver.admin.access import make_token, read_token
 from mldserver.base.tls import ServerTLS
 from mldserver.cli.status import ServerOptions
 from mldserver.errors import OperatorError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import select
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from io import StringIO
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,10 +25,6 @@ from mldserver.cli.status import Rates, ServerOptions
 from mldserver.cli.top import Screen, ShardsView
 from mldserver.errors import OperatorError
 from mldserver.output.layout import LEDGER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PATIENT = """
 import sys

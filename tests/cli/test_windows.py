@@ -7,7 +7,9 @@ import os
 import sqlite3
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.store import SqliteStore
@@ -19,10 +21,6 @@ from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 HOUR = 3_600_000
 IDS = [f"1970-01-01T0{hour}-00-00Z" for hour in range(4)]

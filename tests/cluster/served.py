@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 from support.cluster import CONF, SMALL_JVM
@@ -18,10 +20,6 @@ from support.serving import until
 
 from mldserver.children import parent_death
 from mldserver.testing import FakeMLD, FakeStream, Habits
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 HANDLER = '''
 """Keeps every record; the executor that computes a row opens the record's gate, if it has one."""

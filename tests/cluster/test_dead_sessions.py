@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from cluster.test_on_a_cluster import ROWS, engine, running, segments
@@ -12,12 +12,8 @@ from support.serving import until
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import DriverLost
+from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.spark.client import SparkEngine
 
 pytestmark = pytest.mark.slow
 

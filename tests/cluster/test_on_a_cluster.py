@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,9 +18,6 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.errors import WindowFailed
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import sys
 import zipfile
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,10 +20,6 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerInvalid, OperatorError
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

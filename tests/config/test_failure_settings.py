@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.runtime.failure_policy import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RULES = (FailureRule("KeyError", OnFailure.SKIP), FailureRule("requests.Timeout", attempts=10))
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mldserver.assembly import _locks, ledger_of
-from mldserver.config.locations import LEDGER_FILE, DynamoPlace, RemoteOut, SqlitePlace, ledger, out
+from mldserver.config.locations import (
+    LEDGER_FILE,
+    DynamoPlace,
+    LedgerPlace,
+    OutPlace,
+    RemoteOut,
+    SqlitePlace,
+    ledger,
+    out,
+)
 from mldserver.config.resolve import home, ledger_file, resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from mldserver.config.locations import LedgerPlace, OutPlace
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.sinks.sink import SinkSpec
-
-if TYPE_CHECKING:
-    from mldserver.config.settings import Settings
 
 URL = "jdbc:postgresql://db/flights"
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mldserver.config.resolve import resolve, with_spark_properties
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mldserver.config.settings import Settings
 
 
 def resolved(**given: object) -> Settings:

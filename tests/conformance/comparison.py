@@ -11,14 +11,12 @@ import sys
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.conformance import catalogue
+from mldserver.conformance.cases import Case
 from mldserver.conformance.player import Grade, Target, play_all
 from mldserver.testing import Form
-
-if TYPE_CHECKING:
-    from mldserver.conformance.cases import Case
 
 PROCESSOR: Final = Path(__file__).parent / "record_processor.py"
 RESULTS: Final = Path(__file__).parent / "results_of_amazon_kclpy.json"

@@ -7,8 +7,9 @@ import base64
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from conformance import comparison
@@ -22,6 +23,7 @@ from mldserver.conformance import catalogue
 from mldserver.conformance.cases import (
     SHARD,
     Ask,
+    Case,
     batch,
     initialize,
     lease_lost,
@@ -34,11 +36,6 @@ from mldserver.conformance.player import Grade, Play, Result, Target, play_all
 from mldserver.conformance.wire_cases import aggregate
 from mldserver.protocol.batch_decoder import deaggregate
 from mldserver.testing import Form
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mldserver.conformance.cases import Case
 
 TRANSCRIPTS = Path(__file__).parents[1] / "transcripts"
 CASES = {case.title: case for case in catalogue()}

@@ -6,19 +6,15 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
 
+from mldserver.coordinator.shards import ShardSession
 from mldserver.ledger.contract import WindowState
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from mldserver.coordinator.shards import ShardSession
 
 
 @dataclass

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from coordinator.machine_oracle import Oracle
 from coordinator.machine_servers import Connection, Host
@@ -18,15 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from support.virtual_loop import VirtualLoop
 
 from mldserver.config.settings import WindowSettings
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling, batches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from mldserver.engine_jobs import WindowJob
 
 T = TypeVar("T")
 

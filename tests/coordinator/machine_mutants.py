@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from support.store import SqliteStore
 
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.shards import ShardSession
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
-
-    from mldserver.coordinator.core.watermark import View
-    from mldserver.ledger.contract import Flush, FlushResult
-    from mldserver.records import Sequence
+from mldserver.ledger.contract import Flush, FlushResult
+from mldserver.records import Sequence
 
 
 def register_without_fences(patch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
+from coordinator.machine_stream import Stream, StreamShard
 from support.store import SqliteStore
 
 from mldserver.ledger.contract import LedgerState, WindowEntry, WindowState
 from mldserver.output.layout import LEDGER
-from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from coordinator.machine_stream import Stream, StreamShard
-
-    from mldserver.windows import WindowSpec
+from mldserver.windows import Tumbling, WindowSpec, tumbling_id
 
 _STEPS = list(WindowState)
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
+from coordinator.machine_stream import Made, Stream
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Crash, Faults, Pipeline
 from support.shards import accept
 
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError, ServerBuried
 from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from coordinator.machine_stream import Made, Stream
-
-    from mldserver.coordinator.shards import ShardSession
-    from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome
 
 STORE = frozenset({"write", "rename", "exchange", "delete"})
 """Calls that change the output folder; all others are transactions of the ledger."""

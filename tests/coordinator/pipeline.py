@@ -8,9 +8,10 @@ import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.membership import ServerLocks
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -33,11 +35,6 @@ from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling, WindowSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-
-    from mldserver.coordinator.shards import ShardSession
 
 Records = list[tuple[int, int]]
 

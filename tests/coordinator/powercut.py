@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from support.store import SqliteStore
 
-from mldserver.ledger.contract import LedgerState, WindowState
+from mldserver.ledger.contract import LedgerState, WindowEntry, WindowState
 from mldserver.output.layout import LEDGER, PRIVATE, late_path, window_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from mldserver.ledger.contract import WindowEntry
 
 __all__ = ["Disk", "Image", "unsafe"]
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from coordinator.pipeline import Daemon, Pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mldserver.coordinator.shards import ShardSession
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, WindowSpec, batches
-
-if TYPE_CHECKING:
-    from mldserver.coordinator.shards import ShardSession
 
 PARENTS = {"b": ("a",), "c": ("a",)}
 NAMES = "abcz"

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from coordinator.pipeline import RULES, Pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.backpressure import shards_to_hold
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
-
 
 LITTLE = replace(RULES, buffer_bytes=1)
 

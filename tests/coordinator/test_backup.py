@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Crash, Faults, Pipeline, named
@@ -22,9 +23,6 @@ from mldserver.output.layout import LEDGER, QUARANTINE
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FIRST, SECOND, THIRD = (tumbling_id(start) for start in (0, 10_000, 20_000))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.pipeline import RULES, Pipeline
@@ -13,9 +13,6 @@ from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import batches
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,21 @@ import asyncio
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.config.settings import WindowSettings
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import WindowFailed
 from mldserver.output.layout import SEGMENTS
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
 
 BUFFER = 512 << 10
 DISK = 2 << 20

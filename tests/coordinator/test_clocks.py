@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import ServerState, WindowEntry, WindowState
 from mldserver.testing import VirtualClock
 from mldserver.windows import Batches, Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
 
 HOUR = 3600
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.outcomes import dead_letter
@@ -13,9 +13,6 @@ from coordinator.pipeline import RULES, Pipeline, fail, missing
 from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
 from mldserver.windows import batches, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]

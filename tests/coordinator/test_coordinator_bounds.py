@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,9 +14,6 @@ from coordinator.pipeline import RULES, Pipeline, fail, named
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]

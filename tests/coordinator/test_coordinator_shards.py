@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import RULES, Pipeline, fail, missing, named
@@ -13,9 +14,6 @@ from mldserver.errors import GapRefused, LedgerError, PeerError
 from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline, missing, named
 
+from mldserver.coordinator.shards import ShardSession
 from mldserver.output.layout import is_joined
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
 
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]

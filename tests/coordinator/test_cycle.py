@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from mldserver.coordinator.coordinator import Cycle
 from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 FULL = OSError(28, "No space left on device")
 

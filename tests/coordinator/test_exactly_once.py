@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
@@ -16,9 +16,6 @@ from support.lanes import seeds
 
 from mldserver.errors import LedgerError
 from mldserver.windows import Tumbling, WindowSpec, batches
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("joins_early")
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
@@ -17,14 +17,10 @@ from mldserver.coordinator.core.flush import (
     flush_at,
     plan,
 )
+from mldserver.coordinator.core.open_windows import WindowKey
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.coordinator.core.open_windows import WindowKey
 
 SPEC = Tumbling(1000)
 S = Sequence

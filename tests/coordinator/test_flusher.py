@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,10 +19,6 @@ from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 
 @pytest.fixture

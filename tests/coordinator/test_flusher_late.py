@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.writing import W, Writing, publish, zero
@@ -16,17 +18,12 @@ from mldserver.ledger.contract import (
     Segment,
     SegmentKind,
     ServerState,
+    ShardState,
     WindowState,
     batch_id,
 )
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from mldserver.ledger.contract import ShardState
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from coordinator.outcomes import outcome
@@ -11,14 +12,10 @@ from coordinator.pipeline import RULES, Pipeline, named
 from support.shards import accept
 
 from mldserver.coordinator.core.open_windows import MOST_AHEAD
+from mldserver.coordinator.shards import ShardSession
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
 
 YEAR_2096 = 4_000_000_000_000
 

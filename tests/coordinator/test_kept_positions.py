@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.outcomes import dead_letter, outcome
@@ -11,15 +11,10 @@ from msgspec.structs import replace
 from support.shards import accept
 
 from mldserver.coordinator.core.flush import BufferedBatch, plan
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
-from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
-    from mldserver.records import DeadLetter
+from mldserver.records import DeadLetter, Sequence
 
 S = Sequence
 

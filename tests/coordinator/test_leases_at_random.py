@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.leases import stream, until_published
@@ -12,9 +12,6 @@ from coordinator.pipeline import two
 from support.lanes import seeds
 
 from mldserver.windows import Tumbling, WindowSpec, batches
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("seed", seeds(6))

@@ -5,7 +5,7 @@ That the machines can fail is shown by bugs that are planted, and that they find
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from coordinator import machine_mutants as mutants
@@ -14,9 +14,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from mldserver.errors import InternalError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EXAMPLES = settings(
     max_examples=settings().max_examples // 8,

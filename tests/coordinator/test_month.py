@@ -6,20 +6,16 @@ import os
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
+from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.shards import ShardSession
 from mldserver.output.layout import LEDGER, PRIVATE, SERVERS
 from mldserver.windows import Tumbling
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.coordinator.shards import ShardSession
 
 HOUR_MS = 3_600_000
 DAYS_OF_A_LIFE = 4

@@ -6,26 +6,22 @@ import asyncio
 import itertools
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.leases import Leases, stream
 from coordinator.pipeline import RULES, Pipeline
 from support.lanes import seeds
 
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import InternalError, LedgerError, OperatorError
-from mldserver.ledger.contract import WindowState
+from mldserver.ledger.contract import LedgerState, WindowState
 from mldserver.ledger.dynamodb import DynamoLedger
+from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, batches
 from tests.ledger.dynamodb_fake import FakeDynamo, client_error, lost_answer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.records import Sequence
 
 SPECS = {
     "arrival": Tumbling(10_000),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from random import Random
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import effective_times, merge_order
-
-if TYPE_CHECKING:
-    from random import Random
 
 HOUR = 3_600_000
 

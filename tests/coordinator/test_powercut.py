@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Daemon, Faults, Pipeline
@@ -17,13 +19,8 @@ import mldserver.ledger.sqlite_file
 import mldserver.output.store
 from mldserver.output.layout import OWNER, STAGING
 from mldserver.output.store import OutputStore
+from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.usefixtures("joins_early")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Crash, Faults, FaultyStore, Pipeline
@@ -12,9 +13,6 @@ from mldserver.errors import LedgerError, OperatorError
 from mldserver.ledger.contract import SegmentKind, WindowState
 from mldserver.output.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
 from mldserver.windows import Tumbling, batches, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 

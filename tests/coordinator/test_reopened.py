@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.pipeline import Pipeline, Records
 
 from mldserver.records import Sequence
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 DURABLE: Records = [(1, 1000), (2, 2000)]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOUR_MS = 3_600_000
 SHORT = replace(

@@ -6,16 +6,13 @@ import errno
 import fcntl
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.pipeline import let_die
 
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.errors import OperatorError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHILD = """
 import sys

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -17,9 +18,6 @@ from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LedgerState, Segment, SegmentKind, ServerState, WindowEntry, WindowState
 from mldserver.output.layout import segment_path
 from mldserver.windows import Tumbling, WindowSpec, batches, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOUR = 3_600_000
 SPEC = Tumbling(HOUR, on="at")

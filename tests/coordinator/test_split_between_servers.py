@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from coordinator.pipeline import QUICK, two
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from coordinator.pipeline import Pipeline
+from coordinator.pipeline import QUICK, Pipeline, two
 
 
 async def read_to_its_end(server: Pipeline, shard: str, ms: int, **opening: tuple[str, ...]) -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from coordinator.outcomes import outcome
 from coordinator.pipeline import Pipeline, fail
 
 from mldserver.admin.acts import carry_out
+from mldserver.assembly import Parts
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from pathlib import Path
-
-    from mldserver.assembly import Parts
-    from mldserver.coordinator.shards import ShardSession
 
 
 def carry_out_on(pipeline: Pipeline, act: str, argument: str = "") -> Coroutine[None, None, tuple[bool, str]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,20 +24,13 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import Holder, View, Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.errors import WindowFailed
-from mldserver.ledger.contract import BatchProgress, LedgerState, PositionUpdate, SegmentKind
+from mldserver.ledger.contract import BatchProgress, LedgerState, PositionUpdate, SegmentKind, ServerState
 from mldserver.output import joined
 from mldserver.output.layout import SEGMENTS, is_joined
 from mldserver.output.store import Garbage, OutputStore
 from mldserver.records import Sequence
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from mldserver.ledger.contract import ServerState
-
 
 # The event time of a position.
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from coordinator.pipeline import Pipeline, named
 from support.sqlite_table import TableEngine, read_table
 
 from mldserver.config.settings import WindowSettings
+from mldserver.coordinator.coordinator import Coordinator
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.engine_jobs import PublishJob
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

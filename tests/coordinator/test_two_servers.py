@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import QUICK, Pipeline, missing, named, two
 from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import recover
+from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from mldserver.coordinator.shards import ShardSession
 
 pytestmark = pytest.mark.usefixtures("joins_early")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 from coordinator.outcomes import outcome
@@ -19,16 +20,12 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flushed, Flusher
 from mldserver.ledger.contract import (
     Commit,
+    LedgerState,
+    ShardState,
 )
+from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import WindowSpec, tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.ledger.contract import LedgerState, ShardState
-    from mldserver.records import Sequence
-
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

@@ -7,17 +7,13 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from crash.stories import Letter
 
 from mldserver.base.clock import SystemClock
+from mldserver.config.locations import DynamoPlace
 from mldserver.ledger.dynamodb import DynamoLedger
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.config.locations import DynamoPlace
 
 _PLENTY = 1_000_000
 

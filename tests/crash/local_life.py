@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from crash.lives import Plan
 from crash.stories import TABLE
 from support.serving import quick
 from support.sqlite_table import TableEngine
@@ -19,11 +21,6 @@ from mldserver.base.kill_points import arm
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from crash.lives import Plan
 
 _OVER: Final = "over"
 _WARM: Final = [

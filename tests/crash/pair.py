@@ -11,27 +11,21 @@ import tempfile
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Plan
 from crash.local_life import LocalLife
-from crash.stories import KINDS, OF_LETTERS, ONLY_IN, check, write_handler
-from crash.world import Death
+from crash.stories import KINDS, OF_LETTERS, ONLY_IN, Story, check, write_handler
+from crash.world import Death, Toll
 from support.workers import NAMES, Application
 
 from mldserver.config.kinds import UnixAddress
+from mldserver.config.locations import DynamoPlace
 from mldserver.output.layout import SERVERS, server_tag
 from mldserver.server import EXIT_CLEAN, EXIT_FAULT
-from mldserver.testing import Habits
-
-if TYPE_CHECKING:
-    from crash.stories import Story
-    from crash.world import Toll
-
-    from mldserver.config.locations import DynamoPlace
-    from mldserver.testing import FakeStream
-    from mldserver.testing.fake_stream import Place
+from mldserver.testing import FakeStream, Habits
+from mldserver.testing.fake_stream import Place
 
 SELDOM: Final = frozenset(
     step for step in ONLY_IN if step.startswith(("late.", "revision.", "window.expired"))

@@ -9,13 +9,12 @@ import sqlite3
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from crash.lives import Plan
 
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.spark.driver_session import driver_command
-
-if TYPE_CHECKING:
-    from crash.lives import Plan
 
 _DRIVER: Final = (driver_command()[-1], "Spark driver")
 """In its arguments: before it is told its title, and then."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.dataset as ds
@@ -20,9 +22,6 @@ from mldserver.sinks.sink import SinkSpec
 from mldserver.testing import FakeStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
     import pyarrow as pa
     from crash.held import Held
 

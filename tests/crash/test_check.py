@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from crash.held import Held
-from crash.stories import TWICE, Letter, check, told
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from crash.stories import Story
+from crash.stories import TWICE, Letter, Story, check, told
 
 COLUMNS = ("id", "at", "arrived", "_time", "_shard", "_sequence", "_sub_sequence", "_arrival")
 Rows = list[dict[str, Any]]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from crash.stories import OF_LETTERS
 from crash.world import Death, Toll, play_all
 
 from mldserver.base.kill_points import STEPS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ALONE = sorted(STEPS.keys() - {"windows.adopted"} - OF_LETTERS)
 """What a server that is alone on its ledger comes to."""

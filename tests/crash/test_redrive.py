@@ -9,9 +9,9 @@ import random
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from crash.lives import Plan
@@ -27,9 +27,6 @@ from mldserver.errors import LedgerError, OperatorError
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeMLD, FakeStream, Habits
 from tests.test_server_redrive import HANDLER, fill, ids
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEATHS = (
     "redrive.taken",

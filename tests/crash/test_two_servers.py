@@ -9,25 +9,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aioboto3
 import pytest
 from crash.pair import NEVER, SELDOM, Ground, Pair
-from crash.stories import ONLY_IN
+from crash.stories import ONLY_IN, Story
 from crash.world import Death, Toll, play_all
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.kill_points import STEPS
 from mldserver.config.locations import DynamoPlace
 from mldserver.ledger.dynamodb import DynamoLedger
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
-    from contextlib import AbstractAsyncContextManager
-
-    from crash.stories import Story
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -6,25 +6,21 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 import pyarrow as pa
 import pytest
+from crash.lives import Life, Plan
 from crash.spark_life import SparkLife
-from crash.stories import told
+from crash.stories import Story, told
 from crash.world import RECORDS, Death, Toll, World, play_all
 from support.postgres import JAR, serving
 from support.spark_classes import QUICK as QUICK_SPARK
 from support.spark_classes import spark_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from crash.lives import Life, Plan
-    from crash.stories import Story
 
 pytestmark = pytest.mark.slow
 

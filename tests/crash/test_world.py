@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from crash.world import tail
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_of_a_log_its_last_lines_are_told(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import json
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 from crash.lives import Plan
@@ -19,9 +20,6 @@ from support.spark_classes import QUICK
 
 from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, FakeStream, Habits
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

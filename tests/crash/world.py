@@ -8,12 +8,13 @@ import random
 import signal
 import tempfile
 from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from crash.held import in_sqlite
-from crash.lives import Plan
+from crash.lives import Life, Plan
 from crash.local_life import LocalLife
 from crash.stories import KINDS, ONLY_IN, Story, check, told, write_handler
 
@@ -21,10 +22,7 @@ from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, Habits
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
     import pyarrow as pa
-    from crash.lives import Life
 
 RECORDS: Final = 500
 MISSES: Final = 20

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aioboto3
 import pytest
@@ -22,9 +23,6 @@ from mldserver.deadletters.aws_destinations import (
 from mldserver.deadletters.destinations import from_document, identity
 from mldserver.errors import LedgerError
 from tests.ledger.samples import letter
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 LETTERS = tuple(letter(number) for number in range(1, 24))
 LARGE = letter(99, data=b"x" * 900_000)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.outcomes import dead_letter
@@ -19,12 +20,8 @@ from mldserver.deadletters import aws_destinations
 from mldserver.deadletters.destinations import FOLDER, FolderDestination, read_letters
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.output.store import OutputStore
+from mldserver.records import DeadLetter
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.records import DeadLetter
 
 LETTERS = (dead_letter("a", 1), dead_letter("b", 1), dead_letter("a", 2))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -11,9 +12,6 @@ from mldserver.deadletters.destinations import document, files, from_document, r
 from mldserver.errors import OperatorError
 from mldserver.records import Sequence
 from tests.ledger.samples import DIGITS_56, HUGE, letter
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LETTERS = (
     letter(1, handler_version="7", parked_behind=HUGE),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.outcomes import outcome
@@ -18,16 +20,10 @@ from mldserver.deadletters.redriver import Redriver, portions, wanted_portions
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, LedgerState, ShardState, StoredLetter
 from mldserver.protocol.batch_decoder import BatchDecoder
-from mldserver.records import DeadLetter, Sequence
+from mldserver.records import DeadLetter, Sequence, Shard
+from mldserver.runtime.interface import BatchOutcome, Delivery
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mldserver.records import Shard
-    from mldserver.runtime.interface import BatchOutcome, Delivery
 
 
 def letter(number: int, shard: str = "a", key: str | None = "k", size: int = 1) -> DeadLetter:

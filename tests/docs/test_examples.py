@@ -9,7 +9,9 @@ import re
 import shlex
 import tomllib
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,14 +24,8 @@ from mldserver.dynamodb_streams import streams_api
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
 from mldserver.runtime.trial import report
-from mldserver.testing import FakeStreams
+from mldserver.testing import FakeStreams, VirtualClock
 from mldserver.testing.playground import read_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from mldserver.testing import VirtualClock
 
 EXAMPLES = examples()
 RECORD = {

@@ -7,16 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
 from support.pages import ROOT, examples
 from support.serving import KEEP_EVERYTHING, quick, serving, until
 from support.spark_classes import spark_cache
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FLIGHTS = ROOT / "handlers" / "data" / "flights-2013-01.jsonl.xz"
 

@@ -7,9 +7,9 @@ import importlib
 import inspect
 import re
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from support import generated
@@ -21,9 +21,6 @@ from mldserver.cli import run
 from mldserver.config.settings import specs
 from mldserver.handler.spec import HandlerSpec
 from mldserver.observe.log_events import EVENTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

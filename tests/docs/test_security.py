@@ -6,7 +6,7 @@ import ast
 import re
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from support.certificates import Certificates
@@ -14,9 +14,6 @@ from support.pages import DOCS, ROOT
 from support.serving import KEEP_EVERYTHING, quick, serving
 
 from mldserver.admin.metrics import exposed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HELD_BY = {
     "Listener and admin endpoint are on loopback": [

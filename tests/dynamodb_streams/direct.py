@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import random
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from coordinator.outcomes import outcome
@@ -16,15 +18,10 @@ from coordinator.pipeline import QUICK, RULES, Pipeline
 
 from mldserver.dynamodb_streams.direct_source import DirectSource
 from mldserver.errors import HandlerHalted
+from mldserver.records import Hook, Record, Sequence, Shard
+from mldserver.runtime.interface import BatchOutcome, Delivery
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.testing import FakeStreams, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from mldserver.records import Hook, Record, Sequence, Shard
-    from mldserver.runtime.interface import BatchOutcome, Delivery
 
 START_MS = 1_800_000_000_000
 

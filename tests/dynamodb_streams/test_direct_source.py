@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Crash, Faults, missing
@@ -15,10 +17,6 @@ from support.lanes import seeds
 from mldserver.dynamodb_streams.positions import Beginning
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, Since
 from mldserver.errors import OperatorError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

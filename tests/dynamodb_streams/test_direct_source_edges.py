@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Crash, Faults
@@ -13,10 +15,6 @@ from dynamodb_streams.direct import Stream
 
 from mldserver.dynamodb_streams.positions import Beginning, ReadPosition, Token
 from mldserver.dynamodb_streams.shard_tree import LATEST, After
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

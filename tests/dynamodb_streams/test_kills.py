@@ -11,7 +11,10 @@ import random
 import signal
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,11 +24,6 @@ from crash.seeds import crash_seed
 from crash.test_two_servers import CREDENTIALS, Ground, a_file, a_table
 
 from mldserver.testing import FakeStreams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(1500)
 

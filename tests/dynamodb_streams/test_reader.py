@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
 from mldserver.dynamodb_streams.reader import Page, ShardReader, to_record
-from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since, Start
 from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, StreamsApi, Trimmed
 from mldserver.errors import OperatorError
 from mldserver.testing import FakeStreams, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.dynamodb_streams.shard_tree import Start
 
 ARN = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2027-01-15T08:00:00.000"
 SHARD = "shardId-1"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aioboto3
 import pytest
@@ -16,18 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.serving import until
 
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.dynamodb_streams.reader import ShardReader, to_record
-from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since, Start
 from mldserver.dynamodb_streams.streams_api import ShardGone, StreamsApi, streams_client
 from mldserver.errors import OperatorError
 from mldserver.testing import FakeStreams, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.base.clock import Clock
-    from mldserver.dynamodb_streams.shard_tree import Start
 
 START_MS = 1_800_000_000_000
 

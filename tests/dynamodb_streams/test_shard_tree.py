@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.dynamodb_streams.shard_tree import FORGOTTEN_AFTER, ShardTree, StreamShard
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ROOT = StreamShard("a", None, 1, 9)
 LEFT = StreamShard("b", "a", 10)

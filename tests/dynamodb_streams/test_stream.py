@@ -7,20 +7,16 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from mldserver.dynamodb_streams import Stream
+from mldserver.dynamodb_streams import Change, Stream
 from mldserver.dynamodb_streams.reader import ShardReader
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.testing import FakeStreams, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from mldserver.dynamodb_streams import Change
 
 HOUR_MS = 3_600_000
 

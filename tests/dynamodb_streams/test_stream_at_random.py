@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from random import Random
-from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mldserver.dynamodb_streams import Stream
+from mldserver.dynamodb_streams import Change, Stream
 from mldserver.testing import FakeStreams, VirtualClock
-
-if TYPE_CHECKING:
-    from mldserver.dynamodb_streams import Change
 
 
 class World:

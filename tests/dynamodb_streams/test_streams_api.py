@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, NoRegionError
 
-from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since, StreamShard
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since, Start, StreamShard
 from mldserver.dynamodb_streams.streams_api import (
     Description,
     IteratorExpired,
@@ -19,11 +20,6 @@ from mldserver.dynamodb_streams.streams_api import (
 )
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.dynamodb_streams.shard_tree import Start
 
 OLD = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2026-01-01T00:00:00.000"
 NEW = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2027-01-01T00:00:00.000"

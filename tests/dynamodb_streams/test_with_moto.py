@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aioboto3
 import pyarrow.dataset as ds
@@ -22,10 +24,6 @@ from mldserver.handler.inspection import load_spec
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import LocalEngine
 from tests.ledger.dynamodb_emulator import Emulator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 HANDLER = "handlers.shop"
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")

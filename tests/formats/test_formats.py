@@ -19,7 +19,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.base.clock import SystemClock
+from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_OPERATOR, LedgerVersionError
 from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.ledger.format import FORMAT
@@ -37,9 +38,6 @@ from mldserver.records import Sequence
 from mldserver.testing import FakeMLD, FakeStream
 from tests.ledger.dynamodb_fake import FakeDynamo, flush, start
 from tests.ledger.samples import letter
-
-if TYPE_CHECKING:
-    from mldserver.config.settings import Settings
 
 HERE = Path(__file__).parent
 KEPT, TABLES = (

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mldserver.handler.loader import Loaded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SOURCE = b"def process_record(record): ...\n"
 

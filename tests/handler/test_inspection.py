@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from mldserver.handler.inspection import inspect_handler, load_spec
 from mldserver.handler.loader import Loaded, load
 from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, windows_text
 from mldserver.windows import duration_ms, span_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROCESS = "def process_record(record): ...\n"
 ANY_HOOK = "process_record, process_records, process_table, on_insert, on_update, on_delete"

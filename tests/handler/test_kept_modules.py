@@ -6,17 +6,14 @@ import importlib
 import itertools
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.handler.loader import load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _NUMBERS = itertools.count()
 

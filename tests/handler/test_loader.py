@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
@@ -14,9 +15,6 @@ import structlog
 from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
 from mldserver.handler import loader
 from mldserver.handler.loader import load, relative
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ import signal
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from crash.seeds import crash_seed
@@ -16,9 +17,6 @@ from support.certificates import Certificates
 from support.java_stack import Stack
 from support.processes import has_ended
 from support.spark_classes import spark_cache
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

@@ -6,14 +6,12 @@ from __future__ import annotations
 import shutil
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from handler.kclpy.sampling import APPLICATIONS, Sample
 from support.java_stack import Stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

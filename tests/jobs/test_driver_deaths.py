@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import named
 from jobs.test_runner import W, make, three_windows
 
+from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.engine_jobs import WindowJob, WindowResult
 
 
 def lost(blame: Any) -> DriverLost:

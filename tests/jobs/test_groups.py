@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Pipeline
 from jobs.test_runner import W, make, named, three_windows
 
+from mldserver.config.settings import WindowSettings
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
-from mldserver.ledger.book import Book
+from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import WindowState
 from mldserver.ledger.operations import Transaction
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mldserver.config.settings import WindowSettings
-    from mldserver.engine_jobs import WindowJob
-    from mldserver.ledger.book import Draft
 
 
 def shared(

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Crash, Pipeline, named
 
 from mldserver.config.settings import WindowSettings
-from mldserver.engine_jobs import WindowResult
+from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.errors import WITHHELD, DriverLost, LedgerError, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import writer_tag
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mldserver.engine_jobs import WindowJob
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

@@ -15,10 +15,10 @@ import ssl
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from support.certificates import Certificates
@@ -28,13 +28,8 @@ from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import launch as bridge
-from mldserver.kcl.launch import deploy_file, private_files
+from mldserver.kcl.launch import Files, deploy_file, private_files
 from tests.sources.house import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mldserver.kcl.launch import Files
 
 LIMIT = 120
 """Seconds after which a test gives up; nothing here takes longer than the bridge's linger of 2 s."""

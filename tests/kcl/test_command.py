@@ -11,17 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mldserver.cli import run
 from mldserver.kcl.launch import Files, prepare, private_files
 from tests.ledger.dynamodb_emulator import Emulator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LIMIT = 120
 APP = ["--app", f"a{os.getpid()}"]

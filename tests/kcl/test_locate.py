@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 import mldserver
 from mldserver.errors import InternalError, JavaError, OperatorError
 from mldserver.kcl.launch import deploy_file, find_jars, find_java
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_jars_of_the_daemon_are_found() -> None:

@@ -7,7 +7,9 @@ import errno
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.certificates import Certificates
@@ -21,10 +23,6 @@ from mldserver.kcl.digest import ENDS_ITSELF
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers
 from mldserver.kcl.worker import Worker
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 Logged = list[dict[str, Any]]
 

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,6 @@ from mldserver.base.aws import aws_client
 from mldserver.kcl.worker import LOOK_SECONDS, LeaderWatch, Worker, host_worker
 from mldserver.testing import VirtualClock
 from tests.ledger.dynamodb_emulator import Emulator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 Logged = list[dict[str, Any]]
 KEY = {"key": {"S": "Leader"}}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.ledger.dynamodb import DynamoLedger
+from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
 from tests.ledger.dynamodb_fake import FakeDynamo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from mldserver.ledger.operations import Ledger
     from tests.ledger.dynamodb_emulator import Emulator
 
 

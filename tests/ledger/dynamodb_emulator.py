@@ -11,6 +11,7 @@ import io
 import json
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -18,8 +19,6 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Fault = Callable[[str, dict[str, Any]], Response | None]
     """Given an operation and its request; returns the answer in moto's place, or None."""
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError, ReadTimeoutError
 
 from mldserver.ledger.contract import Flush, PositionUpdate, Segment, ServerState
+from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.ledger.dynamodb import DynamoLedger
-
     Item = dict[str, Any]
 
 PAGE_BYTES = 1_000_000

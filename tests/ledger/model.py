@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mldserver.errors import InternalError, ServerBuried
 from mldserver.ledger.contract import (
     BatchProgress,
+    Commit,
+    Decision,
+    Flush,
     FlushResult,
     LedgerState,
+    PositionUpdate,
     Segment,
     SegmentKind,
     ServerState,
+    ShapeChange,
     ShardState,
     WindowEntry,
     WindowState,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from mldserver.ledger.contract import Commit, Decision, Flush, PositionUpdate, ShapeChange
 
 OPEN, CUT, COMMITTED, PUBLISHED, SET_ASIDE = WindowState
 

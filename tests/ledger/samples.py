@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mldserver.ledger.contract import (
@@ -13,15 +14,13 @@ from mldserver.ledger.contract import (
     PositionUpdate,
     Segment,
     SegmentKind,
+    WindowEntry,
     WindowState,
 )
+from mldserver.ledger.operations import Ledger
 from mldserver.records import DeadLetter, Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from mldserver.ledger.contract import WindowEntry
-    from mldserver.ledger.operations import Ledger
     from tests.support.store import SqliteStore
 
     Factory = Callable[..., Ledger]

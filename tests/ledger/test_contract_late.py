@@ -16,6 +16,7 @@ from mldserver.ledger.contract import (
     WindowEntry,
     WindowState,
 )
+from mldserver.ledger.operations import Ledger
 from tests.ledger.samples import (
     BATCH,
     W1,
@@ -35,7 +36,6 @@ from tests.ledger.samples import (
 )
 
 if TYPE_CHECKING:
-    from mldserver.ledger.operations import Ledger
     from tests.ledger.samples import Factory
 
 AFTER_THE_CUT = [state for state in WindowState if state is not WindowState.OPEN]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.ledger.contract import Flush, FlushResult
+from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from tests.ledger.samples import W1, held, letter, opened, peeked, seg
 
 if TYPE_CHECKING:
-    from mldserver.ledger.operations import Ledger
     from tests.ledger.samples import Factory
 
 ALL = tuple(letter(number) for number in range(1, 6))

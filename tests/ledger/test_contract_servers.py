@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import InternalError, LedgerError, ServerBuried
-from mldserver.ledger.contract import Flush, ServerState, ShardState, WindowState
+from mldserver.ledger.contract import Flush, LedgerState, ServerState, ShardState, WindowState
+from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from tests.ledger.samples import (
     BATCH,
@@ -31,10 +33,6 @@ from tests.ledger.samples import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
     from tests.ledger.samples import Factory
 
 

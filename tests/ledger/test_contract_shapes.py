@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerBuried
 from mldserver.ledger.contract import Flush, ServerState, ShapeChange, WindowState
+from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from tests.ledger.samples import BATCH, W1, W2, bring_to, held, more, move, opened, peeked, seg
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.ledger.operations import Ledger
     from tests.ledger.samples import Factory
 
 OLD, NEW = ShapeChange("f1", "old"), ShapeChange("f2", "new")

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from werkzeug.wrappers import Response
 
 from mldserver.errors import InternalError, LedgerError, LedgerVersionError
+from mldserver.ledger.book import Draft
 from mldserver.ledger.contract import Flush, ServerState, ShapeChange
 from mldserver.ledger.format import pack_letters
-from mldserver.records import Sequence
+from mldserver.records import DeadLetter, Sequence
 from tests.ledger.dynamodb_emulator import CutConnection, refusal
 from tests.ledger.dynamodb_fake import FakeDynamo, beat, canceled, client_error, flush, lost_answer, start
 from tests.ledger.samples import letter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.ledger.book import Draft
     from mldserver.ledger.dynamodb import DynamoLedger
-    from mldserver.records import DeadLetter
     from tests.ledger.conftest import HandClock
     from tests.ledger.dynamodb_emulator import Emulator
 

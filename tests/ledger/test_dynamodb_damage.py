@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,6 @@ from tests.ledger.dynamodb_fake import FakeDynamo, beat, flush, lost_answer, sta
 from tests.ledger.samples import letter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mldserver.ledger.dynamodb import DynamoLedger
 
     Factory = Callable[..., DynamoLedger]

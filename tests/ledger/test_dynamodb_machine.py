@@ -6,7 +6,8 @@ The same machine as for SQLite: whatever the order of calls, all hold and answer
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -15,9 +16,6 @@ from mldserver.ledger.dynamodb import DynamoLedger
 from tests.ledger.conftest import HandClock, PatientClock
 from tests.ledger.dynamodb_fake import FakeDynamo, canceled, client_error, lost_answer
 from tests.ledger.test_store_machine import LedgerMachine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MISFORTUNES: dict[str, Callable[[FakeDynamo], None]] = {
     "throttled": lambda dynamo: dynamo.before.append(client_error("ThrottlingException", "x")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mldserver.ledger.contract import Commit, Flush, PositionUpdate, Segment, SegmentKind, ServerState
@@ -11,8 +12,6 @@ from mldserver.records import Sequence
 from tests.ledger.dynamodb_fake import size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mldserver.ledger.dynamodb import DynamoLedger
     from tests.ledger.dynamodb_fake import FakeDynamo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +16,6 @@ from tests.ledger.dynamodb_fake import FakeDynamo, beat, flush, start
 from tests.ledger.samples import letter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mldserver.ledger.dynamodb import DynamoLedger
 
     Factory = Callable[..., DynamoLedger]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,6 @@ from mldserver.records import Sequence
 from tests.ledger.dynamodb_fake import FakeDynamo, beat, canceled, client_error, flush, lost_answer, start
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from mldserver.ledger.dynamodb import DynamoLedger
     from tests.ledger.conftest import HandClock
     from tests.ledger.dynamodb_emulator import Emulator

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.ledger import rules
 from mldserver.ledger.book import Book, Draft
-from mldserver.ledger.contract import Commit, Flush, Segment, ServerState, WindowEntry, WindowState
+from mldserver.ledger.contract import (
+    Commit,
+    Flush,
+    LedgerState,
+    Segment,
+    ServerState,
+    WindowEntry,
+    WindowState,
+)
+from mldserver.ledger.operations import Ledger
 from tests.ledger.samples import BATCH, W1, W2, W3, attempted, bring_to, more, opened, seg, take_to
 from tests.support.operations import counting_python, counting_sqlite
 from tests.support.store import SqliteStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
     from tests.ledger.samples import Factory
 
 TOLD = ServerState("one", 9)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.errors import InternalError
+from mldserver.ledger.book import Draft
 from mldserver.ledger.contract import ServerState
 from mldserver.ledger.operations import Ledger
 from tests.ledger.samples import opened, peeked
 
 if TYPE_CHECKING:
-    from mldserver.ledger.book import Draft
     from tests.ledger.samples import Factory
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,6 @@ from mldserver.ledger.operations import Transaction
 from mldserver.ledger.row_rules import register
 from mldserver.records import Sequence
 from tests.ledger.samples import BATCH, HUGE, W1, late, more, move, seg
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Steps:

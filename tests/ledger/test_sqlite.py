@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,6 @@ from mldserver.errors import InternalError, LedgerError, LedgerVersionError
 from mldserver.ledger.contract import Flush, LedgerState
 from mldserver.ledger.sqlite import SqliteLedger
 from tests.ledger.samples import W1, seg
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 
 class Gate:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mldserver.errors import LedgerError, LedgerVersionError
 from mldserver.ledger.format import FORMAT
 from mldserver.ledger.sqlite_file import _is_new, connect
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Row:

@@ -8,19 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from mldserver.ledger.contract import LedgerState
 from tests.ledger.samples import play
 from tests.support.store import SqliteStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mldserver.ledger.contract import LedgerState
 
 CHILD = Path(__file__).with_name("crash_child.py")
 ROOT = CHILD.parents[2]

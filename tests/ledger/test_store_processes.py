@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.store import SqliteStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CHILD = Path(__file__).with_name("hammer_child.py")
 ROUNDS = 60

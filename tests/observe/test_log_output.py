@@ -3,15 +3,12 @@ from __future__ import annotations
 import errno
 import os
 import pty
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mldserver.observe.writer import LogOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

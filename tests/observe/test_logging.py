@@ -9,8 +9,10 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -21,10 +23,6 @@ from mldserver.errors import OperatorError
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import LibraryHandler, configure, logging_to, reopen
 from mldserver.observe.writer import LogOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 log = structlog.get_logger("mldserver")
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,11 +12,6 @@ from hypothesis import strategies as st
 
 from mldserver.errors import ConfigError
 from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, parse_event
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 # Lines
 

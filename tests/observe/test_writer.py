@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from mldserver.errors import OperatorError
 from mldserver.observe.writer import LogOutput, LogWriter, Lost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 def told(lost: Lost) -> bytes:

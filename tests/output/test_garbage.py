@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from coordinator.pipeline import Faults, FaultyStore
 
 from mldserver.ledger.contract import Segment
 from mldserver.output.store import Garbage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,9 +10,6 @@ from mldserver.ledger.contract import Segment
 from mldserver.output import joined
 from mldserver.output.layout import SEGMENTS, is_joined, segment_path, written
 from mldserver.output.store import OutputStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TAG, SHAPE = "0123456789abcdef", "0123456789ab"
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -10,9 +10,6 @@ import pytest
 from pyarrow import fs
 
 from mldserver.output.manifest import Manifest, current_files, latest, manifest_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ONE = Manifest("w1", 1, ("_mldserver/outputs/w1/0001-aa/part-0.parquet",), 3)
 

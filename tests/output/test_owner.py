@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from coordinator.pipeline import Pipeline, named
@@ -12,18 +13,13 @@ from coordinator.pipeline import Pipeline, named
 from mldserver.assembly import claim_of
 from mldserver.config.resolve import resolve
 from mldserver.errors import OperatorError, ServerBuried
-from mldserver.ledger.contract import Flush, Segment, SegmentKind, ServerState
+from mldserver.ledger.contract import Flush, LedgerState, Segment, SegmentKind, ServerState
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path, writer_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.ledger.contract import LedgerState
 
 FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 

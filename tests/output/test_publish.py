@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,10 +20,6 @@ from mldserver.output.layout import attempt_path, window_path, writer_tag
 from mldserver.output.manifest import current_files
 from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 TAG = writer_tag("0" * 8, "one")
 

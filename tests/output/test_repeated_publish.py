@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
@@ -13,9 +14,6 @@ from mldserver.errors import LedgerError
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 START = 990_000
 W = tumbling_id(START)

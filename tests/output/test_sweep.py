@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from support.store import SqliteStore
@@ -13,10 +15,6 @@ from mldserver.output.layout import QUARANTINE, attempt_path, writer_tag
 from mldserver.output.manifest import current_files
 from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 class Asked:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import Initialize, LeaseLost, ProcessRecords, Shutdown, Version
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 from tests.protocol.wire import (
     BATCH,
     ENDED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +14,7 @@ from mldserver.protocol.batch_decoder import decode_records
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection
 from mldserver.protocol.messages import ProcessRecords, ShardEnded, Version
 from mldserver.protocol.states import State
-
-if TYPE_CHECKING:
-    from mldserver.records import Sequence
+from mldserver.records import Sequence
 
 CAPTURES = sorted((Path(__file__).parents[1] / "transcripts").glob("*.jsonl"))
 KEYS = {

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mldserver.errors import MldserverError
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection, RetryPolicy
 from mldserver.protocol.events import CloseReason
 from mldserver.protocol.states import State
-
-if TYPE_CHECKING:
-    from mldserver.errors import MldserverError
 
 LIMITS = ConnectionLimits(
     line_limit=1000,

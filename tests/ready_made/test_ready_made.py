@@ -7,7 +7,8 @@ import json
 import pkgutil
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.testing.stand_ins import VirtualClock
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PATHS = [
     "handlers.departures",

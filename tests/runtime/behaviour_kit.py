@@ -7,9 +7,10 @@ import base64
 import itertools
 import json
 import random
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import pytest
 from workers.kit import without_spare
@@ -17,18 +18,12 @@ from workers.kit import without_spare
 from mldserver.base.clock import SystemClock
 from mldserver.handler.inspection import load_spec
 from mldserver.protocol.messages import Version
-from mldserver.records import Sequence, Shard
+from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery, MLDLine, outcome_of
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine, Runtime, outcome_of
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-
-    from mldserver.records import Hook
-    from mldserver.runtime.interface import BatchOutcome, Runtime
 
 KINDS: Final = ("inline", "at once", "workers")
 BY_RECORD: Final = ("ByRecord", "ByRecordAsync")

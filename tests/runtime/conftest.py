@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
+from mldserver.handler.spec import HandlerSpec
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.handler.spec import HandlerSpec
 
 SHARD = "shardId-000000000001"
 

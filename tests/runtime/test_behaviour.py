@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -27,9 +28,6 @@ from mldserver.errors import DecodeError, HandlerHalted, ProtocolViolation
 from mldserver.protocol.messages import Version
 from mldserver.records import Record, Sequence
 from mldserver.runtime.interface import Delivery, Records
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

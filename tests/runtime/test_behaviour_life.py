@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -24,12 +25,8 @@ from support.serving import until
 
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Hook, Sequence
+from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.work import lane_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.runtime.interface import BatchOutcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,8 +5,9 @@ That the check can fail is shown by bugs that are planted, and that it finds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from coordinator.outcomes import dead_letter, outcome
@@ -14,16 +15,11 @@ from coordinator.outcomes import dead_letter, outcome
 from mldserver.handler.failure import Failure
 from mldserver.records import Sequence
 from mldserver.runtime.failure_policy import FailurePolicy
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import BatchOutcome, Delivery
 from mldserver.runtime.plan import BatchPlan, Step
 from mldserver.workers import runtime as workers
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker_process import WorkerGone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.runtime.interface import BatchOutcome
 
 BOOM = Failure("ValueError: boom")
 POLICY = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mldserver.handler.spec import Finding
 from mldserver.runtime import trial as check_module
 from mldserver.runtime.trial import TrialReport, _unfinished, check_handler, report
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PATIENCE = 1.5
 ADVICE = ": move what waits or takes long into `initialize`"

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ledger.dynamodb_fake import client_error, lost_answer
+from simulation.outputs import Outputs
+from simulation.plan import Plan
 from simulation.tables import VirtualTable
 from support.virtual_process import Call, ProcessDied, VirtualProcess
 
+from mldserver.base.clock import Clock
+from mldserver.engine_jobs import WindowJob
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.ledger.sqlite import SqliteStore
 from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterable
-
     import pyarrow as pa
     from simulation.oracles import Positions
-    from simulation.outputs import Outputs
-    from simulation.plan import Plan
-
-    from mldserver.base.clock import Clock
-    from mldserver.engine_jobs import WindowJob
 
 _R = TypeVar("_R")
 

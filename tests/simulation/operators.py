@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulation.outputs import Key, key_of
+from simulation.plan import Plan
 
+from mldserver.base.clock import Clock
 from mldserver.errors import LedgerError
-from mldserver.ledger.contract import WindowState
+from mldserver.ledger.contract import LedgerState, StoredLetter, WindowState
+from mldserver.ledger.operations import Ledger
 
 if TYPE_CHECKING:
-    import random
-
     from simulation.faults import Faults
-    from simulation.plan import Plan
-
-    from mldserver.base.clock import Clock
-    from mldserver.ledger.contract import LedgerState, StoredLetter
-    from mldserver.ledger.operations import Ledger
 
 _PAGE = 1000
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mldserver.coordinator.core.flush import Buffer
+from mldserver.base.clock import Clock
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch
+from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.coordinator.shards import ShardSession
+from mldserver.ledger.contract import Flush
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
-from mldserver.testing.fake_stream import SHARD_END
-
-if TYPE_CHECKING:
-    from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.flush import BufferedBatch
-    from mldserver.coordinator.progress import CoordinatorStatus
-    from mldserver.ledger.contract import Flush
-    from mldserver.testing.fake_stream import StreamRecord
+from mldserver.testing.fake_stream import SHARD_END, StreamRecord
 
 
 class Violated(AssertionError):

@@ -7,25 +7,24 @@ of the server's code is used.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pyarrow.parquet as pq
+from simulation.plan import Plan
+
+from mldserver.ledger.contract import Flush
+from mldserver.records import DeadLetter
+from mldserver.testing import FakeStream
+from mldserver.testing.fake_stream import StreamRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
     import pyarrow as pa
     from simulation.oracles import Positions
-    from simulation.plan import Plan
-
-    from mldserver.ledger.contract import Flush
-    from mldserver.records import DeadLetter
-    from mldserver.testing import FakeStream
-    from mldserver.testing.fake_stream import StreamRecord
 
 Key = tuple[str, tuple[int, int]]
 """A record: its shard and its place there, (sequence number, sub-sequence number)."""

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.core.flush import FlushPlan
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.open_windows import CutWindows, OpenWindows, WindowKey
-from mldserver.coordinator.core.sessions import ShardPosition
-from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
+from mldserver.coordinator.core.sessions import Session, ShardPosition
+from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.progress import Reports
 from mldserver.coordinator.shards import ShardSession
+from mldserver.ledger.book import Book
 from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
+from mldserver.ledger.operations import Transaction
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
+from mldserver.records import Sequence
 from mldserver.windows import tumbling_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from mldserver.coordinator.core.flush import FlushPlan
-    from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.coordinator.core.sessions import Session
-    from mldserver.coordinator.core.watermark import View
-    from mldserver.ledger.book import Book
-    from mldserver.ledger.operations import Transaction
-    from mldserver.records import Sequence
 
 
 class AwaitsBeforeItForgets(Coordinator):

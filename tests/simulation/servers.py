@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated, leaves
+from simulation.plan import Plan
 from support.kinesis import FakeKinesis
+from support.virtual_loop import LoopClock
 from support.virtual_process import VirtualProcess
 
+from mldserver.config.settings import Settings
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
-from mldserver.testing import LocalEngine
+from mldserver.testing import FakeStream, LocalEngine
 
 if TYPE_CHECKING:
     from simulation.faults import Faults
-    from simulation.plan import Plan
-    from support.virtual_loop import LoopClock
-
-    from mldserver.config.settings import Settings
-    from mldserver.testing import FakeStream
 
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = 1.0

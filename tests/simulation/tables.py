@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import random
 import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from ledger.dynamodb_fake import FakeDynamo
 
 import mldserver.ledger.dynamodb
+from mldserver.ledger.contract import Flush, FlushResult, Segment, WindowEntry
 from mldserver.ledger.dynamodb import DynamoLedger
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-
-    from mldserver.ledger.contract import Flush, FlushResult, Segment, WindowEntry
 
 Deed = tuple[str, Any]
 """A call to a ledger that oracles look at, and its first argument."""

@@ -14,10 +14,11 @@ import random
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import orjson
@@ -33,6 +34,7 @@ from simulation.oracles import (
 )
 from simulation.ordered import numbered
 from simulation.outputs import Outputs
+from simulation.plan import Plan
 from simulation.servers import Supervised
 from simulation.tables import in_memory
 from support.virtual_loop import LoopClock, VirtualLoop
@@ -41,17 +43,11 @@ from support.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
 from mldserver.assembly import ledger_of
 from mldserver.base.threads import WorkerThread
 from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
 from mldserver.testing.daemon import Form
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from simulation.plan import Plan
-
-    from mldserver.config.settings import Settings
-    from mldserver.testing.daemon_session import DaemonSession
+from mldserver.testing.daemon_session import DaemonSession
 
 LONGEST_SECONDS = 2 * 3600.0
 """A world that has not come to its end by then never will."""

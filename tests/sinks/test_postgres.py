@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -21,19 +23,14 @@ from support.postgres import JAR, Postgres, serving
 from mldserver.engine_jobs import PublishJob
 from mldserver.errors import DriverLost, NotThereYet, OperatorError
 from mldserver.sinks import jdbc
-from mldserver.sinks.database import DatabaseError, connected
+from mldserver.sinks.database import Database, DatabaseError, connected
 from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark.client import SparkEngine
+from mldserver.spark.session import Session
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from pyspark.sql import DataFrame, SparkSession
-
-    from mldserver.sinks.database import Database
-    from mldserver.spark.session import Session
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,10 @@ not what Delta and Iceberg make of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,11 @@ from mldserver.errors import OperatorError
 from mldserver.sinks import find, jdbc
 from mldserver.sinks.database import connected
 from mldserver.sinks.sink import Owner, SinkSpec, must_note, staged
+from mldserver.spark.session import Session
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from pyspark.sql import SparkSession
-
-    from mldserver.spark.session import Session
 
 pytestmark = pytest.mark.slow
 

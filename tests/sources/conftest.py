@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,6 @@ import pytest
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.sources.house import Build, House
 
 

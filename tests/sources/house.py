@@ -5,27 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from mldserver.base.clock import SystemClock
-from mldserver.config.kinds import TcpAddress
+from mldserver.base.clock import Clock, SystemClock
+from mldserver.base.tls import ServerTLS
+from mldserver.config.kinds import Address, TcpAddress
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.connection import ConnectionLimits, RetryPolicy
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.records import Hook, Sequence, Shard
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
+from mldserver.sources.intake import ShardOpening
 from mldserver.sources.mld import MLDListener
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-    from collections.abc import Sequence as Several
-
-    from mldserver.base.clock import Clock
-    from mldserver.base.tls import ServerTLS
-    from mldserver.config.kinds import Address
-    from mldserver.records import Hook, Sequence, Shard
-    from mldserver.runtime.interface import Delivery
-    from mldserver.sources.intake import ShardOpening
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)
 QUICK = ConnectionLimits(

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import PeerError
 from mldserver.records import Sequence
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
 from mldserver.sources import batches
 from mldserver.testing import VirtualClock
 from tests.coordinator.pipeline import named
 from tests.sources.house import House, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.runtime.interface import Delivery
     from tests.sources.house import Daemon, FakeShard
 
 SHARD = "shardId-000000000000"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import HandlerHalted
-from mldserver.records import Sequence
+from mldserver.records import Hook, Sequence
 from mldserver.testing.stand_ins import VirtualClock
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.records import Hook
     from tests.sources.house import Daemon, House
 
 DEADLINE = 20.0

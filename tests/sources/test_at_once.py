@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import PeerError
 from mldserver.records import Sequence
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
 from mldserver.sources.shard_claims import Superseded
 from mldserver.testing import VirtualClock
 from tests.coordinator.pipeline import named
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.runtime.interface import Delivery
     from tests.sources.house import House
 
 SHARD = "shardId-000000000000"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from mldserver.sources.inflight import EarlyAnswers
 from mldserver.testing.stand_ins import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 class One:

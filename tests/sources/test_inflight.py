@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,6 @@ from support.virtual_loop import LoopClock, VirtualLoop
 from mldserver.sources.inflight import EarlyAnswers, InflightBatch, UnderWay
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
     Act = Callable[["Bench"], Awaitable[None]]
 
 

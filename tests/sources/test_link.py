@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from mldserver.records import Sequence
 from mldserver.sources.link import CheckpointOutcome, Link
 from mldserver.sources.unread import ReadBudget
 from tests.sources.house import QUICK
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}\n'
 BATCH = b'{"action":"processRecords","records":[],"millisBehindLatest":0}'

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, HTTPClientError
@@ -15,9 +16,6 @@ from mldserver.base.aws import aws_client
 from mldserver.sources import listing
 from mldserver.sources.listing import ShardPolling
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 
 def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:

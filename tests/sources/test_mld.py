@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import tracemalloc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +22,6 @@ from mldserver.sources.mld import MLDListener
 from tests.sources.house import QUICK
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.sources.house import Build, House
 
 INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}\n'

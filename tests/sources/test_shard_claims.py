@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.sources.shard_claims import ShardOwners, Superseded
-
-if TYPE_CHECKING:
-    from mldserver.sources.shard_claims import Claim
+from mldserver.sources.shard_claims import Claim, ShardOwners, Superseded
 
 
 async def test_a_claim_is_current_until_the_next_one() -> None:

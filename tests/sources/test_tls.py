@@ -8,6 +8,8 @@ import itertools
 import re
 import socket
 import ssl
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -20,9 +22,6 @@ from mldserver.config.kinds import TcpAddress, UnixAddress
 from tests.sources.house import QUICK, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from pathlib import Path
-
     from tests.sources.house import Daemon, House
 
 

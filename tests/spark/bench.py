@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from support.processes import group_members
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 FAKE = Path(__file__).with_name("fake_driver.py")
 

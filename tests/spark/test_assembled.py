@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,6 @@ from mldserver.config.resolve import resolve
 from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
 from mldserver.spark.client import SparkEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from spark.bench import Bench, job
@@ -21,10 +23,6 @@ from mldserver.spark import client, driver_messages
 from mldserver.spark.driver_messages import Health, Start
 from mldserver.spark.driver_session import Life
 from mldserver.spark.java import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture

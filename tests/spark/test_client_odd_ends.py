@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from spark.bench import Bench, HandClock, job
@@ -16,11 +17,7 @@ from support.serving import until
 
 from mldserver.errors import DriverLost
 from mldserver.spark import client, driver_messages, driver_session
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.spark.java import Java
+from mldserver.spark.java import Java
 
 
 def texts(logged: list[dict[str, Any]], name: str) -> list[str]:

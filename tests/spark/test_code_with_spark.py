@@ -8,7 +8,8 @@ import json
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -18,9 +19,6 @@ from workers.kit import named
 from mldserver.server import Server
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeMLD, FakeStream, Habits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

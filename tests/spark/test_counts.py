@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,16 +18,13 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from mldserver.engine_jobs import WindowJob
 from mldserver.spark import window_job
 from mldserver.spark.counts import REMOVE, CountsDiffer, JobCounts, advice_on, inspect_output, where_failed
+from mldserver.spark.driver_messages import Output
+from mldserver.spark.session import Session
 from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pyspark.sql import DataFrame
-
-    from mldserver.spark.driver_messages import Output
-    from mldserver.spark.session import Session
 
 pytestmark = pytest.mark.slow
 

@@ -8,21 +8,17 @@ import os
 import socket
 import sys
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 from spark.bench import job
 
 from mldserver.children.channel import FRAME_BYTES, pair, send_now
-from mldserver.spark.driver import Driver
+from mldserver.spark.driver import Driver, Jobs
 from mldserver.spark.driver_messages import Log, Run, Start
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.spark.driver import Jobs
-    from mldserver.spark.session import Session
+from mldserver.spark.session import Session
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])

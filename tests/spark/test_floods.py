@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import pytest
 from spark.bench import Bench, job
 from support.serving import until
 
 from mldserver.observe.logging import BURST, Printed
 from mldserver.spark import driver_session
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def lost(logged: list[dict[str, Any]]) -> list[int]:

@@ -11,13 +11,12 @@ import pytest
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.spark.driver_messages import Output
+from mldserver.spark.session import Session
 from mldserver.spark.window_job import Pipeline, free_name, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-    from mldserver.spark.session import Session
 
 SCHEMA = "name STRING, number BIGINT"
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
 from mldserver.spark.driver_messages import Health
 from mldserver.spark.health import STOPPED, Cluster, ConnectServer, HealthJudge, JobWatch, with_session
 from mldserver.spark.session import Session
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from mldserver.errors import JavaError, NotThereYet
 from mldserver.spark.java import java_command, judge, probe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OUTPUTS = {
     'openjdk version "17.0.15" 2025-04-15\nOpenJDK Runtime Environment (build 17.0.15+6-Debian)': 17,

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Never
+from collections.abc import Callable
+from typing import Never
 
 import py4j.protocol
 import pytest
 
 from mldserver.spark.driver_messages import describe, lost_connection, message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def caught(function: Callable[[], object]) -> Exception:

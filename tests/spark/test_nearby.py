@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +15,6 @@ from mldserver.output.store import OutputStore
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.nearby import MOST_BYTES, suits, through_disk
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 REQUESTS: list[str] = []
 

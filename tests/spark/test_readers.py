@@ -7,8 +7,9 @@ import json
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 from py4j.protocol import Py4JJavaError
@@ -16,13 +17,9 @@ from pyspark.errors import PySparkException
 from support.serving import quick, serving, until
 
 from mldserver.config.kinds import UnixAddress
+from mldserver.config.settings import Settings
+from mldserver.spark.session import Session
 from mldserver.testing import FakeMLD, FakeStream, Habits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mldserver.config.settings import Settings
-    from mldserver.spark.session import Session
 
 pytestmark = pytest.mark.slow
 

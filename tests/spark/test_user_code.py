@@ -7,8 +7,9 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -18,18 +19,13 @@ from mldserver.errors import OperatorError
 from mldserver.handler.loader import entries_of
 from mldserver.spark import user_code
 from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import environment
+from mldserver.spark.session import Session, environment
 from mldserver.spark.user_code import (
     Interpreter,
     check,
     pack,
     sources,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.spark.session import Session
 
 VERSIONS = {"pandas": "2.2.3", "pyarrow": "21.0.0"}
 DRIVER = Interpreter("here", "3.11.2", VERSIONS)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.spark import warm_up as module
 from mldserver.spark.driver_messages import Start
+from mldserver.spark.session import Session
 from mldserver.spark.warm_up import warm_up
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mldserver.spark.session import Session
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,7 @@ from mldserver.output.store import OutputStore
 from mldserver.runtime.interface import META_COLUMNS
 from mldserver.spark import window_job
 from mldserver.spark.counts import inspect_output
+from mldserver.spark.session import Session
 from mldserver.spark.window_job import (
     META_DDL,
     READ_BYTES,
@@ -35,9 +36,6 @@ from mldserver.spark.window_job import (
     write,
 )
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from mldserver.spark.session import Session
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

@@ -7,10 +7,11 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -24,9 +25,6 @@ from mldserver.errors import DriverLost, WindowFailed
 from mldserver.sinks.sink import SinkSpec
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

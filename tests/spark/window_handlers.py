@@ -6,14 +6,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd  # noqa: TC002  # pandas_udf reads the types
+import pandas as pd  # pandas_udf reads the types
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from pyspark.sql.functions import pandas_udf, udf
 
+from mldserver import Window
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-    from mldserver import Window
 
 schema = "carrier STRING, delay DOUBLE"
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -26,11 +29,6 @@ from mldserver.admin.document import (
     Windows,
     Worker,
 )
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Iterator
-    from pathlib import Path
 
 __all__ = ["DOCUMENT", "Endpoint", "endpoint"]
 

@@ -7,8 +7,10 @@ import base64
 import os
 import shutil
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -16,14 +18,9 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.wait import WebDriverWait
 
 from mldserver.admin.access import make_token
+from mldserver.admin.document import Status
 from mldserver.admin.endpoint import Endpoint
 from mldserver.base.listening import listen_tcp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from mldserver.admin.document import Status
 
 PROGRAMS: Final = {"chromium": "chromium", "chromedriver": "chromium-driver"}
 """What is needed, and Debian's package that has it."""

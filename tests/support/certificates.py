@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import ssl
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -13,10 +15,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from mldserver.base.tls import ServerTLS, client_context
-
-if TYPE_CHECKING:
-    import ssl
-    from pathlib import Path
 
 Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 

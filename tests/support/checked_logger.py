@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import structlog
 
 from mldserver.observe.log_events import COMMON_FIELDS, EVENTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["CheckedLogger", "SchemaError", "check_event"]
 

@@ -12,17 +12,15 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pyspark
 import pytest
 from support.processes import group_members, held_port
 
 from mldserver.children import parent_death
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
 
 __all__ = ["CONF", "NOT_BLINDED", "Part", "Parts", "can_blind", "spark_parts"]
 

@@ -18,9 +18,10 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import md5
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from hypercorn.asyncio import serve
@@ -28,9 +29,6 @@ from hypercorn.config import Config
 from moto.kinesis.models import Shard, Stream, kinesis_backends
 from moto.kinesis.utils import decompose_shard_iterator
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 ACCOUNT = "123456789012"
 REGION = "us-east-1"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from conformance import comparison as conformance
 from support.pages import DOCS
 
 from mldserver.admin.metrics import METRICS
-from mldserver.config.settings import specs
+from mldserver.config.settings import Spec, specs
 from mldserver.observe import log_events
+from mldserver.observe.log_events import Event
 from mldserver.protocol import states
-from mldserver.protocol.states import TABLE, State
-
-if TYPE_CHECKING:
-    from mldserver.config.settings import Spec
-    from mldserver.observe.log_events import Event
-    from mldserver.protocol.states import Input, Transition
+from mldserver.protocol.states import TABLE, Input, State, Transition
 
 COMMAND: Final = "PYTHONPATH=tests python3 -m support.generated"
 

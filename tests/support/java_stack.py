@@ -17,17 +17,15 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aioboto3
 import pyarrow.dataset as ds
 from support.processes import held_port
 from support.spark_classes import QUICK
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
 
 REGION = "us-east-1"
 STREAM = "orders"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
-from mldserver.base.clock import SystemClock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.base.clock import Clock
-    from mldserver.testing import FakeStream
-    from mldserver.testing.fake_stream import FakeStreamShard
+from mldserver.base.clock import Clock, SystemClock
+from mldserver.testing import FakeStream
+from mldserver.testing.fake_stream import FakeStreamShard
 
 _PAGE = 3
 """Shards a page."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
 
 __all__ = [
     "EXAMPLES",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sqlite3
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Iterator
-    from types import FrameType
+from types import FrameType
+from typing import Any
 
 __all__ = ["Operations", "counting_python", "counting_sqlite"]
 

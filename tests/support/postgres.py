@@ -9,14 +9,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 from support.processes import held_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 JAR: Final = Path("/usr/share/java/postgresql.jar")
 """PostgreSQL's JDBC driver."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+import ssl
+from typing import Any
 
 import msgspec
 
 from mldserver.admin.document import Status
-
-if TYPE_CHECKING:
-    import ssl
 
 NOW_MS = 1_800_000_000_000
 _LIMIT = 1 << 26

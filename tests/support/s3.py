@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tarfile
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -22,10 +24,6 @@ from pyarrow import fs
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from mldserver.config.locations import cache_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
 _PACKAGE: Final = (
     "sagemaker-pyspark==1.4.5 --hash=sha256:05ca2d5081d7138ce29a8fb0a9cba077f28c825288ed07aed46a82e63c0bf1fb"

@@ -5,29 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import pytest
 from support.kinesis import FakeKinesis
 
+from mldserver.admin.gather import EventTally
+from mldserver.base.clock import Clock
 from mldserver.config.kinds import TcpAddress
+from mldserver.config.locations import OutPlace
 from mldserver.config.settings import Settings, specs
+from mldserver.jobs.engine import Engine
 from mldserver.server import Server
-from mldserver.testing import LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    import pytest
-
-    from mldserver.admin.gather import EventTally
-    from mldserver.base.clock import Clock
-    from mldserver.config.locations import OutPlace
-    from mldserver.jobs.engine import Engine
-    from mldserver.sources.intake import MakeSource
-    from mldserver.sources.listing import MakeKinesis
-    from mldserver.testing import FakeStream
+from mldserver.sources.intake import MakeSource
+from mldserver.sources.listing import MakeKinesis
+from mldserver.testing import FakeStream, LocalEngine
 
 KEEP_EVERYTHING = '''
 """Keeps every record as a row."""

@@ -13,13 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.children import parent_death
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["QUICK", "archiving", "spark_cache"]
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from support.postgres import JAR
 from support.spark_classes import spark_cache
 
 from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import environment, open_session
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mldserver.spark.session import Session
+from mldserver.spark.session import Session, environment, open_session
 
 
 @pytest.fixture(scope="session")

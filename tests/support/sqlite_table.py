@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import reach
+from mldserver.engine_jobs import PublishJob
 from mldserver.errors import WindowFailed
 from mldserver.testing import LocalEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.engine_jobs import PublishJob
 
 __all__ = ["TableEngine", "publish_into", "read_table"]
 

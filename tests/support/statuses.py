@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -24,9 +25,6 @@ from mldserver.admin.document import (
     Windows,
     Worker,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NOW: Final = 1_795_399_403_000
 """23 November 2026, 02:03:23 UTC."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sqlite3
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from mldserver.base.clock import Clock
 from mldserver.ledger.sqlite import SqliteLedger
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Callable, Coroutine
-    from pathlib import Path
-
-    from mldserver.base.clock import Clock
 
 
 @dataclass

@@ -13,19 +13,15 @@ that. What asyncio does not promise, the order of answers from outside, is what 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import selectors
-from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple, Unpack
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
-from support.virtual_net import VirtualNet
+from support.virtual_net import MemorySocket, VirtualNet
 from support.virtual_process import VirtualProcess
-
-if TYPE_CHECKING:
-    import contextvars
-    import socket
-    from collections.abc import Callable, Coroutine, Generator
-
-    from support.virtual_net import MemorySocket
 
 __all__ = ["IdleLoop", "LoopClock", "Stuck", "VirtualLoop"]
 

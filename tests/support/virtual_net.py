@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from support.virtual_process import VirtualProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["MemorySocket", "MemoryTransport", "VirtualNet"]
 

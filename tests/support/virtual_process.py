@@ -11,14 +11,11 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import socket
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator, Mapping
-
+from typing import Any, Final, Protocol, TypeVar, cast
 
 __all__ = [
     "Call",

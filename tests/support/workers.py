@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from mldserver.testing import FakeMLD, LeaseTable
-
-if TYPE_CHECKING:
-    from mldserver.testing import FakeStream, Habits
+from mldserver.testing import FakeMLD, FakeStream, Habits, LeaseTable
 
 __all__ = ["Application", "WorkerLeases"]
 

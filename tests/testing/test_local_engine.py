@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,12 +14,8 @@ import pytest
 from mldserver import Window
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import DriverLost, WindowFailed
+from mldserver.jobs.engine import Engine
 from mldserver.testing import LocalEngine, VirtualClock
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.jobs.engine import Engine
 
 WINDOW = Window("w1", datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC))
 

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
+from mldserver.base.clock import Clock
 from mldserver.testing import VirtualClock
-
-if TYPE_CHECKING:
-    from mldserver.base.clock import Clock
 
 
 def test_it_is_a_clock() -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,6 @@ from mldserver.testing.playground import (
     read_lines,
     told_failures,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_without_a_file_the_bundled_departures_are_read() -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow.dataset as ds
 import pytest
 
 from mldserver.config.kinds import OnFailure, TcpAddress
 from mldserver.config.settings import Settings
-from mldserver.testing import FakeStream, Form, LocalEngine
+from mldserver.testing import FakeStream, Form, LocalEngine, VirtualClock
 from mldserver.testing.fake_stream import Place
 from mldserver.testing.playground import read_lines
 from mldserver.testing.simulation import Faults, Simulation, build_stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mldserver.testing import VirtualClock
 
 LINES = read_lines(None, limit=2000)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,9 +9,6 @@ from support.sqlite_table import publish_into, read_table
 
 from mldserver.engine_jobs import PublishJob
 from mldserver.windows import Window
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def output(root: Path, names: list[str] | None, revision: int, window: str = "w1") -> PublishJob:

@@ -6,14 +6,12 @@ import asyncio
 import itertools
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.virtual_loop import IdleLoop, LoopClock, Stuck, VirtualLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from pathlib import Path
 
 
 def play(work: Coroutine[Any, Any, Any], latency: float = 0.5) -> tuple[Any, float]:

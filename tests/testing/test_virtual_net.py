@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import pytest
 from support.virtual_loop import VirtualLoop
+from support.virtual_net import MemorySocket
 from support.virtual_process import VirtualProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from support.virtual_net import MemorySocket
 
 
 class Heard(asyncio.Protocol):

@@ -8,19 +8,16 @@ import contextlib
 import errno
 import json
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mldserver.protocol.messages import Version
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers import wire
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.runtime import WorkerRuntime
 
 __all__ = [
     "START",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.workers.shared_memory import Arena
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MARK = 64
 

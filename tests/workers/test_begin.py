@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,15 +17,9 @@ from workers.kit import delivery, named, running
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import BatchOutcome, outcome_of
+from mldserver.runtime.interface import BatchOutcome, Begun, outcome_of
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-    from pathlib import Path
-
-    from mldserver.runtime.interface import Begun
 
 pytestmark = pytest.mark.usefixtures("logged")
 

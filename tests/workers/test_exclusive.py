@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.serving import until
 
 from mldserver.workers.worker import Exclusive
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 async def turns(count: int = 10) -> None:

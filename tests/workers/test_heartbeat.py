@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from mldserver.workers import worker_reports
 from mldserver.workers.worker_reports import Heartbeat
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(

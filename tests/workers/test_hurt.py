@@ -9,7 +9,9 @@ import random
 import signal
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
@@ -20,10 +22,6 @@ from workers.kit import Book, children, named
 from mldserver.base.backoff import Backoff
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 HANDLER = '''
 """A row for each record; {name} does harm."""

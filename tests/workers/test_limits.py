@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from workers.kit import delivery, named, running
@@ -15,10 +17,6 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 KILL_AFTER_MS = 8000
 RECORDS = 3

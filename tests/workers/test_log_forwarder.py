@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import structlog
@@ -14,9 +15,6 @@ from mldserver.children.channel import pair, receive_now
 from mldserver.observe.logging import BURST, RateLimit
 from mldserver.workers import wire
 from mldserver.workers.worker_reports import LONGEST, _plain, telling_through
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class Server:

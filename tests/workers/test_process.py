@@ -7,14 +7,16 @@ import mmap
 import os
 import socket
 import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from support.serving import until
 from workers.kit import START, descriptors, named, no_descriptor
 
-from mldserver.children.channel import pair, send_now
+from mldserver.children.channel import Message, pair, send_now
+from mldserver.children.process import ChildProcess
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.inspection import load_spec
 from mldserver.testing import VirtualClock
@@ -22,12 +24,6 @@ from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.shared_memory import Arena
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess, _RawOutput
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from mldserver.children.channel import Message
-    from mldserver.children.process import ChildProcess
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from support.serving import until
@@ -21,16 +21,13 @@ from mldserver.handler.inspection import load_spec
 from mldserver.handler.spec import HandlerKind, parse_schema
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.runtime.interface import BatchOutcome
 from mldserver.testing import VirtualClock
 from mldserver.workers import reload
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.spares import Spares
-from mldserver.workers.worker import Limits
+from mldserver.workers.worker import Limits, Worker
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
-
-if TYPE_CHECKING:
-    from mldserver.runtime.interface import BatchOutcome
-    from mldserver.workers.worker import Worker
 
 HANDLER = '''
 """{note}"""

@@ -7,8 +7,9 @@ import itertools
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.serving import until
@@ -22,9 +23,6 @@ from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, ML
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 from mldserver.workers.worker_process import Unopened, WorkerGone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HALT = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0, on_failure=OnFailure.HALT)
 EMPTY = Delivery("s", MLDLine(b'{"action":"processRecords","records":[]}', Version.V2), 9_000, None)

@@ -9,7 +9,9 @@ import itertools
 import json
 import random
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,15 +25,9 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine, Runtime
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
-    from pathlib import Path
-
-    from mldserver.runtime.interface import Runtime
 
 HANDLERS = '''
 """They do what each record says; what they have seen so far is in their rows."""

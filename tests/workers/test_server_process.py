@@ -8,8 +8,9 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from support.processes import has_ended
@@ -17,9 +18,6 @@ from support.serving import until
 from workers.kit import children, delivery
 
 from mldserver.testing import FakeMLD, FakeStream
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 RECORDS = 40
 WHO_IMPORTS = """

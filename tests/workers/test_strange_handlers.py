@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,15 +18,9 @@ from workers.kit import delivery, named, running
 from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
-from mldserver.runtime.interface import MLDLine
+from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from mldserver.runtime.interface import Delivery
 
 QUICK = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0)
 

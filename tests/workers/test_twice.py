@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import pytest
 from support.serving import until
 from workers.kit import delivery, named, running
 
@@ -15,13 +17,7 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from mldserver.workers.worker_process import WorkerProcess
+from mldserver.workers.worker_process import WorkerProcess
 
 HANDLER = """
 import os, pathlib, time

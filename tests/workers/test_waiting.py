@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from support.serving import until
@@ -15,9 +15,6 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HANDLER = """
 import pathlib, time

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from mldserver.testing import VirtualClock
 from mldserver.workers.wire import BeatMessage as Beat
 from mldserver.workers.worker import Limits, Worker
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 LIMITS = Limits(worker_kill_after_ms=5_000, worker_memory=100)
 

@@ -13,6 +13,8 @@ its cost: a running maximum and one stable sort for each flush.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,16 +24,12 @@ import pyarrow as pa
 
 from mldserver.coordinator.core.open_windows import WindowKey, assign
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.records import DeadLetter, Sequence
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from collections.abc import Sequence as SequenceABC
-
     from numpy.typing import NDArray
-
-    from mldserver.records import DeadLetter, Sequence
-    from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 _NO_TIMES = np.empty(0, np.int64)
 

@@ -21,14 +21,12 @@ stopped) counts little, because it shows nothing about other servers.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from collections.abc import Set as AbstractSet
-
-    from mldserver.ledger.contract import ServerState, ShardState
+from mldserver.ledger.contract import ServerState, ShardState
 
 DRAIN: Final = "drain:"
 """What the id of a server begins with that only drains: it takes no rows in, and no other drain waits for it."""

@@ -9,6 +9,7 @@ correct.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,10 @@ import numpy as np
 from mldserver.config.settings import FlowSettings
 from mldserver.ledger.contract import (
     BatchProgress,
+    FlushResult,
+    LedgerState,
     SegmentKind,
+    WindowEntry,
     WindowState,
     batch_id,
     batch_number,
@@ -25,11 +29,7 @@ from mldserver.ledger.contract import (
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
-
-    from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
 
 MOST_AHEAD: Final = 100
 """How many windows may be open that are too far ahead of the stream."""

@@ -13,21 +13,20 @@ has its rows buffered or its dead letter made.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
+from mldserver.ledger.contract import PositionUpdate, ShardState
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
-
     from mldserver.coordinator.core.flush import Buffer, BufferedBatch
-    from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.ledger.contract import PositionUpdate, ShardState
 
 _MOST_ENDS: Final = 1024
 """Of batches that are remembered where aggregates must be whole; an even number."""

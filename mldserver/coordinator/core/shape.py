@@ -13,16 +13,12 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.ledger.contract import ShapeChange, WindowState
+from mldserver.ledger.contract import LedgerState, ShapeChange, WindowEntry, WindowState
 from mldserver.output.layout import written
-from mldserver.windows import Tumbling, span_text
-
-if TYPE_CHECKING:
-    from mldserver.ledger.contract import LedgerState, WindowEntry
-    from mldserver.windows import WindowSpec
+from mldserver.windows import Tumbling, WindowSpec, span_text
 
 _DIGITS: Final = {"TINYINT": 3, "SMALLINT": 5, "INT": 10, "BIGINT": 19}
 """Decimal digits of whole numbers, narrow to wide."""

@@ -36,15 +36,15 @@ still to come can only have arrived later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.ledger.contract import ServerState
 
-    from mldserver.coordinator.core.lineage import Lineage
+if TYPE_CHECKING:
     from mldserver.coordinator.core.open_windows import CoordinatorRules
-    from mldserver.ledger.contract import ServerState
 
 PREFETCH = 5
 """Four batches in the daemon's queue and one being put there."""

@@ -16,20 +16,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import sys
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from mldserver.records import Sequence
-
-if TYPE_CHECKING:
-    from collections import abc
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    from mldserver.records import RecordMethods
+from mldserver.records import RecordMethods, Sequence
 
 PACKAGE = "amazon_kclpy"
 

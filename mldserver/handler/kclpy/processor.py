@@ -10,7 +10,7 @@ import inspect
 import sys
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mldserver.handler.kclpy.amazon_kclpy import (
     PACKAGE,
@@ -25,9 +25,7 @@ from mldserver.handler.kclpy.amazon_kclpy import (
     ShutdownInput,
     ShutdownRequestedInput,
 )
-
-if TYPE_CHECKING:
-    from mldserver.records import Batch, Shard
+from mldserver.records import Batch, Shard
 
 HOOKS: Final = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
 """The hooks of ``Processor``, which are the server's own."""

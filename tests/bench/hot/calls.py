@@ -10,8 +10,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 from bench.hot.lines import SHAPES, initialize
 from bench.hot.peers import Connection
@@ -22,10 +24,6 @@ from mldserver.config.settings import Settings
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from types import FrameType
 
 __all__ = ["calls_of_a_batch"]
 

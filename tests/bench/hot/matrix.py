@@ -11,19 +11,16 @@ import dataclasses
 import os
 import resource
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from bench.hot import peers
+from bench.hot.lines import Shape
+from bench.hot.peers import Peer
 from bench.hot.room import Room
 from bench.hot.runs import BARE, Effort, connect, side_by_side
 
 from mldserver.config.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bench.hot.lines import Shape
-    from bench.hot.peers import Peer
 
 __all__ = ["CONNECTIONS", "ECHO", "INLINE", "KCLPY", "WORKERS", "Chosen", "matrix"]
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import uvloop
 from bench.hot import peers
 from bench.hot.calls import calls_of_a_batch
 from bench.hot.lines import SHAPES, Shape
-from bench.hot.matrix import matrix
+from bench.hot.matrix import Chosen, matrix
 from bench.hot.room import open_files
 from bench.hot.runs import Effort, connect, side_by_side
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
-    from bench.hot.matrix import Chosen
 
 __all__ = ["everything", "only_matrix"]
 

@@ -7,15 +7,13 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bench.hot.lines import answer_to, initialize
 from bench.hot.whole_server import BUSY
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 __all__ = ["Connection", "Peer", "echo", "kclpy", "mldserver", "prober", "relay"]
 

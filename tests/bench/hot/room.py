@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Final
 
 __all__ = ["FILES", "Room", "open_files"]
 

@@ -6,18 +6,17 @@ import asyncio
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from bench.hot.lines import Shape
 from bench.rounds import in_turn
 
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from bench.hot.lines import Shape
     from bench.hot.peers import Connection, Peer
 
 __all__ = ["BARE", "Effort", "connect", "side_by_side"]

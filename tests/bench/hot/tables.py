@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 from bench.hot.runs import BARE
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["hot_tables", "targets"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections.abc import AsyncIterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from amazon_kclpy import kcl
@@ -20,11 +21,7 @@ from mldserver.handler.loader import Loaded
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome
 
 
 class Processor(processor.RecordProcessorBase):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from amazon_kclpy import kcl
@@ -14,9 +15,6 @@ from mldserver.handler.inspection import load_spec
 from mldserver.handler.kclpy.processor import problems, recognised, written
 from mldserver.handler.spec import HandlerKind
 from mldserver.runtime.trial import report
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOOKS = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
 

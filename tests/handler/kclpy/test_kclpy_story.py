@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amazon_kclpy import kcl
 from amazon_kclpy.v3 import processor
@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from mldserver.coordinator.core.sessions import ShardPosition
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
-from mldserver.records import Hook
+from mldserver.records import Hook, Sequence
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-
-if TYPE_CHECKING:
-    from mldserver.records import Sequence
 
 RECORDS = 30
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from handler.kclpy.sampling import VERSIONS, Sample, filled, play
 from support.serving import quick, serving
 
 from mldserver.testing import FakeMLD, Habits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

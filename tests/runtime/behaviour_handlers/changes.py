@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mldserver import Batch, BatchResult, Retry, Shard, tumbling
-
-if TYPE_CHECKING:
-    from mldserver.dynamodb_streams import Change
+from mldserver.dynamodb_streams import Change
 
 schema = "told STRING, at TIMESTAMP, n BIGINT"
 windows = tumbling("1 hour", on="at", lateness="1 minute")

@@ -6,15 +6,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from runtime.behaviour_handlers.obedient import ByBatch, ByBatchAsync, ByRecord, ByRecordAsync, ByTable
 
-from mldserver import BatchResult, Fatal, Retry
-
-if TYPE_CHECKING:
-    from mldserver import Batch, Record
+from mldserver import Batch, BatchResult, Fatal, Record, Retry
 
 
 def own_task() -> asyncio.Task[Any]:

@@ -11,16 +11,14 @@ import json
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pyarrow as pa
 
 from mldserver import Batch, BatchResult, Discard, Fatal, Record, Retry, Shard, batches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TOGETHER = 3
 """How many records meet."""

@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.sinks.sink import Owner, must_note, owner_of, staged
+from mldserver.engine_jobs import PublishJob
+from mldserver.sinks.sink import Owner, SinkSpec, must_note, owner_of, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-    from mldserver.engine_jobs import PublishJob
-    from mldserver.sinks.sink import SinkSpec
 
 
 def parse(target: str) -> str:
