@@ -14,6 +14,8 @@ import pytest
 from mldserver.dynamodb_streams import Change, NotAChange
 from mldserver.records import Record, Sequence
 
+pytestmark = pytest.mark.quick
+
 AT = datetime(2026, 11, 22, 10, 15, 30, tzinfo=UTC)
 SECONDS = int(AT.timestamp())
 ITEM = {

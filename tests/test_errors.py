@@ -16,6 +16,8 @@ from mldserver.errors import (
     without_messages,
 )
 
+pytestmark = pytest.mark.quick
+
 NAMES = [
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, MldserverError)
 ]

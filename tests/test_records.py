@@ -12,6 +12,8 @@ from mldserver import Batch, Record, Sequence, Shard
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Version
 
+pytestmark = pytest.mark.quick
+
 BIG = "49590338271490256608559692538361571095921575989136588898"
 
 

@@ -23,6 +23,8 @@ from mldserver.admin.access import (
 )
 from mldserver.errors import OperatorError
 
+pytestmark = pytest.mark.quick
+
 NOTHING, LIVE, READ, STEER = 0, Act.LIVE, Act.READ, Act.STEER
 
 # The most that each may do: as it is, with a token file that was given (guarded), insecure, and both.

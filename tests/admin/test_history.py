@@ -10,6 +10,8 @@ import pytest
 from mldserver.admin.document import SECONDS, Histogram, Shard, Status, Totals, Watermark
 from mldserver.admin.history import POINTS, History, quantile
 
+pytestmark = pytest.mark.quick
+
 BEGIN = 1_700_000_000_000
 
 

@@ -11,6 +11,8 @@ from support.statuses import failing, healthy, hour_before, lagging
 
 from mldserver.admin.document import Status
 
+pytestmark = pytest.mark.services
+
 SCREENS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 """Of what colour, and how many pixels wide."""
 

@@ -25,6 +25,8 @@ from mldserver.admin.document import (
     Worker,
 )
 
+pytestmark = pytest.mark.services
+
 replace = msgspec.structs.replace
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from mldserver.base.threads import aside
 
+pytestmark = pytest.mark.quick
+
 
 async def test_a_call_runs_on_a_thread_of_its_own_and_its_result_comes_back() -> None:
     assert await aside(lambda: threading.current_thread().name, name="beside") == "beside"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.base.backoff import Backoff, TokenBucket, backoff
+
+pytestmark = pytest.mark.quick
 
 
 def test_waits_double_up_to_the_cap() -> None:

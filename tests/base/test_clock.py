@@ -10,6 +10,8 @@ import pytest
 from mldserver.base.clock import SystemClock, in_time
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_time_of_day_may_be_set_and_steady_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SystemClock()

@@ -8,6 +8,8 @@ import pytest
 
 from mldserver.base.disk import exchange
 
+pytestmark = pytest.mark.quick
+
 
 def test_two_folders_change_places(tmp_path: Path) -> None:
     one, other = tmp_path / "ön e", tmp_path / "other"

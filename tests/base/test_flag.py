@@ -8,6 +8,8 @@ import pytest
 
 from mldserver.base.clock import Flag
 
+pytestmark = pytest.mark.quick
+
 
 async def test_a_flag_wakes_all_who_wait_and_lets_later_ones_pass_until_it_is_cleared() -> None:
     flag = Flag()

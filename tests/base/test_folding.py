@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mldserver.base.folding import Folding
+
+pytestmark = pytest.mark.quick
 
 
 def test_equal_events_become_one_line_a_minute_that_counts_them() -> None:

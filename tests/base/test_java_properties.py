@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from mldserver.base.java_properties import as_text, from_text
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "line",

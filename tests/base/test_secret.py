@@ -9,6 +9,8 @@ import pytest
 from mldserver.base.secret import LONGEST, PREFIX, SecretGate, read_secret
 from mldserver.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 SECRET = b"correct-horse-battery"
 SHOWN = PREFIX + SECRET + b"\n"
 LINE = b'{"action":"initialize"}\n'

@@ -18,6 +18,8 @@ import pytest
 from mldserver.base.service import TELL_SECONDS, Service, ServiceReport, handling
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
 
 

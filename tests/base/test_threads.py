@@ -12,6 +12,8 @@ import pytest
 
 from mldserver.base.threads import WorkerThread
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 async def thread() -> Any:

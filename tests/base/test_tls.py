@@ -16,6 +16,8 @@ from support.certificates import Certificates, issued
 from mldserver.base.tls import ServerTLS, client_context, names_of
 from mldserver.errors import ConfigError, NotThereYet
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> Certificates:

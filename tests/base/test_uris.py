@@ -20,6 +20,8 @@ from mldserver.base.uris import (
     spark_uri,
 )
 
+pytestmark = pytest.mark.quick
+
 URI = "s3://key:secret@bucket/a%20b/?endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
 
 

@@ -24,6 +24,8 @@ from mldserver.children.channel import (
     send_now,
 )
 
+pytestmark = pytest.mark.quick
+
 
 class Text(Message, frozen=True):
     data: bytes

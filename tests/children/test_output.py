@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mldserver.children import process
 from mldserver.children.process import LONGEST_LINE, ChildOutput, Lines
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.lists(st.binary(max_size=30)))
 def test_lines_come_whatever_the_chunks_are(chunks: list[bytes]) -> None:

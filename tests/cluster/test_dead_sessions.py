@@ -15,7 +15,7 @@ from mldserver.errors import DriverLost
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 
 class Jobs:

@@ -11,7 +11,7 @@ import pytest
 from cluster.served import Served
 from support.cluster import NOT_BLINDED, can_blind, spark_parts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 
 async def test_whatever_is_killed_and_whoever_is_blind_each_row_is_there_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mldserver.errors import WindowFailed
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
 HANDLERS = Path(__file__).parents[1] / "spark"
 ROWS = 500

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.cluster import CONF, spark_parts
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.services, pytest.mark.long]
 
 SECRET = "hush-hush"
 

@@ -21,7 +21,7 @@ from mldserver.errors import HandlerInvalid, OperatorError
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 TOOLS = "def add(one, other): return one + other\n"
 """A module of ``spark_py_files``."""

@@ -14,6 +14,8 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits
 
+pytestmark = pytest.mark.quick
+
 DOCS = Path(__file__).parents[2] / "mldserver" / "docs"
 
 

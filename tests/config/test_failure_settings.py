@@ -14,6 +14,8 @@ from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.runtime.failure_policy import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
 
+pytestmark = pytest.mark.quick
+
 RULES = (FailureRule("KeyError", OnFailure.SKIP), FailureRule("requests.Timeout", attempts=10))
 
 

@@ -24,6 +24,8 @@ from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "place"),

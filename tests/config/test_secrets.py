@@ -11,6 +11,8 @@ from mldserver.config.resolve import resolve
 from mldserver.config.settings import specs
 from mldserver.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 CANARY = "canary/in-a-coal-mine"
 PLACES = [
     text.format(CANARY)

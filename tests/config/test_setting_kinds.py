@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mldserver.config import kinds, locations
 from mldserver.config.kinds import TcpAddress, UnixAddress, is_loopback, show_duration, show_size
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("raw", "expected"),

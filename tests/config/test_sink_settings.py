@@ -10,6 +10,8 @@ from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.sinks.sink import SinkSpec
 
+pytestmark = pytest.mark.quick
+
 URL = "jdbc:postgresql://db/flights"
 
 

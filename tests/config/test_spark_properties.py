@@ -13,6 +13,8 @@ from mldserver.config.resolve import resolve, with_spark_properties
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 
 def resolved(**given: object) -> Settings:
     return with_spark_properties(resolve({"handler": "h", **given}, environ={}, folder=Path("/nowhere")))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from coordinator.pipeline import RULES, Pipeline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from mldserver.coordinator.shards import ShardSession
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
+
+pytestmark = pytest.mark.quick
 
 LITTLE = replace(RULES, buffer_bytes=1)
 

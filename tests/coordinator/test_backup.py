@@ -24,6 +24,8 @@ from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.windows import tumbling_id
 
+pytestmark = pytest.mark.quick
+
 FIRST, SECOND, THIRD = (tumbling_id(start) for start in (0, 10_000, 20_000))
 
 

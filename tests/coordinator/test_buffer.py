@@ -3,11 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.records import Sequence
+
+pytestmark = pytest.mark.quick
 
 NONE = np.empty(0, np.int64)
 

@@ -14,6 +14,8 @@ from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
 from mldserver.windows import batches, tumbling_id
 
+pytestmark = pytest.mark.quick
+
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 

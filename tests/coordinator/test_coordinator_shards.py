@@ -15,6 +15,8 @@ from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
 
+pytestmark = pytest.mark.quick
+
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 

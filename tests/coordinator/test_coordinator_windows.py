@@ -16,6 +16,8 @@ from mldserver.output.layout import is_joined
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, tumbling_id
 
+pytestmark = pytest.mark.quick
+
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 

@@ -13,6 +13,8 @@ from mldserver.coordinator.coordinator import Cycle
 from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 FULL = OSError(28, "No space left on device")
 
 

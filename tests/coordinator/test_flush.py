@@ -22,6 +22,8 @@ from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
 
+pytestmark = pytest.mark.quick
+
 SPEC = Tumbling(1000)
 S = Sequence
 

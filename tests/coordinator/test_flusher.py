@@ -20,6 +20,8 @@ from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment, 
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 async def writing(tmp_path: Path) -> AsyncIterator[Writing]:

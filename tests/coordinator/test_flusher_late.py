@@ -25,6 +25,8 @@ from mldserver.ledger.contract import (
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 async def again(tmp_path: Path) -> AsyncIterator[Writing]:

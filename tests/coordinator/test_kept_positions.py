@@ -16,6 +16,8 @@ from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import DeadLetter, Sequence
 
+pytestmark = pytest.mark.quick
+
 S = Sequence
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.lineage import Lineage, Presence
+
+pytestmark = pytest.mark.quick
 
 
 def family(**parents: str) -> Lineage:

@@ -6,10 +6,13 @@ import heapq
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import effective_times, merge_order
+
+pytestmark = pytest.mark.quick
 
 HOUR = 3_600_000
 

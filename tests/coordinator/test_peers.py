@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from mldserver.coordinator.core.lineage import DRAIN, Peers
 from mldserver.ledger.contract import ServerState, ShardState
+
+pytestmark = pytest.mark.quick
 
 OWN = "own"
 

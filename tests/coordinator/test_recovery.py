@@ -14,6 +14,8 @@ from mldserver.ledger.contract import SegmentKind, WindowState
 from mldserver.output.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
 from mldserver.windows import Tumbling, batches, tumbling_id
 
+pytestmark = pytest.mark.quick
+
 FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 
 

@@ -6,11 +6,14 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
+
+pytestmark = pytest.mark.quick
 
 HOUR_MS = 3_600_000
 SHORT = replace(

@@ -14,6 +14,8 @@ from coordinator.pipeline import let_die
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.errors import OperatorError
 
+pytestmark = pytest.mark.quick
+
 CHILD = """
 import sys
 from pathlib import Path

@@ -17,6 +17,8 @@ from mldserver.errors import InternalError
 from mldserver.ledger.contract import PositionUpdate, ShardState
 from mldserver.records import Sequence
 
+pytestmark = pytest.mark.quick
+
 S = Sequence
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from coordinator.pipeline import QUICK, Pipeline, two
+
+pytestmark = pytest.mark.quick
 
 
 async def read_to_its_end(server: Pipeline, shard: str, ms: int, **opening: tuple[str, ...]) -> None:

@@ -19,6 +19,8 @@ from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 def carry_out_on(pipeline: Pipeline, act: str, argument: str = "") -> Coroutine[None, None, tuple[bool, str]]:
     parts = SimpleNamespace(coordinator=pipeline.coordinator, runtime=None)

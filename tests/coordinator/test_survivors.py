@@ -32,6 +32,8 @@ from mldserver.records import Sequence
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling
 
+pytestmark = pytest.mark.quick
+
 # The event time of a position.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from coordinator.pipeline import Pipeline, named
 from support.sqlite_table import TableEngine, read_table
 
@@ -15,6 +16,8 @@ from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
+
+pytestmark = pytest.mark.quick
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

@@ -20,7 +20,7 @@ from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
 from mldserver.windows import tumbling_id
 
-pytestmark = pytest.mark.usefixtures("joins_early")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("joins_early")]
 
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 

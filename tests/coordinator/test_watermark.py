@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import PREFETCH, Holder, View, Watermark
 from mldserver.ledger.contract import ServerState
+
+pytestmark = pytest.mark.quick
 
 IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000
 

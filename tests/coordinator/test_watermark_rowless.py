@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.watermark import PREFETCH, Holder, View
 
+pytestmark = pytest.mark.quick
+
 SHARDS = ("s0", "s1", "s2")
 
 

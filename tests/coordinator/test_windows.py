@@ -42,6 +42,8 @@ from mldserver.windows import (
 )
 from tests.support.operations import counting_python
 
+pytestmark = pytest.mark.quick
+
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR = 3_600_000
 

@@ -23,6 +23,8 @@ from mldserver.output.store import OutputStore
 from mldserver.records import DeadLetter
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 LETTERS = (dead_letter("a", 1), dead_letter("b", 1), dead_letter("a", 2))
 
 

@@ -13,6 +13,8 @@ from mldserver.errors import OperatorError
 from mldserver.records import Sequence
 from tests.ledger.samples import DIGITS_56, HUGE, letter
 
+pytestmark = pytest.mark.quick
+
 LETTERS = (
     letter(1, handler_version="7", parked_behind=HUGE),
     letter(2, partition_key=None, arrival_ms=None, data=b"", parked_behind=Sequence(5)),

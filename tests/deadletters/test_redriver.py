@@ -25,6 +25,8 @@ from mldserver.runtime.interface import BatchOutcome, Delivery
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 def letter(number: int, shard: str = "a", key: str | None = "k", size: int = 1) -> DeadLetter:
     return DeadLetter(shard, Sequence(number), key, b"x" * size, number, 3, "E", "", "h", 7)

@@ -27,6 +27,8 @@ from mldserver.runtime.trial import report
 from mldserver.testing import FakeStreams, VirtualClock
 from mldserver.testing.playground import read_lines
 
+pytestmark = pytest.mark.quick
+
 EXAMPLES = examples()
 RECORD = {
     "carrier": "UA",

@@ -22,6 +22,8 @@ from mldserver.config.settings import specs
 from mldserver.handler.spec import HandlerSpec
 from mldserver.observe.log_events import EVENTS
 
+pytestmark = pytest.mark.quick
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -15,6 +15,8 @@ from support.serving import KEEP_EVERYTHING, quick, serving
 
 from mldserver.admin.metrics import exposed
 
+pytestmark = pytest.mark.quick
+
 HELD_BY = {
     "Listener and admin endpoint are on loopback": [
         "config/test_config.py::test_listener_and_admin_endpoint_are_on_loopback_unless_they_are_elsewhere_or_nowhere",

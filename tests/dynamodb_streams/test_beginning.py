@@ -25,6 +25,8 @@ from mldserver.dynamodb_streams.shard_tree import (
 from mldserver.records import Sequence
 from mldserver.sources.intake import KnownShard
 
+pytestmark = pytest.mark.quick
+
 LISTED = (
     StreamShard("grandparent", None, 1, 9),
     StreamShard("parent", "grandparent", 10, 19),

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mldserver.dynamodb_streams.merge import Merge
 
+pytestmark = pytest.mark.quick
+
 HOUR = 3_600_000
 
 

@@ -14,6 +14,8 @@ from mldserver.dynamodb_streams.positions import ReadPosition, Token, parse_posi
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
 from mldserver.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 ARN = "arn:aws:dynamodb:eu-west-1:123456789012:table/orders/stream/2026-11-22T00:00:00.000"
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 NOON_MS = int(NOON.timestamp() * 1000)

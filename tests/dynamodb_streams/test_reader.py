@@ -18,6 +18,8 @@ from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, S
 from mldserver.errors import OperatorError
 from mldserver.testing import FakeStreams, VirtualClock
 
+pytestmark = pytest.mark.quick
+
 ARN = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2027-01-15T08:00:00.000"
 SHARD = "shardId-1"
 NOW_MS = 1_800_000_000_000

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from mldserver.dynamodb_streams.shard_tree import FORGOTTEN_AFTER, ShardTree, StreamShard
 
+pytestmark = pytest.mark.quick
+
 ROOT = StreamShard("a", None, 1, 9)
 LEFT = StreamShard("b", "a", 10)
 RIGHT = StreamShard("c", "a", 10)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
+
+pytestmark = pytest.mark.quick
 
 SERVERS = st.sets(st.sampled_from(["ann", "ben", "cleo", "dan", "eve"]), min_size=1)
 OWNERS = st.dictionaries(

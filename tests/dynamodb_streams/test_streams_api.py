@@ -21,6 +21,8 @@ from mldserver.dynamodb_streams.streams_api import (
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 OLD = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2026-01-01T00:00:00.000"
 NEW = "arn:aws:dynamodb:eu-west-1:1:table/orders/stream/2027-01-01T00:00:00.000"
 

@@ -11,6 +11,8 @@ import pytest
 
 from mldserver.handler.loader import Loaded
 
+pytestmark = pytest.mark.quick
+
 SOURCE = b"def process_record(record): ...\n"
 
 

@@ -17,6 +17,8 @@ from mldserver.handler.loader import Loaded, load
 from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, windows_text
 from mldserver.windows import duration_ms, span_text
 
+pytestmark = pytest.mark.quick
+
 PROCESS = "def process_record(record): ...\n"
 ANY_HOOK = "process_record, process_records, process_table, on_insert, on_update, on_delete"
 

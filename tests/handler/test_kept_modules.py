@@ -15,6 +15,8 @@ from mldserver.handler.inspection import load_spec
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.handler.loader import load
 
+pytestmark = pytest.mark.quick
+
 _NUMBERS = itertools.count()
 
 HANDLER = """

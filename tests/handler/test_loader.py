@@ -16,6 +16,8 @@ from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
 from mldserver.handler import loader
 from mldserver.handler.loader import load, relative
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def _own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:

@@ -12,6 +12,8 @@ import pytest
 from mldserver.handler import spec
 from mldserver.handler.spec import SchemaError, parse_schema
 
+pytestmark = pytest.mark.quick
+
 UTC_TIME = pa.timestamp("us", tz="UTC")
 
 

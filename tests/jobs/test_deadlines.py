@@ -8,6 +8,8 @@ from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.jobs.engine import allowed_seconds, deadline_seconds
 from mldserver.windows import Window
 
+pytestmark = pytest.mark.quick
+
 WINDOW = Window("w", None, None)
 MINUTES = 60
 

@@ -16,6 +16,8 @@ from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
 
+pytestmark = pytest.mark.quick
+
 
 def lost(blame: Any) -> DriverLost:
     error = DriverLost("The Spark driver is gone.")

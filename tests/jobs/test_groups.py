@@ -20,6 +20,8 @@ from mldserver.ledger.operations import Transaction
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
 
+pytestmark = pytest.mark.quick
+
 
 def shared(
     tmp_path: Path,

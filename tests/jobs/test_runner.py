@@ -18,6 +18,8 @@ from mldserver.output.layout import writer_tag
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
 
+pytestmark = pytest.mark.quick
+
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 
 

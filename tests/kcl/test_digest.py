@@ -8,6 +8,8 @@ import pytest
 
 from mldserver.kcl.digest import LONGEST_LINE, Digest, DigestEvent, LogEvent
 
+pytestmark = pytest.mark.quick
+
 KCL = "software.amazon.kinesis."
 SHARD = "shardId-000000000000"
 WORKS = "Initialization complete. Starting worker loop."

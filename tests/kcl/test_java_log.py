@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from mldserver.kcl.digest import JOINED_LINES, LINE_END, LOGBACK_XML, LogEvent, LogParser
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_line_of_logback_is_one_event() -> None:

@@ -13,6 +13,8 @@ from mldserver.kcl.properties import (
     start_of,
 )
 
+pytestmark = pytest.mark.quick
+
 BASE = DaemonSettings(
     stream="s", app="a", region="eu-central-1", executable="bridge 127.0.0.1:7070", worker="w"
 )

@@ -13,6 +13,8 @@ from mldserver.coordinator.core.open_windows import assign
 from mldserver.ledger.contract import BatchProgress, BatchStep, batch_id, batch_number
 from mldserver.windows import batches
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_batchs_name_tells_its_number() -> None:
     assert batch_id(7) == "batch-000000000007"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mldserver.ledger.book import Book, Changes
 from mldserver.ledger.contract import Segment, WindowEntry, WindowState
 from tests.support.operations import counting_python
+
+pytestmark = pytest.mark.quick
 
 
 def entry(name: str, state: WindowState, *sizes: int, pending: int = 0, retained: bool = True) -> WindowEntry:

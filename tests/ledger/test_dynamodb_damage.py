@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     Factory = Callable[..., DynamoLedger]
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("where", ["meta", "log#00000000000000000003"])
 async def test_a_newer_format_is_refused_at_the_start_and_while_running(

@@ -12,6 +12,8 @@ from mldserver.errors import LedgerError
 from mldserver.ledger.dynamodb_table import ErrorMeaning, Table, judge, translate
 from tests.ledger.dynamodb_fake import canceled, client_error, lost_answer
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("error", "verdict"),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Factory = Callable[..., DynamoLedger]
 
+pytestmark = pytest.mark.quick
+
 SHARD = letter(1).shard_id
 
 

@@ -13,6 +13,8 @@ from mldserver.ledger.contract import BatchProgress, ServerState, ShardState, Wi
 from mldserver.ledger.format import pack_changes, pack_letters, unpack_changes, unpack_letters
 from tests.ledger.samples import BATCH, HUGE, W1, late, letter, more, seg
 
+pytestmark = pytest.mark.quick
+
 ENTRY = WindowEntry(
     W1,
     WindowState.PUBLISHED,

@@ -25,6 +25,8 @@ from mldserver.ledger.row_rules import register
 from mldserver.records import Sequence
 from tests.ledger.samples import BATCH, HUGE, W1, late, more, move, seg
 
+pytestmark = pytest.mark.quick
+
 
 class Steps:
     """A book, and one server that goes on with it, rule by rule."""

@@ -16,6 +16,8 @@ from mldserver.ledger.contract import Flush, LedgerState
 from mldserver.ledger.sqlite import SqliteLedger
 from tests.ledger.samples import W1, seg
 
+pytestmark = pytest.mark.quick
+
 
 class Gate:
     """Holds the ledger's thread inside a transaction until it is opened."""

@@ -10,6 +10,8 @@ from mldserver.errors import LedgerError, LedgerVersionError
 from mldserver.ledger.format import FORMAT
 from mldserver.ledger.sqlite_file import _is_new, connect
 
+pytestmark = pytest.mark.quick
+
 
 class Row:
     def __init__(self, row: Any) -> None:

@@ -17,6 +17,8 @@ from mldserver.records import DeadLetter
 from tests.ledger.samples import HUGE, W1, letter, move, seg
 from tests.support.store import SqliteStore
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

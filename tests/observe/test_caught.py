@@ -8,6 +8,8 @@ import pytest
 
 from mldserver.observe.logging import CaughtStream, caught_output
 
+pytestmark = pytest.mark.quick
+
 
 def test_lines_are_passed_on_when_they_are_whole() -> None:
     lines: list[str] = []

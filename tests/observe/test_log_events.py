@@ -10,6 +10,8 @@ from support.generated import events_page
 
 from mldserver.observe.log_events import COMMON_FIELDS, EVENTS, TABLE
 
+pytestmark = pytest.mark.quick
+
 DOCS = Path(__file__).parents[2] / "mldserver" / "docs"
 LEVELS = {"debug", "info", "warning", "error", "critical"}
 

@@ -10,6 +10,8 @@ import pytest
 
 from mldserver.observe.writer import LogOutput
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def log_file(tmp_path: Path) -> Iterator[tuple[Path, LogOutput]]:

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from mldserver.observe.logging import BURST, LINES_A_SECOND, Printed
+
+pytestmark = pytest.mark.quick
 
 
 def lost(logged: list[dict[str, Any]]) -> list[int]:

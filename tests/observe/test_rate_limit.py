@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from mldserver.observe.logging import BURST, LINES_A_SECOND, RateLimit
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mldserver.observe.log_lines import as_json, as_text, harmless
 from mldserver.records import Sequence
 
+pytestmark = pytest.mark.quick
+
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mldserver.errors import ConfigError
 from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, parse_event
 
+pytestmark = pytest.mark.quick
+
 # Lines
 
 

@@ -13,6 +13,8 @@ import pytest
 from mldserver.errors import OperatorError
 from mldserver.observe.writer import LogOutput, LogWriter, Lost
 
+pytestmark = pytest.mark.quick
+
 
 def told(lost: Lost) -> bytes:
     return f"lost {lost.lines} {lost.since}-{lost.until}".encode()

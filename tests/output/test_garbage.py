@@ -9,6 +9,8 @@ from coordinator.pipeline import Faults, FaultyStore
 from mldserver.ledger.contract import Segment
 from mldserver.output.store import Garbage
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def faults() -> Faults:

@@ -11,6 +11,8 @@ from mldserver.output import joined
 from mldserver.output.layout import SEGMENTS, is_joined, segment_path, written
 from mldserver.output.store import OutputStore
 
+pytestmark = pytest.mark.quick
+
 TAG, SHAPE = "0123456789abcdef", "0123456789ab"
 
 

@@ -5,6 +5,8 @@ import pytest
 from mldserver.ledger.contract import SegmentKind
 from mldserver.output import layout
 
+pytestmark = pytest.mark.quick
+
 TAG = layout.writer_tag("0123abcd", "host:1:x")
 SHAPE = "0123456789ab"
 

@@ -11,6 +11,8 @@ from pyarrow import fs
 
 from mldserver.output.manifest import Manifest, current_files, latest, manifest_path
 
+pytestmark = pytest.mark.quick
+
 ONE = Manifest("w1", 1, ("_mldserver/outputs/w1/0001-aa/part-0.parquet",), 3)
 
 

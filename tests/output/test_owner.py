@@ -21,6 +21,8 @@ from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
 
+pytestmark = pytest.mark.quick
+
 FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 
 

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import pytest
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
 
@@ -14,6 +15,8 @@ from mldserver.errors import LedgerError
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
+
+pytestmark = pytest.mark.quick
 
 START = 990_000
 W = tumbling_id(START)

@@ -12,6 +12,8 @@ import pytest
 from mldserver.output.layout import SPARK
 from mldserver.output.store import OutputStore
 
+pytestmark = pytest.mark.quick
+
 ROWS = pa.table({"value": [1, 2, 3]})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import recover
@@ -15,6 +16,8 @@ from mldserver.output.layout import QUARANTINE, attempt_path, writer_tag
 from mldserver.output.manifest import current_files
 from mldserver.output.publish import Publisher
 from mldserver.output.store import OutputStore
+
+pytestmark = pytest.mark.quick
 
 
 class Asked:

@@ -18,6 +18,8 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Sequence
 from tests.protocol.test_kpl import aggregate
 
+pytestmark = pytest.mark.quick
+
 RECORD = {
     "data": "aGk=",
     "partitionKey": "é中😀",

@@ -25,6 +25,8 @@ from mldserver.protocol.messages import (
     Version,
 )
 
+pytestmark = pytest.mark.quick
+
 MESSAGES: dict[bytes, PeerMessage] = {
     b'{"action":"initialize","shardId":"s"}': Initialize("s", Version.V1),
     b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}': Initialize(

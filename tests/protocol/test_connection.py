@@ -40,6 +40,8 @@ from tests.protocol.wire import (
     status,
 )
 
+pytestmark = pytest.mark.quick
+
 # Initialize.
 
 

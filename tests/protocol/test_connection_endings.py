@@ -26,6 +26,8 @@ from tests.protocol.wire import (
     status,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("ending", [LOST, ENDED, ZOMBIE, TERMINATE])
 def test_every_ending_may_follow_a_requested_shutdown(ending: dict[str, Any]) -> None:

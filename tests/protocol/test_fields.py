@@ -18,6 +18,8 @@ from mldserver.protocol.codec import (
 )
 from mldserver.protocol.messages import Initialize
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("value", [0, 1, 2**63 - 1, None])
 def test_a_long_is_an_integer_of_java_or_null(value: int | None) -> None:

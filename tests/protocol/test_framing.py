@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.protocol.codec import LineFramer
+
+pytestmark = pytest.mark.quick
 
 
 def test_lines_end_with_lf_or_crlf_and_come_without_their_ends() -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mldserver.protocol.batch_decoder import MAGIC, UserRecord, _schema, deaggregate
 
+pytestmark = pytest.mark.quick
+
 
 def aggregate(*records: tuple[str, bytes], index_shift: int = 0) -> bytes:
     messages, _ = _schema()

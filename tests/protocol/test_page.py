@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from support.generated import protocol_page
 
 from mldserver.protocol.states import TABLE, Action, Input, State, Transition
+
+pytestmark = pytest.mark.quick
 
 PAGE = Path(__file__).parents[2] / "mldserver" / "docs" / "protocol.md"
 ARROW = re.compile(r"^(?:    (\w+) -->|\*) (\w+): (.+) / (.+)$", re.MULTILINE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.protocol.connection import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
 from mldserver.protocol.states import Input
+
+pytestmark = pytest.mark.quick
 
 
 def test_pauses_double_up_to_the_cap() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from mldserver.protocol.states import TABLE, WORKING, Action, Input, State
 
+pytestmark = pytest.mark.quick
+
 REQUESTS = {
     Input.INITIALIZE,
     Input.PROCESS_RECORDS,

@@ -16,6 +16,8 @@ from mldserver.protocol.messages import ProcessRecords, ShardEnded, Version
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
 
+pytestmark = pytest.mark.quick
+
 CAPTURES = sorted((Path(__file__).parents[1] / "transcripts").glob("*.jsonl"))
 KEYS = {
     "status": {"action": str, "responseFor": str},

@@ -12,6 +12,8 @@ from mldserver.base.threads import WorkerThread
 from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Deadlines, Returned
 from mldserver.testing.stand_ins import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 class Bench:
     def __init__(self, thread: Any) -> None:

@@ -12,6 +12,8 @@ from mldserver.handler.failure import describe
 from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Deadlines
 from mldserver.testing.stand_ins import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 class Bench:
     def __init__(self, clock: Any, seconds: float | None = 10.0) -> None:

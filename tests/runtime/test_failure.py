@@ -27,6 +27,8 @@ from mldserver.runtime.failure_policy import (
     failure_rule,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
     policy = FailurePolicy(retry_base_seconds=0.1, retry_cap_seconds=1.0)

@@ -21,6 +21,8 @@ from mldserver.workers import runtime as workers
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker_process import WorkerGone
 
+pytestmark = pytest.mark.quick
+
 BOOM = Failure("ValueError: boom")
 POLICY = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0)
 CASES = [

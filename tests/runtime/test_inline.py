@@ -15,6 +15,8 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, outcome_of
 from mldserver.runtime.values import Converter
 
+pytestmark = pytest.mark.quick
+
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
 SCHEMA = "n INT"

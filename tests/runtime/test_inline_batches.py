@@ -16,6 +16,8 @@ from mldserver.records import Batch, BatchResult
 from mldserver.runtime import lane, work
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 
+pytestmark = pytest.mark.quick
+
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
 SCHEMA = "n INT"

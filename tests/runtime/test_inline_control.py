@@ -14,6 +14,8 @@ from mldserver.records import Record, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.rows import RowBuilder
 
+pytestmark = pytest.mark.quick
+
 ONE = FailurePolicy(attempts=1)
 SKIP = FailurePolicy(on_failure=OnFailure.SKIP)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)

@@ -17,6 +17,8 @@ from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
 
+pytestmark = pytest.mark.quick
+
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
 SCHEMA = "n INT"

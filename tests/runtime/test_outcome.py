@@ -21,6 +21,8 @@ from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, join_row
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
 
+pytestmark = pytest.mark.quick
+
 
 def built(records: Any, **columns: Any) -> Any:
     return Built(pa.table(columns), records)

@@ -16,6 +16,8 @@ from mldserver.records import Sequence
 from mldserver.runtime.failure_policy import Ending, FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.plan import Again, BatchPlan, End, Step
 
+pytestmark = pytest.mark.quick
+
 BOOM = Failure("OSError: boom", names=("builtins.OSError",))
 KEY = Failure("KeyError: 'x'", names=("builtins.KeyError",))
 HALTING = Failure("Stop", names=("mine.Stop",))

@@ -16,6 +16,8 @@ from mldserver.handler.spec import parse_schema
 from mldserver.runtime.rows import BadRow, RowBuilder
 from mldserver.runtime.values import converter
 
+pytestmark = pytest.mark.quick
+
 SCHEMA = parse_schema("carrier STRING NOT NULL, delay DOUBLE, at TIMESTAMP")
 AT = "2013-01-01T10:15:00Z"
 

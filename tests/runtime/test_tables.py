@@ -13,6 +13,8 @@ import pytest
 from mldserver.handler.spec import parse_schema
 from mldserver.runtime.tables import TableMismatch, take_table
 
+pytestmark = pytest.mark.quick
+
 SCHEMA = parse_schema("name STRING NOT NULL, value DOUBLE")
 
 

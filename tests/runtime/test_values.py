@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from mldserver.handler.spec import parse_schema
 from mldserver.runtime.values import converter, shown
 
+pytestmark = pytest.mark.quick
+
 
 def column(ddl: Any) -> Any:
     (found,) = parse_schema(f"c {ddl}").columns

@@ -32,7 +32,7 @@ from mldserver.windows import Window
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 DRIVER = {"driver": "org.postgresql.Driver"}
 

@@ -21,6 +21,8 @@ from tests.sources.house import House, serving
 if TYPE_CHECKING:
     from tests.sources.house import Daemon, FakeShard
 
+pytestmark = pytest.mark.quick
+
 SHARD = "shardId-000000000000"
 DONE = ["began", "accept"]
 

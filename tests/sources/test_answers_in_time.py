@@ -16,6 +16,8 @@ from tests.sources.house import serving
 if TYPE_CHECKING:
     from tests.sources.house import Daemon, House
 
+pytestmark = pytest.mark.quick
+
 DEADLINE = 20.0
 END = {"action": "shardEnded"}
 LOST = {"action": "leaseLost"}

@@ -19,6 +19,8 @@ from tests.sources.house import serving
 if TYPE_CHECKING:
     from tests.sources.house import House
 
+pytestmark = pytest.mark.quick
+
 SHARD = "shardId-000000000000"
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome, Delivery
     from tests.sources.house import House
 
+pytestmark = pytest.mark.quick
+
 SHARD = "shardId-000000000000"
 
 

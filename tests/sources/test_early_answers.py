@@ -11,6 +11,8 @@ import pytest
 from mldserver.sources.inflight import EarlyAnswers
 from mldserver.testing.stand_ins import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 class One:
     """Owes an answer since it was made, and may be asked for it."""

@@ -16,6 +16,8 @@ from mldserver.sources.inflight import EarlyAnswers, InflightBatch, UnderWay
 if TYPE_CHECKING:
     Act = Callable[["Bench"], Awaitable[None]]
 
+pytestmark = pytest.mark.quick
+
 
 class Bench:
     """Work that takes as many seconds as the line says, holds for what follows a comma, and may fail."""

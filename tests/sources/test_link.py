@@ -18,6 +18,8 @@ from mldserver.sources.link import CheckpointOutcome, Link
 from mldserver.sources.unread import ReadBudget
 from tests.sources.house import QUICK
 
+pytestmark = pytest.mark.quick
+
 INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}\n'
 BATCH = b'{"action":"processRecords","records":[],"millisBehindLatest":0}'
 

@@ -17,6 +17,8 @@ from mldserver.sources import listing
 from mldserver.sources.listing import ShardPolling
 from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.quick
+
 
 def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:
     described: dict[str, Any] = {

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from mldserver.base.secret import PREFIX
 from mldserver.testing import VirtualClock
 from tests.sources.house import serving
+
+pytestmark = pytest.mark.quick
 
 SECRET = b"correct-horse-battery"
 

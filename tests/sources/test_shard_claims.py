@@ -8,6 +8,8 @@ import pytest
 
 from mldserver.sources.shard_claims import Claim, ShardOwners, Superseded
 
+pytestmark = pytest.mark.quick
+
 
 async def test_a_claim_is_current_until_the_next_one() -> None:
     owners = ShardOwners()

@@ -10,6 +10,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.sources.house import House
 
+pytestmark = pytest.mark.quick
+
 SHARD = "shardId-000000000000"
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from mldserver.errors import GapRefused, LedgerError
 
 if TYPE_CHECKING:
     from tests.sources.house import House
+
+pytestmark = pytest.mark.quick
 
 SHARD = "shardId-000000000000"
 

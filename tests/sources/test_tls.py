@@ -24,6 +24,8 @@ from tests.sources.house import QUICK, serving
 if TYPE_CHECKING:
     from tests.sources.house import Daemon, House
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def on(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:

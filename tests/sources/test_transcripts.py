@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.sources.house import Build
 
+pytestmark = pytest.mark.quick
+
 CAPTURES = sorted((Path(__file__).parents[1] / "transcripts").glob("*.jsonl"))
 KEYS = {"status": ["action", "responseFor"], "checkpoint": ["action", "sequenceNumber", "subSequenceNumber"]}
 REPLY = b'{"action":"checkpoint"'

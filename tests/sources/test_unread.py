@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.sources.unread import ReadBudget
+
+pytestmark = pytest.mark.quick
 
 
 class Reader:

@@ -20,7 +20,7 @@ from mldserver.windows import Window
 
 pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 

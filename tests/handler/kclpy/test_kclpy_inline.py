@@ -23,6 +23,8 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome
 
+pytestmark = pytest.mark.quick
+
 
 class Processor(processor.RecordProcessorBase):
     """Does what the test wants with each record; ``seen`` has the sequence numbers of each call."""

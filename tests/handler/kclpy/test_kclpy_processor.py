@@ -13,6 +13,8 @@ from mldserver.handler.kclpy.amazon_kclpy import CheckpointError, DictRecord
 from mldserver.handler.kclpy.processor import Processor, ProcessorClass
 from mldserver.records import Batch, Record, Sequence, Shard
 
+pytestmark = pytest.mark.quick
+
 SHARD = Shard("shardId-000000000007", "41", start_sub=2)
 FIELDS = {
     "data": "AAEC",

@@ -14,6 +14,8 @@ from mldserver.handler.kclpy.amazon_kclpy import (
 )
 from mldserver.records import Sequence
 
+pytestmark = pytest.mark.quick
+
 MINUTE = 60_000
 S = Sequence
 

@@ -16,6 +16,8 @@ from mldserver.handler.kclpy.processor import problems, recognised, written
 from mldserver.handler.spec import HandlerKind
 from mldserver.runtime.trial import report
 
+pytestmark = pytest.mark.quick
+
 HOOKS = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from mldserver.handler.kclpy.amazon_kclpy import CheckpointError, checkpoint_error, standing_in
 
+pytestmark = pytest.mark.quick
+
 ABSENT = pytest.mark.usefixtures("without_amazon_kclpy")
 
 
