@@ -1,4 +1,4 @@
-"""Lanes of tests (see support/lanes.py), and a log that is checked: ``logged`` holds what a test logged."""
+"""Test lanes (see .github/CONTRIBUTING.md), and a checked log: ``logged`` holds the events that a test logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
-from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick, needs_services
+from support.lanes import EXAMPLES, PROCESSES
 from support.spark_classes import archiving
 
 from mldserver.observe.writer import LogWriter
@@ -43,13 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw as many examples as the lane has time for."""
+    """Load the lane's number of Hypothesis examples."""
     settings.load_profile(lane_of(config))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Iterator[object]:
-    """Have Spark's classes archived beside a whole run with Spark, for all its processes."""
+    """Archive Spark's classes during a whole run with Spark, for all its processes."""
     whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.collectonly
     with_spark = whole and not config.option.markexpr and not hasattr(config, "workerinput")
     with archiving() if with_spark else nullcontext():
@@ -62,51 +62,40 @@ def lane_of(config: pytest.Config) -> str:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A whole lane runs in some processes; what is named runs in this one, where a debugger reaches it."""
+    """Run a whole lane in several processes, and named tests in this process, where a debugger reaches them."""
     return PROCESSES[lane_of(config)] if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """In the quick lane nothing else is even imported."""
-    quick = config.option.markexpr == "quick"
-    return True if quick and collection_path.suffix == ".py" and not is_quick(collection_path) else None
+    """Skip the import of files without the marker in the quick lane: importing all takes longer than its tests."""
+    if config.option.markexpr != "quick" or collection_path.suffix != ".py":
+        return None
+    return None if "mark.quick" in collection_path.read_text("utf-8") else True
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what is quick, leave out what other lanes run, and let each process begin with what takes longest."""
-    for item in items:
-        if is_quick(item.path):
-            item.add_marker("quick")
-        if needs_services(item.path):
-            item.add_marker("services")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of other lanes, and put the tests that start a JVM first.
+
+    xdist gives each process a run of neighbouring tests, and balances later. The JVM tests thus start at once, in
+    one process, where they share a Spark session.
+    """
     if not config.option.long:
         whole = config.args_source is config.ArgsSource.TESTPATHS
-        services = whole and config.option.markexpr != "services"
-        others = [
-            item
-            for item in items
-            if item.get_closest_marker("long") or (services and item.get_closest_marker("services"))
-        ]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
-    yield
-    # After ``-m`` and ``-k`` have chosen.
-    if (processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
-        items[:] = dealt(items, processes)
+        others = {"long"} | ({"services"} if whole and config.option.markexpr != "services" else set())
+        left_out = {item for item in items if any(map(item.get_closest_marker, others))}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Name the tests that take longer than their lane allows, and the long lane's seeds."""
+    """Print the seeds of the long lane."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         if config.option.long and report.when == "call":
             for line in report.capstdout.splitlines():
                 if "seed" in line.lower():
                     terminalreporter.write_line(f"{report.nodeid}: {line}")
-        allowed = allowed_seconds(lane := lane_of(config), report.keywords)
-        if report.when == "call" and report.duration > allowed:
-            took = f"{report.duration:.0f} s, of {allowed:.0f} s"
-            terminalreporter.write_line(f"too slow for the {lane} lane: {report.nodeid} ({took})")
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.cluster import CONF, SMALL_JVM, spark_parts
-from support.lanes import TESTS
 from support.s3 import bucket, s3a_conf
 from support.serving import serving, until
 
@@ -169,7 +168,7 @@ async def killed_at(step: str, given: dict[str, Any], folder: Path, daemon: Fake
         env={
             **os.environ,
             "MLDSERVER_KILL_AT": step,
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": str(Path(__file__).parent),
             "PYTHONWARNINGS": "ignore",
         },
     )
