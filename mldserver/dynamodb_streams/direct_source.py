@@ -218,9 +218,12 @@ class DirectSource:
     async def _list(self) -> None:
         # A stream that is named by its ARN may be one that has ended: what is left of it is wanted.
         ends, over = self._stream == self._arn and self._listing.status not in READABLE, 0
+        refused = False
         while True:
             unresolved = self._tree.unresolved()
-            await self._clock.sleep(AGAIN_SECONDS if unresolved or 0 < over < _SURE else self._list_seconds)
+            soon = (unresolved and not refused) or 0 < over < _SURE
+            await self._clock.sleep(AGAIN_SECONDS if soon else self._list_seconds)
+            refused = False
             try:
                 self._learn(await self._listing.refresh() or unresolved)
             except NoStream:
@@ -228,6 +231,7 @@ class DirectSource:
                 if over >= _SURE:
                     await self._replace(status="", is_over=True)
             except OperatorError as error:
+                refused = True
                 log.warning("stream.unlisted", stream=self._arn, **error.told())
             else:
                 if ends or (status := self._listing.status) in READABLE:

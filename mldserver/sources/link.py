@@ -65,8 +65,8 @@ class Link(asyncio.BufferedProtocol):
         """``name`` and ``peer`` are for the log; must be made on the loop that it will live on.
 
         ``buffer`` is received into; all connections of a loop may share one, of which they keep nothing. ``tls`` says who may
-        stay after the handshake. ``secret``: what the peer must show first; how often a host was refused is counted by
-        ``refusals``.
+        stay after the handshake. ``secret``: what the peer must show first. ``refusals``: counts how often a host was
+        refused for the same reason, by certificate or by secret.
         """
         self.peer = peer
         self.log = log.bind(connection=name)
@@ -82,6 +82,9 @@ class Link(asyncio.BufferedProtocol):
         self._gate: SecretGate | None = SecretGate(secret)
         """Until the peer may send lines."""
         self._refusals = refusals
+        self._host = peer.rpartition(":")[0]
+        self._refused = ""
+        """Why the peer may not stay."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
@@ -120,7 +123,7 @@ class Link(asyncio.BufferedProtocol):
         self.log.debug("connection.opened", peer=self.peer)
         self._pump()
         if self._tls is not None and (refusal := self._tls.refusal(certificate)) is not None:
-            self.close(PeerError(refusal, did=_CLOSED, advice=PROVE))
+            self._refuse(refusal, PROVE)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  # the loop's wish; all of it is offered
         """Offer the buffer that all connections share: the loop fills it and tells of it in one go."""
@@ -149,10 +152,14 @@ class Link(asyncio.BufferedProtocol):
             return b""
         rest = gate.feed(data)
         if gate.refused:
-            self.close(PeerError(gate.refused, did=_CLOSED, advice=SHOW))
+            self._refuse(gate.refused, SHOW)
         elif rest is not None:
             self._gate = None
         return rest or b""
+
+    def _refuse(self, why: str, advice: str) -> None:
+        self._refused = why
+        self.close(PeerError(why, did=_CLOSED, advice=advice))
 
     def eof_received(self) -> bool:
         """Pass EOF on; the core closes, and the transport stays open until what is left is written.
@@ -330,12 +337,9 @@ class Link(asyncio.BufferedProtocol):
             self._reply.set_result(outcome)
 
     def _tell_failed(self, error: MldserverError) -> None:
-        host = self.peer.rpartition(":")[0]
-        times = 1
-        if self._gate is not None and self._gate.refused:
-            times = self._refusals.count(f"{host} {self._gate.refused}")
-            if not times:
-                return
+        times = self._refusals.count((self._host, self._refused)) if self._refused else 1
+        if not times:
+            return
         # Whoever breaks off before initialize is no daemon's child: nobody is hurt.
         level = "error" if self._initialized or not isinstance(error, PeerError) else "warning"
         trace = error if isinstance(error, InternalError) else None

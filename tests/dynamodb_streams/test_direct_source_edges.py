@@ -211,6 +211,31 @@ async def test_a_parent_that_listings_leave_out_for_long_is_read_before_its_chil
     stream.exactly_once()
 
 
+async def test_a_listing_that_aws_refuses_is_logged_once_in_each_listing_interval(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    """A shard that is unresolved is a reason to list again after a second, but not while AWS refuses to list."""
+    stream = Stream(tmp_path, list_seconds=30)
+    stream.put(10)
+    async with stream.serving():
+        await stream.clock.advance(10)
+        (root,) = stream.fake.open_shards
+        (hidden,) = stream.fake.split(root, children=1, visible_after=60)
+        stream.put(10)
+        (child,) = stream.fake.split(hidden, children=1)
+        stream.fake.shards[child].visible_ms = 0
+        stream.put(10)
+        await stream.clock.advance(31)
+        stream.fake.fail("DescribeStream", "AccessDeniedException", times=1000)
+        await stream.clock.advance(100)
+        refusals = [entry for entry in logged if entry["event"] == "stream.unlisted"]
+        assert 3 <= len(refusals) <= 4
+        stream.fake.fail_no_more()
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 30, seconds=200)
+    stream.exactly_once()
+
+
 @pytest.mark.parametrize("restart", [False, True], ids=["at the first start", "after a restart without it"])
 async def test_a_token_does_not_bring_old_shards_again_while_a_listing_is_incomplete(
     tmp_path: Path, restart: bool
