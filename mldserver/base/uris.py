@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -122,18 +122,21 @@ _SECRET_NAME = re.compile(
 )
 """What Spark redacts (its default of ``spark.redaction.regex``), and names of Azure and of databases."""
 
-_SECRET_OPTION = re.compile(
-    r"((?:^|[?&;,'\"(])[^;?&:=\s]*(?:secret|passw|pwd|token|key|credential|signature)[^;?&:=]*=)(\{[^}]*\}|[^;&\s]*)",
-    re.IGNORECASE,
-)
-"""``?password=…``, ``;token={…}`` and the like, in a URL of any kind."""
+_OPTION_ENDS = re.compile(r"[;?&:=]")
+_SECRET_WORD = re.compile(r"secret|passw|pwd|token|key|credential|signature", re.IGNORECASE)
+_LEADS = re.compile(r"[,'\"(]")
+"""What an option may begin with in the middle of a text."""
+_IN_BRACES = re.compile(r"\{[^}]*\}")
+_VALUE = re.compile(r"[^;&\s]*")
+_UNTIL_AT = re.compile(r"(?<![^?#\s])[^?#\s]*@")
+"""Part of a text, without white space, up to its last ``@``: what ``_USER_INFO`` is looked for in."""
 _USER_INFO = re.compile(
-    r"([A-Za-z][\w.+-]*:)?//"
+    r"((?<![\w.+-])[A-Za-z][\w.+-]*:)?//"
     # A password may hold an unescaped '/', as AWS's secret keys do.
     r"(?:([^/?#@:\s]*)(:[^/?#\s]*)?|([^/?#@:\s]+)(:(?!\d+/)[^?#\s]*))@"
 )
 """``//user:password@`` of a URL. The user is hidden too: it is an access key where the URL names a bucket."""
-_ORACLE_LOGIN = re.compile(r"(jdbc:oracle:\w+:[^/:@;?\s]+/)([^@;?\s]+)@")
+_ORACLE_LOGIN = re.compile(r"(?<![^@;?\s])(?=[^@;?\s]*@)([^@;?\s]*?jdbc:oracle:\w+:[^/:@;?\s]+/)([^@;?\s]+)@")
 """``:user/password@host`` of Oracle's JDBC driver."""
 
 _CONNECT_OPTION = re.compile(r";(?!(?:use_ssl|user_id|user_agent|session_id|grpc_\w+)=)([^;=]*=)([^;]*)")
@@ -147,8 +150,45 @@ def redacted(text: str) -> str:
     """Return a URL of any kind, JDBC's and Spark Connect's too, without its user, its password and its secret options."""
     if text.startswith("sc://"):
         return _CONNECT_OPTION.sub(rf";\1{_HIDDEN}", text)
-    text = _SECRET_OPTION.sub(rf"\1{_HIDDEN}", text)
-    return _ORACLE_LOGIN.sub(rf"\1{_HIDDEN}@", _USER_INFO.sub(_without_user, text))
+    at, shown = 0, list[str]()
+    for value in _secret_values(text):
+        shown += text[at : value.start()], _HIDDEN
+        at = value.end()
+    text = _UNTIL_AT.sub(_without_users, "".join([*shown, text[at:]]))
+    return _ORACLE_LOGIN.sub(rf"\1{_HIDDEN}@", text)
+
+
+def _secret_values(text: str) -> Iterator[re.Match[str]]:
+    """Find ``?password=…``, ``;token={…}`` and the like in a URL of any kind; yield the matches of their values.
+
+    A name begins at the start of the text, behind ``? & ;``, or in the middle of a word behind ``, ' " (``.
+    Each character is looked at a bounded number of times, since other programs may write long texts.
+    """
+    at, first, last_brace = 0, True, text.rfind("}")
+    while (ends := _OPTION_ENDS.search(text, at)) is not None:
+        name, at = text[at : ends.start()], ends.end()
+        if ends[0] == "=" and _is_secret(name, first=first):
+            # A search for a brace that is not there would go to the end of the text each time.
+            value = (_IN_BRACES.match(text, at) if at < last_brace else None) or _VALUE.match(text, at)
+            assert value is not None
+            yield value
+            at, first = value.end(), False
+        else:
+            first = ends[0] in "?&;"
+
+
+def _is_secret(name: str, *, first: bool) -> bool:
+    """Return whether an option's name has a secret word; ``first``: whether the option begins with the name."""
+    words = re.split(r"\s+", name)
+    begun = [
+        word if first and not number else "".join(_LEADS.split(word, maxsplit=1)[1:])
+        for number, word in enumerate(words)
+    ]
+    return any(map(_SECRET_WORD.search, begun))
+
+
+def _without_users(part: re.Match[str]) -> str:
+    return _USER_INFO.sub(_without_user, part[0])
 
 
 def _without_user(found: re.Match[str]) -> str:
@@ -179,8 +219,9 @@ def secrets_in(*found: str | Mapping[str, str]) -> set[str]:
         elif one.startswith("sc://"):
             secrets |= {option[2] for option in _CONNECT_OPTION.finditer(one)}
         else:
-            secrets |= {option[2] for option in _SECRET_OPTION.finditer(one)}
-            secrets |= {(user[3] or user[5] or "").removeprefix(":") for user in _USER_INFO.finditer(one)}
+            secrets |= {value[0] for value in _secret_values(one)}
+            users = (user for part in _UNTIL_AT.finditer(one) for user in _USER_INFO.finditer(part[0]))
+            secrets |= {(user[3] or user[5] or "").removeprefix(":") for user in users}
             secrets |= {login[2] for login in _ORACLE_LOGIN.finditer(one)}
     return (secrets | set(map(unquote, secrets))) - {""}
 

@@ -112,6 +112,8 @@ FOLD_SECONDS: Final = 60.0
 LONGEST_LINE: Final = 1000
 """Characters; the SDK's list of everything that has no credentials is 9,000."""
 MOST_STACKS: Final = 1000
+MOST_LET_GO: Final = 10_000
+"""Shards that were let go and are remembered. Each one beyond that can cost a repeated line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +249,8 @@ class Digest:
 
     _shown: dict[str, _Shown] = field(default_factory=dict)
     _stacks: set[int] = field(default_factory=set)
-    _let_go: set[tuple[str, str]] = field(default_factory=set)
-    """Shards and how they were let go: the KCL tries a shutdown that fails again every second."""
+    _let_go: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Shards and how they were let go, the latest last: the KCL repeats a shutdown that fails every second."""
     _echoes: int = 0
     """Faults of this daemon's protocol that their processors have still to repeat."""
 
@@ -299,12 +301,18 @@ class Digest:
         if event.text.startswith(_WORKS):
             return [DigestEvent("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
         if short == "Scheduler" and (gained := _GAINED.search(event.text)):
-            self._let_go -= {(gained["shard"], reason) for reason in _LEFT_EVENTS}
+            for reason in _LEFT_EVENTS:
+                self._let_go.pop((gained["shard"], reason), None)
             return [DigestEvent("info", "kcl.lease_gained", gained.groupdict())]
         if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
-            if (left["shard"], left["reason"]) in self._let_go:
+            key = left["shard"], left["reason"]
+            known = key in self._let_go
+            self._let_go.pop(key, None)
+            self._let_go[key] = None
+            if len(self._let_go) > MOST_LET_GO:
+                del self._let_go[next(iter(self._let_go))]
+            if known:
                 return []
-            self._let_go.add((left["shard"], left["reason"]))
             return [DigestEvent("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
         return []
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
+from mldserver.base import uris
 from mldserver.base.uris import (
     SCHEMES,
     hadoop_settings,
@@ -88,6 +89,56 @@ def test_logs_get_no_secrets(uri: str, shown: str) -> None:
 )
 def test_an_address_is_shown_without_what_opens_it(address: str, shown: str) -> None:
     assert redacted(address) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("password=abc", "password=…"),
+        ("a=b,key=c d=e", "a=b,key=… d=e"),
+        ("a:b key=c", "a:b key=c"),
+        ("?user name,mykey =c", "?user name,mykey =…"),
+        ("?a;token={b;c", "?a;token=…;c"),
+        ("?token=a?b=c:d&e=f", "?token=…&e=f"),
+        ("said ('secret=abc')", "said ('secret=…"),
+        ("?=key;:=pwd=x", "?=key;:=pwd=x"),
+    ],
+)
+def test_a_secret_option_is_found_behind_each_kind_of_beginning(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
+class Counted:
+    """A pattern that counts the characters of the texts it is given."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self.characters = 0
+
+    def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+        found = self._pattern.search(text, at)
+        self.characters += (found.end() if found else len(text)) - at
+        return found
+
+    def match(self, text: str, at: int) -> re.Match[str] | None:
+        found = self._pattern.match(text, at)
+        self.characters += (found.end() if found else len(text)) - at
+        return found
+
+
+@pytest.mark.parametrize(
+    "text", [",key", "?key={;", ",'\"(", "?a key b", "a", "x=", "key=a&", "s3://a:b", "://@"]
+)
+def test_the_secrets_of_a_long_text_are_found_in_work_that_grows_with_its_length(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("_OPTION_ENDS", "_SECRET_WORD", "_IN_BRACES", "_VALUE")
+    counted = [Counted(getattr(uris, name)) for name in names]
+    for name, pattern in zip(names, counted, strict=True):
+        monkeypatch.setattr(uris, name, pattern)
+    long = text * 20_000
+    redacted(long)
+    assert sum(pattern.characters for pattern in counted) <= 4 * len(long)
 
 
 def test_pairs_are_shown_in_their_order_without_their_secrets() -> None:

@@ -16,6 +16,8 @@ from mldserver.testing import FakeStreams, VirtualClock
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.quick
+
 FOR_EVER = 1_000_000
 
 

@@ -240,13 +240,27 @@ def test_long_lines_are_cut() -> None:
     assert line.fields["text"] == "a" * LONGEST_LINE + " … cut"
 
 
+def ended(shard: str) -> LogEvent:
+    text = f"Invoking shutdown() for shard {shard} with childShards: [], concurrencyToken: x. Shutdown reason: SHARD_END"
+    return LogEvent("debug", KCL + "lifecycle.ShutdownTask", text)
+
+
+def test_the_number_of_shards_that_are_remembered_is_bounded_and_the_latest_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mldserver.kcl.digest.MOST_LET_GO", 2)
+    digest = Digest()
+    told = [
+        line.fields["shard"]
+        for shard in ("a", "b", "a", "c", "a", "c", "b")
+        for line in shown(digest.take(ended(shard), 0))
+    ]
+    assert told == ["a", "b", "c", "b"]
+
+
 def test_a_shard_that_is_let_go_of_again_and_again_is_told_once_until_it_is_gained_again() -> None:
     digest = Digest()
-    ends = LogEvent(
-        "debug",
-        KCL + "lifecycle.ShutdownTask",
-        f"Invoking shutdown() for shard {SHARD} with childShards: [], concurrencyToken: x. Shutdown reason: SHARD_END",
-    )
+    ends = ended(SHARD)
     gained = LogEvent(
         "info",
         KCL + "coordinator.Scheduler",
