@@ -9,6 +9,9 @@ Windows free disk. While a window is computed, or while segments of windows that
 no shard's progress frees disk, and all shards wait. Otherwise the watermark must close the next window: its holder
 continues, and the shards ahead of it wait.
 
+At an orderly stop a shard waits only for memory, and only between batches that were answered early: more of them follow,
+and the flush that ends the wait is the one that the stop needs too.
+
 A pause holds only the answer that a daemon waits for. The server finishes the batches that it has already answered.
 A drain pauses one shard, then makes its accepted records durable and checkpoints them.
 """
@@ -103,17 +106,30 @@ class Backpressure:
         """Whether the session's shard must wait."""
         self.weigh()
         shard_id = session.shard_id
-        held = self.paused or shard_id in self.held or shard_id in self.paused_shards
-        return held and not session.finishing
+        if session.finishing:
+            return self._is_full
+        return self.paused or shard_id in self.held or shard_id in self.paused_shards
+
+    @property
+    def _is_full(self) -> bool:
+        return self.buffer.bytes > self.rules.buffer_bytes
+
+    def _must_wait(self, session: Session, *, answered: bool) -> bool:
+        if session.finishing:
+            return answered and self._is_full
+        return session.shard_id in self.held
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Return once ``condition`` holds; it is asked again after each ``release``."""
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    async def wait(self, session: Session) -> None:
-        """Wait until the session's shard may continue, or its session ends."""
-        if session.shard_id not in self.held or session.finishing:
+    async def wait(self, session: Session, *, answered: bool) -> None:
+        """Wait until the session's shard may continue, or its session ends.
+
+        ``answered``: whether the daemon was already answered for the batch, so that further batches may follow it.
+        """
+        if not self._must_wait(session, answered=answered):
             return
         began_ms = self.clock.steady_ms()
         memory = self.buffer.bytes > self.rules.buffer_bytes * _SHORT
@@ -126,9 +142,7 @@ class Backpressure:
         )
         self.waiting.add(session.shard_id)
         try:
-            await self.until(
-                lambda: not session.alive or session.finishing or session.shard_id not in self.held
-            )
+            await self.until(lambda: not session.alive or not self._must_wait(session, answered=answered))
         finally:
             self.waiting.discard(session.shard_id)
         log.info("shard.released", shard=session.shard_id, seconds=(self.clock.steady_ms() - began_ms) / 1000)

@@ -312,7 +312,7 @@ class ShardSession:
         shards, backpressure = self._shards, self._shards.backpressure
         if self.alive and backpressure.is_held(self):
             shards.soon()
-            await backpressure.wait(self)
+            await backpressure.wait(self, answered=answered)
         paused = self.paused and not answered
         while paused:
             await backpressure.until(lambda: not self.paused or self.shard_id in backpressure.draining)
@@ -379,7 +379,10 @@ class ShardSession:
         self.disconnected()
 
     async def finish(self) -> None:
-        """Be held back no more: no batch follows, and what was taken is made durable by the server's last flush."""
+        """Let go of the shard's last batch: no batch is received any more, and the server's last flush makes it durable.
+
+        Batches that were answered early and are in flight still wait for room in memory.
+        """
         self.finishing = True
         await self._shards.backpressure.release()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline, fail, named
 
 from mldserver.errors import LedgerError
@@ -85,6 +86,32 @@ async def test_a_shard_that_is_held_back_is_let_go_when_the_server_stops(tmp_pat
         await session.finish()
         await pipeline.clock.advance(1)
         assert held.done()
+
+
+async def test_batches_that_were_answered_early_wait_for_room_also_when_the_server_stops(
+    tmp_path: Path,
+) -> None:
+    """Without the wait each batch in flight would come in at once, far above the bound."""
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, buffer_bytes=1))
+    async with pipeline.life() as coordinator:
+        session = await pipeline.open("a")
+        fail(pipeline, "write", lambda: OSError(28, "No space left"))
+
+        async def in_flight() -> None:
+            for number in (1, 2, 3):
+                batch = outcome("a", [(number, 1000)], after=session.after)
+                if not session.take(batch, pipeline.clock.steady_ms()):
+                    await session.admitted(answered=number < 3)
+
+        work = asyncio.get_running_loop().create_task(in_flight())
+        await pipeline.clock.advance(5)
+        await session.finish()
+        await pipeline.clock.advance(5)
+        assert session.after == Sequence(1), "the second batch waits for room"
+        pipeline.faults.hook = None
+        await pipeline.clock.advance(40)
+        assert work.done()
+        assert coordinator.status().rows_durable == 3
 
 
 async def test_while_disk_is_short_the_shard_that_holds_the_watermark_goes_on(

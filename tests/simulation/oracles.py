@@ -8,7 +8,6 @@ from typing import Any
 from mldserver.base.clock import Clock
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.progress import CoordinatorStatus
-from mldserver.coordinator.shards import ShardSession
 from mldserver.ledger.contract import Flush
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
@@ -105,19 +104,10 @@ class Memory:
     """Where to tell."""
     short: int = 0
     """How often more came than there was room for."""
-    finishing: set[tuple[str, int]] = field(default_factory=set)
-    """Shards, under the epoch of a session that was told to finish: their batches that were answered already are not held any more."""
 
-    def stand_ins(self) -> dict[object, object]:
-        """Return what stands in for the classes of buffers and of sessions."""
-        finishing = self.finishing
-
-        class WatchedSession(ShardSession):
-            async def finish(self) -> None:
-                finishing.add((self.shard_id, self.epoch))
-                await super().finish()
-
-        return {Buffer: lambda: WatchedBuffer(self), ShardSession: WatchedSession}
+    def buffer(self) -> WatchedBuffer:
+        """Stand in for the class of buffers."""
+        return WatchedBuffer(self)
 
 
 class WatchedBuffer(Buffer):
@@ -133,9 +123,7 @@ class WatchedBuffer(Buffer):
         memory, before = self._memory, self.bytes
         number, size = super().add(batch), _weigh(batch)
         source = batch.shard_id, bool(batch.redriven)
-        # What is in flight at an orderly stop was answered before there was no room: all of it comes in.
-        add = self._largest.get(source, 0) if (batch.shard_id, batch.epoch) in memory.finishing else 0
-        self._largest[source] = max(size + add, self._largest.get(source, 0))
+        self._largest[source] = max(size, self._largest.get(source, 0))
         held = list(self._batches.values())  # a snapshot would be a cycle to it
         taken = sum(map(_weigh, held))
         sources = {(each.shard_id, bool(each.redriven)) for each in held}

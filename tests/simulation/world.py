@@ -44,6 +44,7 @@ from mldserver.assembly import ledger_of
 from mldserver.base.threads import WorkerThread
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings
+from mldserver.coordinator.core.flush import Buffer
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
 from mldserver.testing.daemon import Form
@@ -353,7 +354,7 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
         OutputStore: store,
         WorkerThread: VirtualWorker,
         ThreadPoolExecutor: VirtualExecutor,
-        **memory.stand_ins(),
+        Buffer: memory.buffer,
     }
     handlers.failed.clear()
     with _folder() as folder, stand_ins(replaced | dict(planted or {})):
