@@ -57,8 +57,9 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[object]:
 
 
 def lane_of(config: pytest.Config) -> str:
-    """Return which lane was asked for."""
-    return "long" if config.option.long else "quick" if config.option.markexpr == "quick" else "day"
+    """Return the lane that the command line asks for."""
+    expression: str = config.option.markexpr
+    return "long" if config.option.long else expression if expression in EXAMPLES else "day"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -67,10 +68,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of files without the marker in the quick lane: importing all takes longer than its tests."""
-    if config.option.markexpr != "quick" or collection_path.suffix != ".py":
+    """Skip the import of files without the lane's marker: importing all of them takes longer than the quick tests."""
+    if (lane := lane_of(config)) not in {"quick", "core", "services"} or collection_path.suffix != ".py":
         return None
-    return None if "mark.quick" in collection_path.read_text("utf-8") else True
+    return None if f"mark.{lane}" in collection_path.read_text("utf-8") else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if not config.option.long:
         whole = config.args_source is config.ArgsSource.TESTPATHS
-        others = {"long"} | ({"services"} if whole and config.option.markexpr != "services" else set())
+        others = {"long"} | ({"services"} if whole and lane_of(config) != "services" else set())
         left_out = {item for item in items if any(map(item.get_closest_marker, others))}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.records import Sequence
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 NONE = np.empty(0, np.int64)
 

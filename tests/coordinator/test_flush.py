@@ -22,7 +22,7 @@ from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 SPEC = Tumbling(1000)
 S = Sequence
@@ -242,6 +242,11 @@ def test_each_update_says_which_position_it_goes_on_from() -> None:
         take("a", [(4, 10)]), take("b", [(7, 99)]), take("a", [(5, 30)]), durable={"a": S(3), "c": S(1)}
     )
     assert [(update.position, update.previous) for update in flush.positions] == [(S(5), S(3)), (S(7), None)]
+
+
+def test_a_redriven_letter_moves_no_position() -> None:
+    redriven = BufferedBatch("a", 1, last=S(9), redriven=("1.0",))
+    assert planned(take("a", [(4, 10)]), redriven).positions == (PositionUpdate("a", 1, S(4), 10, 10),)
 
 
 def test_the_end_of_a_shard_that_is_durable_already_keeps_its_position() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.lineage import Lineage, Presence
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 def family(**parents: str) -> Lineage:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import effective_times, merge_order
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 HOUR = 3_600_000
 

@@ -9,7 +9,7 @@ import pytest
 from mldserver.coordinator.core.lineage import DRAIN, Peers
 from mldserver.ledger.contract import ServerState, ShardState
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 OWN = "own"
 

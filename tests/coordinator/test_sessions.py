@@ -17,7 +17,7 @@ from mldserver.errors import InternalError
 from mldserver.ledger.contract import PositionUpdate, ShardState
 from mldserver.records import Sequence
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 S = Sequence
 

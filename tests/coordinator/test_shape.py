@@ -19,7 +19,7 @@ from mldserver.ledger.contract import LedgerState, Segment, SegmentKind, ServerS
 from mldserver.output.layout import segment_path
 from mldserver.windows import Tumbling, WindowSpec, batches, tumbling_id
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 HOUR = 3_600_000
 SPEC = Tumbling(HOUR, on="at")

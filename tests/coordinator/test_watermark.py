@@ -11,7 +11,7 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import PREFETCH, Holder, View, Watermark
 from mldserver.ledger.contract import ServerState
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.watermark import PREFETCH, Holder, View
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 SHARDS = ("s0", "s1", "s2")
 

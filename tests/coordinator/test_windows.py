@@ -42,7 +42,7 @@ from mldserver.windows import (
 )
 from tests.support.operations import counting_python
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR = 3_600_000
@@ -394,6 +394,13 @@ def test_rows_of_a_window_that_was_skipped_go_to_the_late_dataset() -> None:
     windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, error="no", pending=WAITING)), 0)
     assert windows.kind(A) is SegmentKind.LATE
     assert windows.due_ms == {}
+
+
+def test_a_window_that_is_cut_after_it_expired_stays_expired() -> None:
+    windows = cut_windows()
+    windows.expired(["a"])
+    windows.cut(["a"])
+    assert windows.kind(A) is SegmentKind.LATE
 
 
 def test_a_window_that_the_ledger_has_forgotten_is_late_by_its_end() -> None:

@@ -8,7 +8,7 @@ from mldserver.ledger.book import Book, Changes
 from mldserver.ledger.contract import Segment, WindowEntry, WindowState
 from tests.support.operations import counting_python
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 def entry(name: str, state: WindowState, *sizes: int, pending: int = 0, retained: bool = True) -> WindowEntry:
@@ -55,6 +55,16 @@ def test_windows_that_go_count_no_more() -> None:
     book.apply(Changes(windows={"a": None, "b": None}))
     assert told(book) == (0, 0, set())
     assert book.paths == set()
+
+
+def test_a_copy_of_everything_at_a_version_tells_the_same_and_has_no_news_before_it() -> None:
+    book = book_of(entry("a", WindowState.OPEN, 1), entry("b", WindowState.CUT, 10))
+    copy = Book()
+    copy.apply(book.everything())
+    copy.restored(7)
+    assert told(copy) == told(book)
+    assert set(copy.state(6).windows) == {"a", "b"}, "the news since 6 are not known: all is told"
+    assert copy.state(7).windows == {}
 
 
 def test_news_cost_no_more_however_many_windows_are_known() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mldserver.errors import InternalError, ServerBuried
-from mldserver.ledger import rules
+from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book, Changes, Draft
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -17,15 +17,16 @@ from mldserver.ledger.contract import (
     Segment,
     SegmentKind,
     ServerState,
+    ShapeChange,
     WindowEntry,
     WindowState,
 )
 from mldserver.ledger.operations import Transaction
 from mldserver.ledger.row_rules import register
 from mldserver.records import Sequence
-from tests.ledger.samples import BATCH, HUGE, W1, late, more, move, seg
+from tests.ledger.samples import BATCH, HUGE, W1, W2, late, letter, more, move, seg
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 class Steps:
@@ -85,6 +86,17 @@ def test_a_position_that_would_go_down_is_a_bug(steps: Steps, position: Sequence
     steps(register, Flush((move(),)), 1)
     with pytest.raises(InternalError, match="go back"):
         steps(register, Flush((move(position=position, previous=HUGE),)), 1)
+
+
+def test_the_times_of_a_shard_never_go_back(steps: Steps) -> None:
+    steps(rules.open_shard, "a", (), "one")
+    for number, (effective_ms, event_ms) in enumerate(((20, 30), (10, 40), (None, None))):
+        previous = Sequence(number) if number else None
+        moved = move(
+            position=Sequence(number + 1), previous=previous, effective_ms=effective_ms, event_ms=event_ms
+        )
+        assert steps(register, Flush((moved,)), 1).registered
+    assert (steps.book.shards["a"].effective_ms, steps.book.shards["a"].event_ms) == (20, 40)
 
 
 def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
@@ -276,3 +288,120 @@ def test_a_window_that_the_stream_has_not_come_to_is_not_forgotten(steps: Steps)
     before = {"windows_before_ms": 10**9, "shards_before_ms": 0, "keep_shards": frozenset[str](), "limit": 9}
     assert steps(rules.prune, **before, ends_before_ms=9_999) == 0
     assert steps(rules.prune, **before, ends_before_ms=10_000) == 1
+
+
+def declared(
+    steps: Steps, fingerprint: str, version: int | None = None, now_ms: int = 0, **change: Any
+) -> bool:
+    seen = steps.book.version if version is None else version
+    told: bool = steps(rules.declare, "one", ShapeChange(fingerprint, "text", **change), seen, now_ms)
+    return told
+
+
+def test_a_shape_replaces_the_pipelines_only_at_the_version_that_was_read(steps: Steps) -> None:
+    assert declared(steps, "f1")
+    assert not declared(steps, "f2", version=0)
+    assert (steps.book.totals.shape, steps.book.servers["one"].shape) == ("f1", "f1")
+    assert declared(steps, "f1", version=0), "the same shape changes nothing"
+
+
+def test_a_new_shape_releases_windows_that_it_cannot_read_and_moves_the_first_window(steps: Steps) -> None:
+    declared(steps, "f1")
+    steps.to(WindowState.PUBLISHED)
+    steps(rules.open_shard, "a", (), "one")
+    steps(register, Flush((move(event_ms=5),)), 1)
+    assert declared(steps, "f2", over=frozenset({W1, W2}), window_ms=7_000, forget_event_times=True)
+    assert not steps.book.windows[W1].retained
+    assert steps.book.totals.cut_below_ms == 14_000, "the first multiple of 7 s at or after W1's end"
+    assert steps.book.shards["a"].event_ms is None
+
+
+def test_a_new_size_of_windows_moves_nothing_where_no_window_has_begun(steps: Steps) -> None:
+    steps(register, Flush((), (seg("s1", W2),)), 1)
+    assert declared(steps, "f1", window_ms=7_000, now_ms=9_999)
+    assert steps.book.totals.cut_below_ms is None
+
+
+def test_a_drain_ends_once_every_server_that_ran_before_has_left(steps: Steps) -> None:
+    steps(rules.enter, "two", 0)
+    steps(rules.declare, "two", ShapeChange("f1", "text"), steps.book.version, 0)
+    steps(rules.drain)
+    assert declared(steps, "f1")
+    assert steps.book.totals.draining
+    steps(rules.leave, "two", steps.book.servers["two"].life)
+    assert declared(steps, "f1")
+    assert not steps.book.totals.draining
+
+
+def test_a_claim_keeps_the_folder_unless_it_names_the_ledger_that_it_replaces(steps: Steps) -> None:
+    steps(rules.enter, "two", 0)
+    known = steps.book.totals.ledger_id
+    steps(rules.claim, "/a", None, None)
+    steps(rules.claim, "/b", "another", None)
+    assert (steps.book.totals.folder, steps.book.totals.ledger_id) == ("/a", known)
+    steps(rules.claim, "/b", known, "two")
+    assert steps.book.totals.folder == "/b"
+    assert steps.book.totals.ledger_id != known
+    assert set(steps.book.servers) == {"two"}
+
+
+def test_a_shard_is_released_only_by_its_latest_opening(steps: Steps) -> None:
+    first = steps(rules.open_shard, "a", (), "one").epoch
+    second = steps(rules.open_shard, "a", (), "one").epoch
+    steps(rules.release_shard, "a", first)
+    assert steps.book.shards["a"].owner == "one"
+    steps(rules.release_shard, "a", second)
+    assert steps.book.shards["a"].owner is None
+
+
+def test_only_the_latest_attempt_is_published(steps: Steps) -> None:
+    steps.to(WindowState.COMMITTED)
+    assert steps(rules.published, {W1: 2}, "one", retain=True, now_ms=5) == ()
+    assert steps(rules.published, {W1: 1}, "two", retain=True, now_ms=5) == ()
+    assert steps.book.windows[W1].state is WindowState.COMMITTED
+
+
+def test_a_published_window_is_computed_again_with_its_late_rows(steps: Steps) -> None:
+    steps.to(WindowState.PUBLISHED)
+    steps(register, Flush((), (more("s2"),)), 1)
+    assert steps(rules.decide, W1, "recompute", 9)
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.revision) == (WindowState.CUT, 2)
+    assert entry.segments == (seg("s1", revision=1), more("s2", revision=2))
+
+
+def test_letters_are_marked_paged_and_removed_by_their_ids(steps: Steps) -> None:
+    steps(row_rules.store, ())
+    steps(row_rules.store, (letter(0), letter(1), letter(2)))
+    steps(row_rules.store, (letter(3),), wanted=True)
+    first, second = sorted(steps.book.letters, key=int)
+    ids = [f"{first}.0", f"{first}.1", f"{first}.2", f"{second}.0"]
+    unknown = ["1000.0", f"{first}.x", f"{first}.3", "nothing"]
+    assert steps(row_rules.mark, [ids[1], *unknown], wanted=True) == {ids[1]}
+
+    def pages(after: str | None = None, limit: int = 9, *, wanted: bool = False) -> list[str]:
+        found = row_rules.page(steps.book, after, limit, wanted=wanted)
+        return [f"{version}.{place}" for version, places in found for place in places]
+
+    assert pages() == pages("nothing") == ids
+    assert (pages(limit=2), pages(ids[1]), pages(ids[2])) == (ids[:2], ids[2:], ids[3:])
+    assert pages(f"{second}.0") == []
+    assert pages(wanted=True) == [ids[1], ids[3]]
+    assert row_rules.stored(steps.book, int(first), 1, letter(1)).wanted
+    assert not row_rules.stored(steps.book, int(first), 0, letter(0)).wanted
+    assert steps(row_rules.mark, [ids[1]], wanted=False) == {ids[1]}
+    assert steps.book.redrives == 1
+    told = steps(register, Flush((), redriven=(ids[0],)), 1)
+    assert told.gone_letters == {ids[0]}, "a letter without a mark is not redriven"
+    assert steps(row_rules.remove, [ids[3], ids[0], *unknown]) == {ids[0], ids[3]}
+    assert steps(row_rules.remove, [ids[3]]) == frozenset()
+    assert pages() == ids[1:3]
+    assert steps.book.totals.dead_letters == 2
+    assert steps.book.redrives == 0
+
+
+def test_a_server_that_enters_again_releases_the_windows_it_had(steps: Steps) -> None:
+    steps.to(WindowState.COMMITTED)
+    assert steps.book.time_ms == 0
+    steps(rules.enter, "one", 1)
+    assert steps.book.windows[W1].owner is None

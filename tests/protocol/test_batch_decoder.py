@@ -18,7 +18,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Sequence
 from tests.protocol.test_kpl import aggregate
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 RECORD = {
     "data": "aGk=",

@@ -25,7 +25,7 @@ from mldserver.protocol.messages import (
     Version,
 )
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 MESSAGES: dict[bytes, PeerMessage] = {
     b'{"action":"initialize","shardId":"s"}': Initialize("s", Version.V1),

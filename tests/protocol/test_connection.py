@@ -40,7 +40,7 @@ from tests.protocol.wire import (
     status,
 )
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 # Initialize.
 

@@ -26,7 +26,7 @@ from tests.protocol.wire import (
     status,
 )
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 @pytest.mark.parametrize("ending", [LOST, ENDED, ZOMBIE, TERMINATE])

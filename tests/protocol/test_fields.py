@@ -18,7 +18,7 @@ from mldserver.protocol.codec import (
 )
 from mldserver.protocol.messages import Initialize
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**63 - 1, None])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mldserver.protocol.codec import LineFramer
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 def test_lines_end_with_lf_or_crlf_and_come_without_their_ends() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mldserver.protocol.batch_decoder import MAGIC, UserRecord, _schema, deaggregate
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 def aggregate(*records: tuple[str, bytes], index_shift: int = 0) -> bytes:

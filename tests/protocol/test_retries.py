@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mldserver.protocol.connection import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
 from mldserver.protocol.states import Input
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 
 def test_pauses_double_up_to_the_cap() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mldserver.protocol.states import TABLE, WORKING, Action, Input, State
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 REQUESTS = {
     Input.INITIALIZE,

@@ -19,7 +19,7 @@ from mldserver.protocol.messages import Version
 from mldserver.protocol.wire_records import LARGE_RECORD, FastDecoder
 from mldserver.records import Record, RecordMethods, Sequence
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 FIRST = 49680413909925582756864750443479855425736328331474763778
 

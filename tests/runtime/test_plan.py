@@ -16,7 +16,7 @@ from mldserver.records import Sequence
 from mldserver.runtime.failure_policy import Ending, FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.plan import Again, BatchPlan, End, Step
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 BOOM = Failure("OSError: boom", names=("builtins.OSError",))
 KEY = Failure("KeyError: 'x'", names=("builtins.KeyError",))

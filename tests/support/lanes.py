@@ -8,10 +8,10 @@ import pytest
 
 __all__ = ["EXAMPLES", "PROCESSES", "seeds"]
 
-EXAMPLES: Final = {"quick": 20, "day": 100, "long": 500}
+EXAMPLES: Final = {"core": 20, "quick": 20, "services": 100, "day": 100, "long": 500}
 """How many examples Hypothesis draws for a property that does not set a number."""
 
-PROCESSES: Final = {"quick": 2, "day": 3, "long": 2}
+PROCESSES: Final = {"core": 0, "quick": 2, "services": 2, "day": 3, "long": 2}
 """How many processes run a lane on two processors: by day one of them often waits for Java. Each may start a Spark of about 1 GiB."""
 
 
