@@ -126,6 +126,12 @@ def test_a_page_that_is_made_from_the_program_says_what_it_does(name: str) -> No
     assert (DOCS / name).read_text("utf-8") == generated.PAGES[name](), f"write it anew: {generated.COMMAND}"
 
 
+def test_contributors_are_shown_every_command_of_the_task_runner() -> None:
+    recipes = set(re.findall(r"^([a-z]\w*)[^:\n]*:$", (ROOT / ".justfile").read_text("utf-8"), re.MULTILINE))
+    shown = set(re.findall(r"`just (\w+)`", (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf-8")))
+    assert shown == recipes
+
+
 # mldserver help
 
 
