@@ -106,9 +106,9 @@ def long(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a worker alone never dies: no process waits in reserve, which costs a second of the processor."""
-    monkeypatch.setattr("mldserver.workers.spares.Spares.run", lambda _: asyncio.Event().wait())
+def no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a worker alone never dies: no standby worker is started, which would cost a second of the processor."""
+    monkeypatch.setattr("mldserver.workers.standby.StandbyWorkers.run", lambda _: asyncio.Event().wait())
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "build_hooks": (),
     # What knows nothing of ours but errors.
     "base": ("errors",),
-    "children": (),
+    "children": ("base",),
     "protocol": ("errors", "records", "base.backoff"),
     "handler": ("errors", "records", "windows", "change"),
     "runtime": ("errors", "records", "windows", "base", "protocol", "handler", *_SETTINGS),

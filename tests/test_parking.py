@@ -47,7 +47,7 @@ def letters(settings: Any) -> list[tuple[bytes, int]]:
     return [(data, attempts) for data, attempts, _ in found]
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize(("policy", "workers"), [("park", None), ("park", 1), ("continue", None)])
 async def test_no_record_overtakes_a_dead_letter_of_its_key(
     policy: Any, workers: Any, tmp_path: Path, handler: str

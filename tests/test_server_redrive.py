@@ -145,7 +145,7 @@ async def test_letters_of_a_file_that_is_named_again_count_again(settings: Any, 
     assert await redriven() == Counter(range(RECORDS)) + Counter(BAD)
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
 async def test_parked_records_run_in_order_once_their_letters_are_redriven(
     settings: Any, tmp_path: Path, workers: int | None

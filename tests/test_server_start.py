@@ -150,7 +150,7 @@ async def test_ps_names_each_process_and_systemd_is_told_of_start_reload_and_sto
             await until(lambda: len(titles(server.pid)) == 5)
             assert titles(server.pid) == [
                 f"mldserver: watched {role}"
-                for role in ("admin endpoint", "server", "worker 0", "worker 1", "worker in reserve")
+                for role in ("admin endpoint", "server", "standby worker", "worker 0", "worker 1")
             ]
             words.clear()
             server.send_signal(signal.SIGHUP)

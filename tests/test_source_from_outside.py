@@ -142,7 +142,7 @@ def published(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
 async def test_a_source_from_outside_feeds_windows_once_across_a_restart(
     tmp_path: Path, handler: str, workers: int | None

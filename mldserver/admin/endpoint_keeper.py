@@ -40,6 +40,7 @@ from mldserver.base.threads import aside
 from mldserver.base.uris import redaction
 from mldserver.children.channel import Channel, Descriptors, encodable
 from mldserver.children.process import ChildProcess, ending
+from mldserver.children.supervise import Exit, supervise
 from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.config.resolve import home
 from mldserver.config.settings import Settings
@@ -224,19 +225,16 @@ class AdminEndpoint:
     async def _keep(
         self, group: asyncio.TaskGroup, listeners: list[socket.socket], carry_out: CarryOut
     ) -> None:
-        """Have a process; when it ends, have another."""
-        again = Backoff(1.0, _AGAIN_SECONDS, free=1)
-        while True:
-            began_ms = self._clock.steady_ms()
+        """Keep an endpoint process running."""
+
+        async def run_once() -> Exit:
             try:
                 end = await self._live(group, listeners, carry_out)
             except OSError as error:  # no process, or no descriptor, to be had
                 end = str(error)
-            if self._clock.steady_ms() - began_ms > 60_000:  # noqa: PLR2004  # a minute: it was of use
-                again.worked()
-            delay = again.failed()
-            log.warning("admin.lost", reason=end, delay_seconds=delay)
-            await self._clock.sleep(delay)
+            return Exit(lambda delay: log.warning("admin.lost", reason=end, delay_seconds=delay))
+
+        await supervise(run_once, backoff=Backoff(1.0, _AGAIN_SECONDS, free=1), clock=self._clock)
 
     async def _live(
         self, group: asyncio.TaskGroup, listeners: list[socket.socket], carry_out: CarryOut

@@ -27,6 +27,7 @@ from mldserver.base.service import ServiceReport
 from mldserver.base.threads import aside
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
+from mldserver.children.supervise import Exit, supervise
 from mldserver.config.kinds import Address, UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, ConfigError, NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF, Digest, DigestEvent, LogEvent, LogParser, verbatim
@@ -54,8 +55,6 @@ ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
 """Exit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
-HEALTHY_SECONDS: Final = 120.0
-"""A run of this length counts as good: a start takes the KCL up to a minute, so shorter ones say little."""
 
 
 @dataclass(kw_only=True)
@@ -111,7 +110,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 counts = tasks.create_task(self._tell_counts())
-                code = await self._again_and_again()
+                code = await self._keep_running()
                 counts.cancel()
         finally:
             self.worker.close()
@@ -124,36 +123,50 @@ class Supervisor:
             await self.clock.sleep(COUNTS_SECONDS)
             _write(self._digest.due(self.clock.steady_ms() / 1000))
 
-    async def _again_and_again(self) -> int:
+    async def _keep_running(self) -> int:
+        """Run one daemon after another until stopped; return the exit code."""
+        exit_code = EXIT_CLEAN
+
+        async def run_once() -> Exit | None:
+            nonlocal exit_code
+            if not await self._server_is_there():
+                return None
+            await self._release_lead()  # again, if it failed before
+            began_ms = self.clock.steady_ms()
+            code = await self._once()
+            seconds = (self.clock.steady_ms() - began_ms) / 1000
+            await self._release_lead()
+            if self._stopping.is_set():
+                exit_code = self._report_stop(code, seconds)
+            return Exit(partial(self._report_exit, code, seconds))
+
         if await self._name_is_free():
             # Of a former supervisor that was killed, with its JVM.
             await self._release_lead()
-        while await self._server_is_there():
-            await self._release_lead()  # again, if it failed before
-            began = self.clock.steady_ms()
-            code = await self._once()
-            ran = (self.clock.steady_ms() - began) / 1000
-            await self._release_lead()
-            if self._stopping.is_set():
-                if self._killed or code in ENDS_IN_ORDER:
-                    log.info("kcl.exited", exit_code=code, seconds=ran)
-                    return EXIT_CLEAN
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                log.warning(
-                    "kcl.exited",
-                    exit_code=code,
-                    seconds=ran,
-                    what=f"The daemon {how} while it was being stopped.",
-                    advice="Look whether the host's memory is used up. Its shards move when their leases expire.",
-                )
-                return EXIT_FAULT
-            if ran >= HEALTHY_SECONDS:
-                self.backoff.worked()
-            delay = self.backoff.failed(self.chance())
-            self._doing = f"the daemon ended with exit code {code}; it starts again in {delay:.1f} s"
-            log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
-            await first_of(self._stopping.wait(), self.clock.sleep(delay))
-        return EXIT_CLEAN
+            await supervise(
+                run_once, backoff=self.backoff, clock=self.clock, stopping=self._stopping, chance=self.chance
+            )
+        return exit_code
+
+    def _report_stop(self, code: int, seconds: float) -> int:
+        """Log how the daemon ended when it was asked to stop; return this program's exit code."""
+        if self._killed or code in ENDS_IN_ORDER:
+            log.info("kcl.exited", exit_code=code, seconds=seconds)
+            return EXIT_CLEAN
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        log.warning(
+            "kcl.exited",
+            exit_code=code,
+            seconds=seconds,
+            what=f"The daemon {how} while it was being stopped.",
+            advice="Look whether the host's memory is used up. Its shards move when their leases expire.",
+        )
+        return EXIT_FAULT
+
+    def _report_exit(self, code: int, seconds: float, delay: float) -> None:
+        """Log that the daemon ended unasked, and when it starts again."""
+        self._doing = f"the daemon ended with exit code {code}; it starts again in {delay:.1f} s"
+        log.warning("kcl.exited", exit_code=code, seconds=seconds, delay_seconds=round(delay, 3))
 
     async def _name_is_free(self) -> bool:
         """Return True once no other process on this host is the same worker, False when told to stop first."""

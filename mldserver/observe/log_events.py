@@ -171,7 +171,7 @@ worker.lost  error  worker pid reason stacks batches delay_seconds
 worker.replaced  warning  worker pid reason bytes limit_bytes delay_seconds
     A worker process exceeded its memory limit; it finished its current work and was replaced.
 worker.failed  critical  worker
-    A worker's processes die again and again before they process anything.
+    A worker's processes died eight times in a row before they completed a batch.
 worker.not_started  error  delay_seconds
     A standby worker failed to start, or exited before it was used.
 worker.garbled  error  pid

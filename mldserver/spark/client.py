@@ -4,7 +4,7 @@
 
 A driver is one child process with its JVM (``driver.py``). After any failure, the engine kills the process group,
 fails pending jobs with DriverLost, and starts a fresh driver after a back-off. The back-off grows until a job
-succeeds. If Java is missing, the handler cannot be imported, or a session on this machine never comes up, ``run``
+succeeds, or a driver has lived for two minutes. If Java is missing, the handler cannot be imported, or a session on this machine never comes up, ``run``
 raises.
 """
 
@@ -24,9 +24,10 @@ import msgspec
 import structlog
 
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import Clock, SystemClock, in_time
+from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.uris import redacted
 from mldserver.children.process import resident_bytes
+from mldserver.children.supervise import Exit, supervise
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
@@ -287,27 +288,25 @@ class SparkEngine:
         self._changed = asyncio.Event()
 
     async def _keep_alive(self, java: Java | None) -> None:
-        backoff = Backoff(base=1.0, cap=60.0)
-        while not self._closing.is_set():
-            reason, exit_code, who = "", None, "driver"
+        async def run_once() -> Exit | None:
+            reason, exit_code, who, useful = "", None, "driver", False
             try:
                 life = await self._one_life(java)
             except OSError as error:
                 self._lost = reason = f"No process could be started: {error}"
             else:
-                if self._closing.is_set():
-                    return
-                if life is self._retired:
-                    continue
+                if self._closing.is_set() or life is self._retired:
+                    return None
                 self._give_up(life)
-                if life.jobs_done:
-                    backoff.worked()
-                reason, exit_code = life.reason(), life.child.exit_code
+                reason, exit_code, useful = life.reason(), life.child.exit_code, life.jobs_done > 0
                 if life.jvm_exit_code is not None:
                     who, exit_code = "jvm", life.jvm_exit_code
-            delay = backoff.failed()
-            log.error("spark.lost", who=who, reason=reason, exit_code=exit_code, delay_seconds=delay)
-            await in_time(self._closing.wait(), self.clock, delay)
+            fields = {"who": who, "reason": reason, "exit_code": exit_code}
+            return Exit(lambda delay: log.error("spark.lost", delay_seconds=delay, **fields), useful)
+
+        if not self._closing.is_set():
+            backoff = Backoff(base=1.0, cap=60.0)
+            await supervise(run_once, backoff=backoff, clock=self.clock, stopping=self._closing)
 
     def _give_up(self, life: Life) -> None:
         """Raise when another start cannot end better than the last."""

@@ -171,7 +171,7 @@ class Child:
                 set_level(message.level)
             case wire.Start():
                 self._pipeline = message.pipeline
-                entitle(self._pipeline, "worker in reserve")
+                entitle(self._pipeline, "standby worker")
                 file = files.pop(0)
                 self._arena = memoryview(mmap.mmap(file, message.arena_bytes, prot=mmap.PROT_READ))
                 self._mark = Mark(file)

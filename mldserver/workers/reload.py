@@ -23,7 +23,7 @@ from mldserver.errors import HandlerError, OperatorError
 from mldserver.handler.spec import HandlerSpec, windows_text
 from mldserver.records import Sequence as Position
 from mldserver.records import Shard
-from mldserver.workers.spares import Spares
+from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.wire import Forget
 from mldserver.workers.worker import Worker
 from mldserver.workers.worker_process import WorkerProcess
@@ -50,7 +50,7 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
 class Reload:
     """One reload of a runtime's handler; all that it is given is the runtime's own."""
 
-    spares: Spares
+    standby: StandbyWorkers
     workers: Sequence[Worker]
     shards: Mapping[str, Shard]
     parked: Mapping[str, Mapping[str, Position]]
@@ -62,7 +62,7 @@ class Reload:
         Raises HandlerError where it cannot be loaded or a shard not be opened, OperatorError where it does not go with
         what ran ``before``, or the old processes cannot be replaced now.
         """
-        async with self.spares.anew(len(self.workers)) as (now, processes):
+        async with self.standby.start_afresh(len(self.workers)) as (now, processes):
             if other := differences(before, now):
                 raise OperatorError(
                     f"The new version has another shape: {'; '.join(other)}.",
@@ -82,14 +82,14 @@ class Reload:
                 if not all(process.is_open for process in processes):
                     raise HandlerError("A process of the new version has died.", did=_DID)
                 # No await from here on. Shards may have been let go of, and workers may have died, meanwhile.
-                spare = []
+                unused = []
                 for worker, process in plan:
                     there = {name for name in opened[worker.number] if worker.has_open(name)}
                     for gone in opened[worker.number] - there:
                         process.tell(Forget(0, gone))
                     if not worker.take_over(process, there):
-                        spare.append(process)
-                processes[:] = self.spares.renew(spare, now.code)
+                        unused.append(process)
+                processes[:] = self.standby.replace_ready(unused, now.code)
             for worker in self.workers:
                 await worker.taken_over()
         return now

@@ -2,7 +2,7 @@
 
     server ── WorkerRuntime ──┬── Worker 0 ── WorkerProcess ══ socket ══ child: InlineRuntime, the user's code
                               ├── Worker 1 ── WorkerProcess ══ socket ══ child
-                              └── a spare process, warm, for whichever dies next
+                              └── a standby worker, which replaces the next process that dies
 
 Batches go over as they came; rows come back as Arrow. A shard stays with its worker. When a process dies its unanswered
 requests are made again, in the next one, in which its shards are opened again before. What was in hand then is suspect,
@@ -35,7 +35,7 @@ from mldserver.runtime.plan import BatchPlan
 from mldserver.workers import wire
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
-from mldserver.workers.spares import Spares
+from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.worker import Limits, Worker, place, spread
 from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 
@@ -84,9 +84,9 @@ class WorkerRuntime:
             arena_bytes=ARENA_BYTES,
             log_level=log_level,
         )
-        self._spares = Spares(start, clock=clock)
+        self._standby = StandbyWorkers(start, clock=clock)
         self.workers = self._workers = [
-            Worker(number, fresh=self._spares.take, limits=limits, clock=clock) for number in range(workers)
+            Worker(number, fresh=self._standby.take, limits=limits, clock=clock) for number in range(workers)
         ]
         self._plan: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
@@ -100,17 +100,12 @@ class WorkerRuntime:
     @property
     def trouble(self) -> str | None:
         """What a person should look at."""
-        failed = [str(worker.number) for worker in self._workers if worker.failed]
-        if failed:
-            return f"worker {', '.join(failed)} dies again and again: see worker.lost"
-        restless = [str(worker.number) for worker in self._workers if worker.restless]
-        if restless:
-            return f"worker {', '.join(restless)} has died more than five times lately: see worker.lost"
-        return self._spares.trouble
+        troubles = [each for worker in self._workers if (each := worker.trouble)]
+        return "; ".join(troubles) or self._standby.trouble
 
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
-        self.spec = wire.spec_of(self._spares.handler, await self._spares.first())
+        self.spec = wire.spec_of(self._standby.handler, await self._standby.first())
         return self.spec
 
     async def reload(self) -> None:
@@ -122,7 +117,7 @@ class WorkerRuntime:
         if self._reloading.locked():
             raise OperatorError("Another reload is under way.")
         async with self._reloading:
-            reload = Reload(self._spares, self._workers, self._shards, self._parked, self._owing)
+            reload = Reload(self._standby, self._workers, self._shards, self._parked, self._owing)
             self.spec = await reload.run(self.spec)
 
     async def start(self) -> None:
@@ -131,13 +126,13 @@ class WorkerRuntime:
     async def run(self) -> None:
         """Keep the workers running until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._spares.run(), name="spare worker")
+            group.create_task(self._standby.run(), name="standby worker")
             for worker in self._workers:
                 group.create_task(worker.run(), name=f"worker {worker.number}")
 
     def set_log_level(self, level: int) -> None:
         """Set the log level of all processes: ``level`` is a number of ``logging``."""
-        self._spares.set_log_level(level)
+        self._standby.set_log_level(level)
         for worker in self._workers:
             if worker.present is not None:
                 worker.present.tell(wire.LogLevel(level))
@@ -146,7 +141,7 @@ class WorkerRuntime:
         """End what is left of the processes."""
         for worker in self._workers:
             await worker.close()
-        await self._spares.close()
+        await self._standby.close()
 
     async def open(self, shard: Shard) -> None:
         """Open a shard (see ``Runtime.open``). If this ends the process, retry; ``halt`` limits the retries."""
@@ -175,7 +170,7 @@ class WorkerRuntime:
             log.error(
                 "handler.hook_failed",
                 shard=shard_id,
-                handler=self._spares.handler,
+                handler=self._standby.handler,
                 hook=str(hook),
                 what=gone.died,
                 attempts=self._policy.attempts,
@@ -232,6 +227,7 @@ class WorkerRuntime:
             if batch.cancelled():
                 process.cancel(message.id)
             elif batch.exception() is None and isinstance(batch.result(), BatchOutcome):
+                process.done += 1
                 self._note(shard_id, batch.result())
 
         begun = process.post(
@@ -325,7 +321,7 @@ class WorkerRuntime:
             did="The connection is closed; the batch will be delivered again.",
             advice="It may need more memory: raise worker_memory, or have the daemon send fewer records at once.",
             shard=delivery.shard_id,
-            handler=self._spares.handler,
+            handler=self._standby.handler,
         )
 
     async def _sent(self, delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
@@ -340,6 +336,7 @@ class WorkerRuntime:
                 outcome = await process.ask(message, (await held.file(),))
         else:
             outcome = await process.ask(message, offset=offset)
+        process.done += delivery.part is None
         self._note(delivery.shard_id, outcome)
         return outcome
 
@@ -373,7 +370,7 @@ class WorkerRuntime:
                     raise
                 deaths += alone
                 if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
-                    handler = self._spares.handler
+                    handler = self._standby.handler
                     raise halted(
                         Failure(gone.died),
                         str(Hook.INITIALIZE),
@@ -394,7 +391,7 @@ class WorkerRuntime:
                 did="The connection is closed, so that they are delivered again.",
                 advice="A processor that checkpoints at the end of each batch goes on without that.",
                 shard=shard_id,
-                handler=self._spares.handler,
+                handler=self._standby.handler,
             )
         generation, shard = worker.generation, self._shards.get(shard_id)
         if shard is None:

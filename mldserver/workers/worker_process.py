@@ -119,7 +119,7 @@ class WorkerProcess:
         self.again = True
         """Whether to drop its ``handler.loaded`` lines, because another process has logged them."""
         self.done = 0
-        """How many batches it has done."""
+        """How many batches it has completed; parts of batches do not count. Its owner counts them."""
         self.lost: Counter[str] = Counter()
         """How many requests of a shard were unanswered when it ended."""
         self.beat: wire.BeatMessage | None = None
@@ -331,7 +331,6 @@ class WorkerProcess:
                 outcome = wire.outcome_of(message, files)
             except (pa.ArrowInvalid, IndexError, OSError) as error:
                 raise WireError(f"the rows of an answer cannot be read: {error}") from None
-            self.done += 1
             future.set_result(outcome)
         else:
             future.set_result(message)

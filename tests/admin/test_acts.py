@@ -54,7 +54,7 @@ def ids(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize("workers", [None, 1])
 async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], workers: int | None
@@ -114,7 +114,7 @@ async def test_the_log_level_changes_for_loggers_that_are_bound_already(level: i
     set_level(level)
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_open(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], level: int
 ) -> None:

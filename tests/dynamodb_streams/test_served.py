@@ -49,7 +49,7 @@ def published(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
 async def test_a_server_reads_a_stream_by_its_settings_and_goes_on_after_a_restart(
     tmp_path: Path, handler: str, workers: int | None, logged: list[dict[str, Any]]

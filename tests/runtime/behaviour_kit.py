@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import pytest
-from workers.kit import without_spare
+from workers.kit import without_standby
 
 from mldserver.base.clock import SystemClock
 from mldserver.handler.inspection import load_spec
@@ -134,7 +134,7 @@ async def on_stage(cast: Cast) -> AsyncIterator[Stage]:
     runtime = cast.runtime()
     if isinstance(runtime, WorkerRuntime):
         if "harm" not in cast.handler:
-            without_spare(runtime)
+            without_standby(runtime)
         await runtime.load()
     await runtime.start()
     running = asyncio.create_task(runtime.run())

@@ -28,7 +28,7 @@ __all__ = [
     "named",
     "no_descriptor",
     "running",
-    "without_spare",
+    "without_standby",
 ]
 
 START = wire.Start(
@@ -45,16 +45,16 @@ START = wire.Start(
 """What a process is begun with, for tests in which it loads nothing."""
 
 
-def without_spare(runtime: WorkerRuntime) -> None:
-    """Let a runtime with one worker keep no spare process: where nobody dies, it only costs a second of the processor."""
-    runtime._spares.run = asyncio.Event().wait  # type: ignore[method-assign,assignment]  # it never ends
+def without_standby(runtime: WorkerRuntime) -> None:
+    """Let a runtime with one worker keep no standby worker: where no process dies, it only costs a second of the processor."""
+    runtime._standby.run = asyncio.Event().wait  # type: ignore[method-assign,assignment]  # it never ends
 
 
 @contextlib.asynccontextmanager
-async def running(runtime: WorkerRuntime, *, spare: bool = True) -> AsyncIterator[WorkerRuntime]:
+async def running(runtime: WorkerRuntime, *, standby: bool = True) -> AsyncIterator[WorkerRuntime]:
     """Load the handler, and keep the workers running while the block runs."""
-    if not spare:
-        without_spare(runtime)
+    if not standby:
+        without_standby(runtime)
     await runtime.load()
     task = asyncio.create_task(runtime.run())
     try:

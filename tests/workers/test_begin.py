@@ -61,7 +61,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerRuntime:
 
 @pytest.mark.parametrize("size", [1, 50_000], ids=["inside the message", "in the arena"])
 async def test_an_answer_is_there_without_anybody_who_waits(runtime: WorkerRuntime, size: int) -> None:
-    async with running(runtime, spare=False), asyncio.timeout(800):
+    async with running(runtime, standby=False), asyncio.timeout(800):
         for shard in "abc":
             await runtime.open(Shard(shard))
         begun = [runtime.begin(delivery(shard, "x", key="k" * size)) for shard in "abc"]
@@ -105,7 +105,7 @@ async def test_a_shard_that_was_idle_when_its_process_died_is_opened_again_for_i
 async def test_whoever_cancels_a_batch_tells_the_worker_and_holds_up_nobody(
     runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
-    async with running(runtime, spare=False), asyncio.timeout(800):
+    async with running(runtime, standby=False), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         begun = runtime.begin(delivery("a", "long"))
         assert isinstance(begun, asyncio.Future)
@@ -124,7 +124,7 @@ async def test_whoever_cancels_a_batch_tells_the_worker_and_holds_up_nobody(
 async def test_what_cannot_go_at_once_is_to_be_awaited(runtime: WorkerRuntime) -> None:
     with pytest.raises(InternalError, match="not open"):
         await runtime.begin(delivery("a", "x"))  # type: ignore[misc]  # it is a coroutine
-    async with running(runtime, spare=False), asyncio.timeout(800):
+    async with running(runtime, standby=False), asyncio.timeout(800):
         await runtime.open(Shard("a"))
         gate = runtime._workers[0].gate
         pass_ = await gate.enter(alone=True)

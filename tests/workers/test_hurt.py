@@ -153,7 +153,7 @@ async def test_a_batch_whose_process_dies_once_is_done_by_the_next_and_nobody_no
     only_unanswered_batches_ran_twice(tmp_path, logged)
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize(
     "harm",
     [
@@ -236,7 +236,7 @@ async def test_under_halt_such_a_record_stops_its_shard(
     assert "WorkerDied" in named(logged, "handler.halted")[0]["what"]
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 async def test_a_flood_of_prints_is_cut_and_the_rest_counted(
     tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
 ) -> None:
@@ -250,7 +250,7 @@ async def test_a_flood_of_prints_is_cut_and_the_rest_counted(
     assert 0 < len(printed) < 5000
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 async def test_a_flood_past_python_is_slowed_and_does_not_keep_the_server_from_stopping(
     tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
 ) -> None:
@@ -308,7 +308,7 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
     async with serving(quick(tmp_path / "out", "hopeless", workers=1), exit_code=EXIT_FORCED) as server:
         daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
         assert server._parts is not None
-        server._parts.runtime._workers[0]._deaths.useless = Backoff(base=0.05, cap=0.05)  # type: ignore[attr-defined]  # so that it takes no minutes
+        server._parts.runtime._workers[0]._deaths = Backoff(base=0.05, cap=0.05)  # type: ignore[attr-defined]  # so that it takes no minutes
         async with asyncio.timeout(800):
             await until(lambda: bool(named(logged, "worker.failed")))
             await until(lambda: bool(named(logged, "server.unready")))
@@ -316,7 +316,7 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
         daemon.cancel()
         await asyncio.wait({daemon})
         server.force()
-    assert "dies again and again" in named(logged, "server.unready")[-1]["reason"]
+    assert "times in a row" in named(logged, "server.unready")[-1]["reason"]
 
 
 async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing(
@@ -361,12 +361,10 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
     assert sorted(event["pid"] for event in named(logged, "worker.lost")) == sorted(killed)
     assert len(killed) == kills
     only_unanswered_batches_ran_twice(tmp_path, logged, max_records=10)
-    reasons = [event["reason"] for event in named(logged, "server.unready")]
-    # Of a day's few deaths neither worker need have had so many.
-    assert not long or any("more than five times lately" in reason for reason in reasons)
+    assert named(logged, "worker.failed") == []
 
 
-@pytest.mark.usefixtures("no_spare")
+@pytest.mark.usefixtures("no_standby")
 async def test_workers_live_in_the_machines_time_whatever_the_servers_clock_says(
     tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
 ) -> None:

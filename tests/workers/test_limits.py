@@ -96,7 +96,7 @@ async def test_a_worker_that_is_busy_for_longer_than_any_call_may_take_is_not_ta
 ) -> None:
     busy = BUSY.format(define=define)
     async with (
-        running(runtime_of(busy, Limits(KILL_AFTER_MS, None)), spare=False) as runtime,
+        running(runtime_of(busy, Limits(KILL_AFTER_MS, None)), standby=False) as runtime,
         asyncio.timeout(800),
     ):
         await runtime.open(Shard("s"))
@@ -128,7 +128,7 @@ async def test_a_worker_that_leaks_is_replaced_between_batches_none_of_which_is_
 async def test_the_memory_that_a_long_batch_took_is_there_for_the_next(
     runtime_of: Callable[[str, Limits], WorkerRuntime], tmp_path: Path
 ) -> None:
-    async with running(runtime_of(TOUCHES, Limits(KILL_AFTER_MS, None)), spare=False) as runtime:
+    async with running(runtime_of(TOUCHES, Limits(KILL_AFTER_MS, None)), standby=False) as runtime:
         await runtime.open(Shard("s"))
         for _ in range(3):
             await runtime.process(delivery("s", *["x" * 1000] * 10_000))

@@ -25,7 +25,7 @@ from mldserver.runtime.interface import BatchOutcome
 from mldserver.testing import VirtualClock
 from mldserver.workers import reload
 from mldserver.workers.runtime import WorkerRuntime
-from mldserver.workers.spares import Spares
+from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.worker import Limits, Worker
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
 
@@ -102,9 +102,11 @@ async def test_new_processes_take_over_with_all_shards_open_and_the_old_ones_are
         assert len(old) == len(new) == 2
         assert not old & children(os.getpid())
         assert len(opened()) == 6
-        await until(lambda: bool(runtime._spares._ready))
+        await until(lambda: bool(runtime._standby._ready))
         os.kill(after["a"]["pid"], signal.SIGKILL)
-        assert row(await runtime.process(delivery("a", "x")))["version"] == 2, "the spare is new, too"
+        assert row(await runtime.process(delivery("a", "x")))["version"] == 2, (
+            "the standby worker is new, too"
+        )
     assert [event["generation"] for event in named(logged, "worker.started")] == [1, 1, 2, 2, 3]
     assert len(named(logged, "worker.lost")) == 1
 
@@ -145,7 +147,7 @@ async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_o
 ) -> None:
     # By day one that it cannot load, one that differs, and one that opens no shard; what says no to the others is below.
     refused = list(REFUSED.values())[:: 1 if long else 2]
-    async with running(one, spare=False):
+    async with running(one, standby=False):
         await one.open(Shard("a"))
         before = row(await one.process(delivery("a", "x")))
         for number, (changes, error, says) in enumerate(refused, 2):
@@ -198,9 +200,9 @@ class New:
         self.is_open = False
 
 
-def new_reload(spares: Any = None) -> reload.Reload:
+def new_reload(standby: Any = None) -> reload.Reload:
     worker = cast("Worker", SimpleNamespace(number=0, has_open="a".__eq__))
-    return reload.Reload(spares, [worker], {"a": Shard("a"), "b": Shard("b")}, {}, set())
+    return reload.Reload(standby, [worker], {"a": Shard("a"), "b": Shard("b")}, {}, set())
 
 
 def test_an_initialize_that_never_comes_to_an_end_is_not_waited_for() -> None:
@@ -223,7 +225,7 @@ async def test_a_version_that_ends_its_process_while_it_loads_is_refused(
 
     monkeypatch.setattr(WorkerProcess, "start", start)
     with pytest.raises(HandlerError, match="Loading the handler ended its process: exit code 3"):
-        await new_reload(Spares(START, clock=VirtualClock())).run(load_spec("handlers.raw"))
+        await new_reload(StandbyWorkers(START, clock=VirtualClock())).run(load_spec("handlers.raw"))
     assert not new.is_open
 
 
@@ -233,7 +235,7 @@ async def test_what_is_in_hand_is_finished_by_the_old_version_and_what_comes_mea
 ) -> None:
     harm = "open('begun', 'w').close()\n        while not os.path.exists('go'): await asyncio.sleep(0.01)"
     write(1, harm=harm, define="async def")
-    async with running(one, spare=False), asyncio.TaskGroup() as group:
+    async with running(one, standby=False), asyncio.TaskGroup() as group:
         await one.open(Shard("a"))
         first = group.create_task(one.process(delivery("a", "x")))
         await until(Path("begun").exists)
@@ -255,7 +257,7 @@ async def test_a_call_that_takes_too_long_keeps_the_old_version(
 ) -> None:
     monkeypatch.setattr(reload, "WAIT_SECONDS", 0.1)
     write(1, harm="open('begun', 'w').close()\n        while not os.path.exists('go'): time.sleep(0.01)")
-    async with running(one, spare=False), asyncio.TaskGroup() as group:
+    async with running(one, standby=False), asyncio.TaskGroup() as group:
         await one.open(Shard("a"))
         first = group.create_task(one.process(delivery("a", "x")))
         await until(Path("begun").exists)
@@ -272,7 +274,7 @@ async def test_a_call_that_takes_too_long_keeps_the_old_version(
 async def test_a_shard_that_is_let_go_of_meanwhile_is_not_open_in_the_new_process(
     one: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(one, spare=False):
+    async with running(one, standby=False):
         await one.open(Shard("a"))
         take = reload.Reload._open
 
@@ -299,7 +301,7 @@ async def test_a_shard_that_is_let_go_of_meanwhile_is_not_open_in_the_new_proces
 async def test_a_worker_that_is_dead_at_that_moment_begins_again_with_the_new_version(
     one: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(one, spare=False):
+    async with running(one, standby=False):
         await one.open(Shard("a"))
         await until(lambda: all(worker.present for worker in one._workers))
         take = reload.Reload._open
@@ -320,7 +322,7 @@ async def test_a_worker_that_is_dead_at_that_moment_begins_again_with_the_new_ve
 async def test_a_record_processor_that_has_not_checkpointed_keeps_the_old_version(
     one: WorkerRuntime,
 ) -> None:
-    async with running(one, spare=False):
+    async with running(one, standby=False):
         await one.open(Shard("a"))
         one._owing.add("a")
         with pytest.raises(OperatorError, match=r"have not checkpointed all that they were given: a\."):

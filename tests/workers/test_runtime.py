@@ -74,6 +74,7 @@ class Opened:
     """A process that does every batch."""
 
     ids = itertools.count(1)
+    done = 0
 
     async def ask(self, *_: Any, **__: Any) -> BatchOutcome:
         return BatchOutcome(BatchOutline(0, 0, None, None, None, 0), None)
@@ -256,7 +257,7 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
         "    pathlib.Path('runs').touch()\n"
         "    while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     )
-    async with running(runtime_of(text), spare=False) as runtime, asyncio.timeout(800):
+    async with running(runtime_of(text), standby=False) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("a"))
         process = await runtime._workers[0].process()
         given_up = asyncio.create_task(runtime.process(delivery("a", "x", key="k" * 5000)))
@@ -275,7 +276,7 @@ async def test_what_is_given_up_before_the_worker_has_heard_of_it_is_answered_al
     runtime_of: Callable[..., WorkerRuntime],
 ) -> None:
     async with (
-        running(runtime_of("async def process_record(record): ...\n"), spare=False) as runtime,
+        running(runtime_of("async def process_record(record): ...\n"), standby=False) as runtime,
         asyncio.timeout(800),
     ):
         shards = [str(number) for number in range(20)]
@@ -318,7 +319,7 @@ async def test_only_the_shards_of_a_worker_that_failed_go_elsewhere(
     failed = runtime._workers[2]
     failed.opened |= {"d": 1, "e": 1, "guilty": 1}
     failed.suspects = {"guilty"}
-    failed._deaths.useless.failures = 8
+    failed._deaths.failures = 8
     runtime._evade(failed)
     assert runtime._plan == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "guilty": 2}
     assert failed.opened == {"guilty": 1}, "what comes back there is opened anew"

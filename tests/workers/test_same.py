@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers.kit import without_spare
+from workers.kit import without_standby
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import MldserverError
@@ -143,7 +143,7 @@ class Both:
 
     async def start(self) -> asyncio.Task[None]:
         await self.inline.start()
-        without_spare(self.workers)
+        without_standby(self.workers)
         await self.workers.load()
         await self.workers.start()
         return asyncio.create_task(self.workers.run())

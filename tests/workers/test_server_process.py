@@ -138,7 +138,7 @@ async def test_workers_end_when_their_server_is_killed_whatever_they_are_doing(
     async with serving(tmp_path, BLOCKS + BLOCKED[blocked], workers="2") as server:
         daemon = await daemon_of(server, shards=1)
         playing = asyncio.create_task(daemon.run())
-        # One is blocked, one has nothing to do, and one is a spare.
+        # One is blocked, one has nothing to do, and one is on standby.
         await until(lambda: len(children(server.process.pid)) == 3 and bool(server.called()))
         workers = children(server.process.pid)
         assert server.called() < workers

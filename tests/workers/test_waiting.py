@@ -13,6 +13,7 @@ from workers.kit import delivery, running
 
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.workers import gate
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 
@@ -40,7 +41,7 @@ async def test_a_batch_that_was_in_hand_when_its_worker_died_does_not_wait_for_a
     hours = FailurePolicy(retry_base_seconds=7200, retry_cap_seconds=7200)
     runtime = WorkerRuntime("mine", workers=1, policy=hours, limits=Limits(None, None))
     (worker,) = runtime._workers
-    worker.gate._patience_seconds = 0.05
+    monkeypatch.setattr(gate, "IDLE_CHECKS", 2)
     async with running(runtime), asyncio.timeout(800):
         waiting = asyncio.create_task(runtime.open(Shard("waiting")))
         for shard in "ab":

@@ -177,13 +177,17 @@ async def test_one_that_has_grown_is_not_waited_for_without_end_when_what_it_has
     ]
 
 
-async def test_others_pass_those_of_its_requests_that_only_wait(stage: Stage) -> None:
-    worker = stage.worker
-    assert not worker.gate._idle()
+async def test_a_suspect_passes_requests_that_only_wait_while_the_handler_is_idle(stage: Stage) -> None:
+    gate = stage.worker.gate
+    await gate.enter(alone=False)
+    suspect = asyncio.create_task(gate.enter(alone=True))
+    await stage.later(60)
+    assert not suspect.done(), "the handler works on the request inside"
     stage.process.is_busy = False
-    assert worker.gate._idle()
-    stage.process.end()
-    assert not worker.gate._idle(), "they wait for the next process"
+    await stage.later(2)
+    assert not suspect.done()
+    await stage.later(1)
+    assert suspect.done()
 
 
 async def test_one_that_shrinks_again_before_it_is_replaced_goes_on(
@@ -206,7 +210,7 @@ async def test_replacements_between_batches_are_no_deaths(stage: Stage) -> None:
         stage.process.beat = Beat(0, 0, 120)
         await stage.later()
     assert len(stage.processes) > 10
-    assert not stage.worker.restless
+    assert not stage.worker.failed
 
 
 async def test_one_that_grows_on_while_it_finishes_is_killed(
@@ -233,9 +237,14 @@ async def test_a_limit_below_what_an_idle_process_takes_makes_the_worker_fail_in
 async def test_lives_that_come_to_nothing_make_it_fail_until_one_does_something(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
-    await stage.die(8)
-    assert stage.worker.failed
+    await stage.die(7)
+    assert not stage.worker.failed
+    await stage.die()
+    assert stage.worker.trouble == "worker 0 died 8 times in a row: see worker.lost"
     await stage.die(2)
+    assert [lost["delay_seconds"] for lost in named(logged, "worker.lost")] == [
+        *(0, 0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 15)
+    ]
     assert len(named(logged, "worker.failed")) == 1
     stage.process.done = 1
     assert not stage.worker.failed
@@ -243,31 +252,14 @@ async def test_lives_that_come_to_nothing_make_it_fail_until_one_does_something(
     assert not stage.worker.failed
 
 
-async def test_one_that_works_and_dies_too_often_is_restless_and_never_waits(
+async def test_one_that_completes_batches_between_its_deaths_never_waits_and_never_fails(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
-    for _ in range(6):
-        assert not stage.worker.restless
+    for _ in range(20):
         stage.process.done = 1
         await stage.die(wait=0.1)
-    assert stage.worker.restless
+    assert not stage.worker.failed
     assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
-
-
-async def test_one_that_was_restless_is_not_any_more_once_no_more_than_five_of_its_deaths_count(
-    stage: Stage,
-) -> None:
-    for _ in range(7):
-        stage.process.done = 1
-        await stage.die(wait=0.1)
-    assert stage.worker.restless
-    await stage.later(10)  # seven count 5.6
-    assert stage.worker.restless
-    await stage.later(10)  # and then 4.4
-    assert not stage.worker.restless
-    stage.process.done = 1
-    await stage.die(wait=0.1)
-    assert stage.worker.restless, "with one more they are too many again"
 
 
 async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
@@ -277,7 +269,9 @@ async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
     await stage.die(20, wait=0.1)
     assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
     assert not stage.worker.failed
-    assert not stage.worker.restless
+    stage.worker.searches = 0
+    await stage.die(8)
+    assert stage.worker.failed, "nor are they a sign that the handler works"
 
 
 async def test_a_process_is_not_taken_for_silent_whose_beats_wait_behind_a_loop_that_stood_still(

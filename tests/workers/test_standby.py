@@ -1,4 +1,4 @@
-"""The process in reserve: it has loaded the handler before it is needed, and is what takes the place of a dead one."""
+"""Standby workers: processes that have loaded the handler before they are needed, and replace those that die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.testing import VirtualClock
 from mldserver.workers.runtime import WorkerRuntime
-from mldserver.workers.spares import Spares
+from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.worker import Limits
 from mldserver.workers.worker_process import WorkerProcess
 
@@ -53,15 +53,15 @@ async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handle
         await runtime.open(Shard("s"))
         for generation in range(1, 4):
             present = await started(generation)
-            await until(lambda: bool(runtime._spares._ready))
-            (spare,) = [process.pid for process in runtime._spares._ready]
-            assert spare in imported()
-            assert {spare, present} <= children(os.getpid())
+            await until(lambda: bool(runtime._standby._ready))
+            (standby,) = [process.pid for process in runtime._standby._ready]
+            assert standby in imported()
+            assert {standby, present} <= children(os.getpid())
             os.kill(present, signal.SIGKILL)
-            assert await started(generation + 1) == spare
+            assert await started(generation + 1) == standby
             outcome = await runtime.process(delivery("s", "x"))
             assert outcome.rows is not None
-            assert outcome.rows["pid"].to_pylist() == [spare]
+            assert outcome.rows["pid"].to_pylist() == [standby]
 
 
 PACKAGE = {
@@ -113,7 +113,7 @@ async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_lo
     async with running(runtime), asyncio.timeout(800):
         version = runtime.spec.version
         await runtime.open(Shard("s"))
-        await until(lambda: bool(runtime._spares._ready))
+        await until(lambda: bool(runtime._standby._ready))
         if change == "no file":
             undeploy()
         else:
@@ -124,9 +124,9 @@ async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_lo
             pid = before.pop("pid")
             assert before == one
             seen.add(pid)
-            await until(lambda: bool(runtime._spares._ready))
+            await until(lambda: bool(runtime._standby._ready))
             os.kill(pid, signal.SIGKILL)
-        assert len(seen) == 3, "the spare had loaded the code before it was changed, the others after"
+        assert len(seen) == 3, "the standby had loaded the code before it was changed, the others after"
         assert not named(logged, "worker.not_started")
         if change != "other code":
             return
@@ -137,7 +137,7 @@ async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_lo
             after = await row()
             pid = after.pop("pid")
             assert after == {**one, **dict.fromkeys(("here", "early", "late"), "second")}
-            await until(lambda: bool(runtime._spares._ready))
+            await until(lambda: bool(runtime._standby._ready))
             os.kill(pid, signal.SIGKILL)
 
 
@@ -145,12 +145,12 @@ async def test_dead_letters_name_the_version_that_ran(runtime: WorkerRuntime) ->
     fail_with("KeyError")
     async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("s"))
-        await until(lambda: bool(runtime._spares._ready))
+        await until(lambda: bool(runtime._standby._ready))
         fail_with("IndexError")
         for _ in range(3):
             (letter,) = (await runtime.process(delivery("s", "x"))).dead_letters
             assert (letter.error, letter.handler_version) == ("KeyError", runtime.spec.version)
-            await until(lambda: bool(runtime._spares._ready))
+            await until(lambda: bool(runtime._standby._ready))
             os.kill((await runtime._workers[0].process()).pid, signal.SIGKILL)
 
 
@@ -159,32 +159,32 @@ async def test_a_spare_that_dies_is_replaced_at_once(
 ) -> None:
     async with running(runtime), asyncio.timeout(800):
         await runtime.open(Shard("s"))
-        ready = runtime._spares._ready
+        ready = runtime._standby._ready
         await until(lambda: bool(ready))
         dead = ready[0].pid
         os.kill(dead, signal.SIGKILL)
         await until(lambda: bool(ready) and ready[0].pid != dead)
     assert named(logged, "worker.not_started")[0]["what"] == (
-        "A spare process ended before it was used: killed by signal 9 (SIGKILL)."
+        "A standby worker ended before it was used: killed by signal 9 (SIGKILL)."
     )
 
 
 async def test_while_no_process_can_be_had_readiness_is_red() -> None:
     clock = VirtualClock()
-    spares = Spares(START, clock=clock)
-    assert spares.trouble is None
-    waiting = asyncio.create_task(spares.take())
+    standby = StandbyWorkers(START, clock=clock)
+    assert standby.trouble is None
+    waiting = asyncio.create_task(standby.take())
     await clock.advance(29)
-    assert spares.trouble is None
+    assert standby.trouble is None
     await clock.advance(2)
-    assert spares.trouble == "no worker process has loaded the handler for 31 s: see worker.not_started"
+    assert standby.trouble == "no worker process has loaded the handler for 31 s: see worker.not_started"
     waiting.cancel()
     await asyncio.wait({waiting})
-    assert spares.trouble is None
+    assert standby.trouble is None
 
 
 class Loading:
-    """A process as spares see it, that loads the handler or hangs over it."""
+    """A process as StandbyWorkers sees it, that loads the handler or hangs over it."""
 
     def __init__(self, *, hangs: bool) -> None:
         self.hangs = hangs
@@ -210,7 +210,7 @@ def test_a_process_that_hangs_over_the_handler_is_given_up(
         return made[-1]
 
     async def taken() -> Any:
-        kept = Spares(START, clock=SystemClock())
+        kept = StandbyWorkers(START, clock=SystemClock())
         running = asyncio.create_task(kept.run())
         process = await kept.take()
         running.cancel()

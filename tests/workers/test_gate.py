@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import until
 
-from mldserver.workers.worker import Exclusive
+from mldserver.workers.gate import IDLE_CHECKS, Gate
 
 
 async def turns(count: int = 10) -> None:
@@ -20,9 +19,8 @@ async def turns(count: int = 10) -> None:
 class Visitors:
     """Pass, note who is inside, and leave when they are told to."""
 
-    def __init__(self, patience_seconds: float = 60.0) -> None:
-        self.idle = False
-        self.gate = Exclusive(idle=lambda: self.idle, patience_seconds=patience_seconds)
+    def __init__(self) -> None:
+        self.gate = Gate()
         self.inside: list[str] = []
         self.leave: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -43,9 +41,9 @@ class Visitors:
             self.inside.remove(name)
             self.gate.leave(pass_)
 
-    async def look(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.gate._look_inside()
+    async def idle_for(self, checks: int = IDLE_CHECKS) -> None:
+        for _ in range(checks):
+            self.gate.check(idle=True)
         await turns()
 
     async def go(self, *names: str) -> None:
@@ -72,10 +70,12 @@ async def test_one_that_goes_alone_waits_for_those_inside_and_later_ones_wait_fo
     await visitors.go("a")
     assert visitors.inside == ["B"]
     await visitors.go("B")
+    assert visitors.inside == ["c"]
+    await visitors.go("c")
     assert visitors.inside == ["D"]
     await visitors.go("D")
-    assert visitors.inside == ["c", "e"]
-    await visitors.go("c", "e")
+    assert visitors.inside == ["e"]
+    await visitors.go("e")
 
 
 async def test_who_gives_up_waiting_holds_up_nobody() -> None:
@@ -115,15 +115,14 @@ async def test_who_gives_up_beside_one_that_leaves_or_is_alone_is_passed_over() 
     await visitors.go("g")
 
 
-async def test_nobody_waits_for_those_that_wait_themselves_and_they_leave_unnoticed() -> None:
+async def test_requests_that_wait_themselves_hold_up_no_other_and_leave_unnoticed() -> None:
     visitors = Visitors()
-    visitors.idle = True
     await visitors.come("a", "b", "C", "d")
-    await visitors.look(2)
+    await visitors.idle_for()
     assert visitors.inside == ["a", "b", "C"]
     await visitors.go("a")
     assert visitors.inside == ["b", "C"], "it does not make room a second time"
-    await visitors.look(2)
+    await visitors.idle_for()
     assert visitors.inside == ["b", "C", "d"]
     await visitors.come("E")
     await visitors.go("b", "C")
@@ -133,40 +132,28 @@ async def test_nobody_waits_for_those_that_wait_themselves_and_they_leave_unnoti
     await visitors.go("E")
 
 
-async def test_those_that_are_worked_on_are_waited_for_however_long_it_takes() -> None:
+async def test_requests_that_the_handler_works_on_are_waited_for_however_long_it_takes() -> None:
     visitors = Visitors()
-    await visitors.come("a", "B")
-    await visitors.look(10)
-    visitors.idle = True
-    await visitors.look()
-    visitors.idle = False
-    await visitors.look()
-    visitors.idle = True
-    await visitors.look()
+    await visitors.come("a")
+    await visitors.idle_for()
+    await visitors.come("B")
+    for _ in range(3):
+        await visitors.idle_for(IDLE_CHECKS - 1)
+        visitors.gate.check(idle=False)
     assert visitors.inside == ["a"]
     await visitors.go("a", "B")
 
 
-async def test_who_has_just_come_in_gets_the_time_to_be_worked_on() -> None:
+async def test_a_request_that_has_just_come_in_gets_the_time_to_be_worked_on() -> None:
     visitors = Visitors()
-    visitors.idle = True
     await visitors.come("a", "B", "C")
-    await visitors.look()
+    await visitors.idle_for(IDLE_CHECKS - 1)
     await visitors.go("a")
-    await visitors.look()
+    await visitors.idle_for(IDLE_CHECKS - 1)
     assert visitors.inside == ["B"]
-    await visitors.look()
+    await visitors.idle_for(1)
     assert visitors.inside == ["B", "C"]
     await visitors.go("B", "C")
-
-
-async def test_it_looks_by_itself_for_as_long_as_somebody_waits() -> None:
-    visitors = Visitors(patience_seconds=0.001)
-    visitors.idle = True
-    await visitors.come("a", "B", "C")
-    await until(lambda: visitors.inside == ["a", "B", "C"])
-    await visitors.go("a", "B", "C")
-    assert visitors.gate._look is None
 
 
 @settings(max_examples=50)

@@ -1,4 +1,4 @@
-"""A process in reserve, its imports done and its handler loaded, for the worker that dies next."""
+"""Standby workers: processes that have loaded the handler and wait to replace the next worker that dies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
+from mldserver.children.supervise import Exit, supervise
 from mldserver.errors import HandlerError, HandlerInvalid
 from mldserver.handler.spec import HandlerSpec
 from mldserver.workers import wire
@@ -23,32 +25,31 @@ log = structlog.get_logger("mldserver")
 
 _FIRST_STARTS: Final = 3
 """How many processes in a row may be killed at the server's start before the server raises an error."""
-_PAUSE_SECONDS: Final = 0.2
-"""The least pause between a failed start and the next."""
+_FIRST_PAUSE_SECONDS: Final = 0.2
 _LOAD_SECONDS: Final = 600.0
-"""How long a process may take to load the handler, once one has loaded it: then it hangs, and another may not."""
+"""How long a process may take to load the handler once another process has loaded it. Then the process is replaced."""
 _LONG_MS: Final = 30_000
-"""How long a worker may wait for a process that has loaded the handler until a person should look."""
+"""How long a worker may wait for a process that has loaded the handler until the server is not ready."""
 
 
-class Spares:
-    """Keeps one process ready, and makes more, several at a time, while more are wanted."""
+class StandbyWorkers:
+    """Keeps one process ready, and starts more, several at a time, while workers wait for one."""
 
     def __init__(self, start: wire.Start, *, clock: Clock) -> None:
-        """Processes begin with ``start``."""
+        """``start`` is the first message to each process."""
         self._start = start
         self.handler = start.handler
-        """Its dotted path."""
+        """The handler's dotted path."""
         self._clock = clock
         self._ready: deque[WorkerProcess] = deque()
         self._wanted = 0
-        """How many wait for one."""
+        """How many workers wait for a process."""
         self._wanted_since_ms: int | None = None
-        self._making = 0
+        self._starting = 0
         self._round = 0
-        """Processes of earlier rounds have loaded what the handler was."""
+        """A reload begins a new round: processes of earlier rounds have loaded old code."""
         self._changed = asyncio.Event()
-        self._backoff = Backoff(base=_PAUSE_SECONDS, cap=15.0, free=2)
+        self._failures = Backoff(base=0.2, cap=15.0)
 
     @property
     def trouble(self) -> str | None:
@@ -62,63 +63,61 @@ class Spares:
     async def first(self) -> wire.Loaded:
         """Start a process and return what it found in the handler. Raises HandlerError.
 
-        A process that is killed while it loads says nothing of the handler, so that two of them may be; one that ends
-        otherwise would end so again.
+        If the process is killed while it loads, start another, up to three in all: the cause may be outside. If it exits,
+        the next one would exit too.
         """
-        killed = 0
-        while True:
+        for attempt in range(1, _FIRST_STARTS + 1):
             process = await WorkerProcess.start(self._start, self._clock)
             process.again = False
             try:
                 loaded = await self._load(process, None)
             except WorkerGone as gone:
-                killed += 1
-                if not process.was_killed or killed == _FIRST_STARTS:
+                if not process.was_killed or attempt == _FIRST_STARTS:
                     raise HandlerInvalid(
                         _loading(gone),
                         advice="`mldserver check` says where.",
                         traceback=process.last_words or None,
                     ) from gone
-                await self._pause(_loading(gone))
+                _report(_loading(gone), _FIRST_PAUSE_SECONDS)
+                await self._clock.sleep(_FIRST_PAUSE_SECONDS)
             else:
                 self._start = replace(self._start, code=loaded.code)
                 return loaded
+        raise AssertionError("the last attempt returns or raises")
 
     @contextlib.asynccontextmanager
-    async def anew(self, count: int) -> AsyncIterator[tuple[HandlerSpec, list[WorkerProcess]]]:
-        """Give so many new processes, and what they found in the handler as it is now. Raises HandlerError.
+    async def start_afresh(self, count: int) -> AsyncIterator[tuple[HandlerSpec, list[WorkerProcess]]]:
+        """Start ``count`` processes and yield what they found in the handler as it is now. Raises HandlerError.
 
-        The first one loads what lies on the disk, the others what the first one has loaded. What is in the list when the
-        block ends is closed.
+        The first one loads the code on disk, the others load what the first one has loaded. Processes that are still in the
+        list when the block ends are closed.
         """
-        made: list[WorkerProcess] = []
+        started: list[WorkerProcess] = []
         loaded: list[wire.Loaded] = []
         start = replace(self._start, code={})
         try:
             for _ in range(count):
-                made.append(await WorkerProcess.start(start, self._clock))
-                made[-1].again = len(made) > 1
+                started.append(await WorkerProcess.start(start, self._clock))
+                started[-1].again = len(started) > 1
                 try:
                     async with asyncio.timeout(_LOAD_SECONDS):
-                        loaded.append(await made[-1].loaded())
+                        loaded.append(await started[-1].loaded())
                 except TimeoutError:
-                    raise HandlerInvalid(
-                        f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
-                    ) from None
+                    raise HandlerInvalid(_TOO_LONG) from None
                 except WorkerGone as gone:
                     raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
                 start = replace(start, code=loaded[0].code)
             if any(replace(each, code=start.code) != loaded[0] for each in loaded):
                 raise HandlerInvalid("The handler has changed while it was loaded.", advice="Ask again.")
-            yield wire.spec_of(self.handler, loaded[0]), made
+            yield wire.spec_of(self.handler, loaded[0]), started
         finally:
-            for process in made:
+            for process in started:
                 await process.close()
 
-    def renew(
+    def replace_ready(
         self, processes: Iterable[WorkerProcess], code: dict[str, tuple[str, bytes]]
     ) -> list[WorkerProcess]:
-        """Keep these ready, and none that began to load before; return those that were kept.
+        """Keep these processes ready, and return those that were ready before, for the caller to close.
 
         Later processes load ``code``, as these have.
         """
@@ -132,7 +131,7 @@ class Spares:
         return old
 
     async def take(self) -> WorkerProcess:
-        """Return a process that has loaded the handler."""
+        """Wait for a process that has loaded the handler, and return it."""
         self._wanted += 1
         self._changed.set()
         if self._wanted_since_ms is None:
@@ -149,49 +148,47 @@ class Spares:
         return process
 
     async def run(self) -> None:
-        """Make new ones when they are taken, or end, until cancelled."""
+        """Start processes when others are taken or have ended, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            # Most of the time that it takes is the processor's.
+            # Several at once: most of the time that a start takes is CPU time.
             for _ in range(os.cpu_count() or 1):
-                group.create_task(self._make())
+                group.create_task(supervise(self._start_one, backoff=self._failures, clock=self._clock))
 
     def set_log_level(self, level: int) -> None:
-        """Let those that are ready, and all that follow, log from ``level`` on."""
+        """Make processes that are ready, and all later ones, log from ``level`` on."""
         self._start = replace(self._start, log_level=level)
         for process in self._ready:
             process.tell(wire.LogLevel(level))
 
     async def close(self) -> None:
-        """End what is ready."""
+        """End the processes that are ready."""
         while self._ready:
             await self._ready.popleft().close()
 
-    async def _make(self) -> None:
-        while True:
-            ended = next((process for process in self._ready if not process.is_open), None)
-            if ended is not None:
+    async def _start_one(self) -> Exit | None:
+        """Start a process once another is needed. Return an Exit if it failed, or if a process that was ready has ended."""
+        while len(self._ready) + self._starting > self._wanted:
+            if (ended := next((each for each in self._ready if not each.is_open), None)) is not None:
                 self._ready.remove(ended)
                 await ended.close()
-                await self._pause(f"A spare process ended before it was used: {await ended.ending()}.")
-                continue
-            if len(self._ready) + self._making > self._wanted:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            self._making += 1
-            try:
-                process = await WorkerProcess.start(self._start, self._clock)
-                await self._load(process, _LOAD_SECONDS)
-                self._backoff.worked()
-            except TimeoutError:
-                await self._pause(f"Loading the handler took longer than {_LOAD_SECONDS:g} s.")
-            except WorkerGone as gone:
-                await self._pause(_loading(gone))
-            except (OSError, HandlerError) as error:
-                await self._pause(str(error))
-            finally:
-                self._making -= 1
-                self._changed.set()
+                return _exit(f"A standby worker ended before it was used: {await ended.ending()}.")
+            self._changed.clear()
+            await self._changed.wait()
+        self._starting += 1
+        try:
+            process = await WorkerProcess.start(self._start, self._clock)
+            await self._load(process, _LOAD_SECONDS)
+        except TimeoutError:
+            return _exit(_TOO_LONG)
+        except WorkerGone as gone:
+            return _exit(_loading(gone))
+        except (OSError, HandlerError) as error:
+            return _exit(str(error))
+        finally:
+            self._starting -= 1
+            self._changed.set()
+        self._failures.worked()
+        return None
 
     async def _load(self, process: WorkerProcess, seconds: float | None) -> wire.Loaded:
         """Keep a process once it has loaded the handler, else close it. Raises TimeoutError, and as ``loaded`` does."""
@@ -211,11 +208,16 @@ class Spares:
         self._changed.set()
         return loaded
 
-    async def _pause(self, what: str) -> None:
-        """Say what became of a process, and wait before the next."""
-        delay_seconds = max(_PAUSE_SECONDS, self._backoff.failed())
-        log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
-        await self._clock.sleep(delay_seconds)
+
+_TOO_LONG: Final = f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
+
+
+def _exit(what: str) -> Exit:
+    return Exit(partial(_report, what))
+
+
+def _report(what: str, delay_seconds: float) -> None:
+    log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
 
 
 def _loading(gone: WorkerGone) -> str:
