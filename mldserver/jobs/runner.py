@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import structlog
 
 from mldserver.base.backoff import backoff
-from mldserver.base.clock import Durations, in_time
+from mldserver.base.clock import Durations, Flag, in_time
 from mldserver.config.settings import WindowSettings
 from mldserver.errors import (
     DriverLost,
@@ -84,7 +84,11 @@ class WindowLife:
     signals: int = 0
     """Such deaths in a row by a signal while it was alone."""
     suspect: bool = False
-    """Whether a driver died while it and others were there: it runs alone until it succeeds."""
+    """Whether a driver died while it and others were there: it runs alone until it succeeds, or until its hook is slow."""
+    joined: bool = False
+    """Whether others may run beside its present attempt, because its hook is slow."""
+    stays_alone: bool = False
+    """Whether the driver died while others had joined it: nothing runs beside its next attempt, however slow it is."""
     traceback: str = ""
     """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
     decided: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,27 +101,39 @@ class _Company:
     """Lets attempts run beside each other, or one alone. Those that must be alone go first."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._running = 0
+        self._changed = Flag()
+        self._inside: dict[frozenset[str], bool] = {}
+        """The windows of each attempt that runs and is not left out, and whether it must be alone."""
         self._alone = 0
-        """Those that are, or wait to be, alone."""
+        """How many wait to be alone."""
 
     @contextlib.asynccontextmanager
-    async def enter(self, *, alone: bool) -> AsyncIterator[None]:
+    async def enter(self, windows: Iterable[str], *, alone: bool) -> AsyncIterator[None]:
         """Wait for a place, and have it until the block ends."""
+        key = frozenset(windows)
         self._alone += alone
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._running if alone else not self._alone)
-                self._running += 1
-            try:
-                yield
-            finally:
-                self._running -= 1
+            while self._inside if alone else (self._alone or any(self._inside.values())):
+                await self._changed.wait()
         finally:
             self._alone -= alone
-            async with self._changed:
-                self._changed.notify_all()
+            self._wake()
+        self._inside[key] = alone
+        try:
+            yield
+        finally:
+            self._inside.pop(key, None)
+            self._wake()
+
+    def leave_out(self, window_id: str) -> None:
+        """Let others run as if the attempt at a window had ended."""
+        for key in [key for key in self._inside if window_id in key]:
+            del self._inside[key]
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
 
 class WindowRunner:
@@ -132,7 +148,9 @@ class WindowRunner:
     has succeeded, and the death counts for none. So do deaths from outside: a signal, or a cluster that is gone. A window that
     meets signals whenever it is alone is the cause after all (``_MOST_SIGNALS``).
 
-    While a hook of ``on_window`` is slow, it may hang, and one more worker goes on with the other windows.
+    While a hook of ``on_window`` is slow, it may hang, and one more worker continues with the other windows, also if the slow
+    window must run alone. If the driver dies then, the slow window's next attempt is alone to its end, and a death counts
+    against it. So a window that hangs, or kills its driver late, holds the others for every other attempt at most.
     """
 
     def __init__(
@@ -213,7 +231,13 @@ class WindowRunner:
 
     def relieve(self, window_id: str) -> None:
         """Let others go on beside a window whose hook is slow, and maybe hangs: as many more as run anyway, at most."""
-        if self._workers is None or window_id in self._slow:
+        if self._workers is None:
+            return
+        for (each, _), life in self.unfinished.items():
+            if each == window_id and not life.stays_alone:
+                life.joined = True
+                self._company.leave_out(window_id)
+        if window_id in self._slow:
             return
         if len(self._slow) < self._policy.window_concurrency:
             self._slow.add(window_id)
@@ -294,7 +318,7 @@ class WindowRunner:
         }
         entries = [entry for entry in group if entry.window_id not in alone]
         try:
-            async with self._company.enter(alone=False):
+            async with self._company.enter([entry.window_id for entry in entries], alone=False):
                 done = await self.steps.compute(entries)
         except _FAULTS as error:
             log.warning("window.group_failed", windows=len(entries), **self._fields(error))
@@ -349,8 +373,9 @@ class WindowRunner:
     async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
         life = self.unfinished[_key(entry)]
         while True:
+            life.joined = False
             try:
-                async with self._company.enter(alone=life.suspect):
+                async with self._company.enter([entry.window_id], alone=life.suspect):
                     # After the commit only publishing is retried: another computation would not count.
                     committed = committed or await self._commit(entry)
                     life.kept = False  # by the commit
@@ -458,6 +483,7 @@ def _counts(life: WindowLife, error: Exception) -> bool:
     blame = error.blame if isinstance(error, DriverLost) else None
     life.signals = life.signals + 1 if blame == "outside" else 0
     life.suspect = life.suspect or blame == "others"
+    life.stays_alone = blame == "others" and life.joined
     return blame in {None, "window"} or life.signals >= _MOST_SIGNALS
 
 

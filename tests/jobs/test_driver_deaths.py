@@ -178,6 +178,110 @@ async def test_others_go_on_beside_a_window_whose_hook_is_slow(tmp_path: Path, l
     assert not pipeline.runner._slow, "nobody works any more"
 
 
+class Killed(LocalEngine):
+    """An engine whose driver dies with the first job of ``first``, while the windows ``with_it`` run in it.
+
+    After that the hook of ``hangs`` is slow, and hangs until it is let go. ``deadly``: it kills its driver after 5 s instead,
+    while each of the others takes 10 s.
+    """
+
+    def __init__(self, with_it: set[str], hangs: str, *, deadly: bool = False) -> None:
+        super().__init__()
+        self.with_it = with_it
+        self.hangs = hangs
+        self.deadly = deadly
+        self.running: dict[str, asyncio.Future[None]] = {}
+        self.go = asyncio.Event()
+        self.blames: list[Any] = []
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        name = job.window.id
+        died = self.running[name] = asyncio.get_running_loop().create_future()
+        try:
+            if self.with_it:
+                if self.with_it <= self.running.keys():
+                    self.with_it = set()
+                    self.die()
+                await died
+            if name == self.hangs:
+                assert self.slow is not None
+                self.slow(name)
+                if not self.deadly:
+                    await self.go.wait()
+            if self.deadly:
+                await self.run_for(5 if name == self.hangs else 10, died)
+                if name == self.hangs:
+                    self.die()
+                    await died
+            return await super().compute(job)
+        finally:
+            died.cancel()
+            del self.running[name]
+
+    async def run_for(self, seconds: float, died: asyncio.Future[None]) -> None:
+        timer = asyncio.ensure_future(self.clock.sleep(seconds))
+        await asyncio.wait({died, timer}, return_when=asyncio.FIRST_COMPLETED)
+        timer.cancel()
+        if died.done():
+            died.result()
+
+    def die(self) -> None:
+        self.blames.append("others" if len(self.running) > 1 else "window")
+        for died in self.running.values():
+            if not died.done():
+                died.set_exception(lost(self.blames[-1]))
+
+
+async def test_others_go_on_beside_a_window_that_must_run_alone_and_hangs(tmp_path: Path) -> None:
+    """Also those that must run alone themselves: two were there when the driver died."""
+    pipeline = make(tmp_path, engine=lambda: Killed({W[0], W[1]}, W[0]), concurrency=2)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(10)
+        engine = pipeline.engine
+        assert isinstance(engine, Killed)
+        assert engine.blames == ["others"]
+        assert list(pipeline.published()) == W[1:3]
+        engine.go.set()
+        await pipeline.clock.advance(1)
+        assert list(pipeline.published())[:3] == W[:3]
+
+
+async def test_a_window_that_hangs_does_not_hold_those_that_must_run_alone(tmp_path: Path) -> None:
+    pipeline = make(tmp_path, engine=lambda: Killed({W[1], W[2]}, W[0]), concurrency=3)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(10)
+        assert list(pipeline.published()) == W[1:3]
+
+
+async def test_a_window_that_kills_its_driver_when_others_were_let_in_runs_alone_to_its_end_the_next_time(
+    tmp_path: Path,
+) -> None:
+    """Else its deaths would never count against it."""
+    pipeline = make(
+        tmp_path,
+        engine=lambda: Killed({W[0], W[1]}, W[0], deadly=True),
+        concurrency=2,
+        on_failure="dead_letter",
+        attempts=2,
+    )
+    async with pipeline.life():
+        engine = pipeline.engine
+        assert isinstance(engine, Killed)
+        engine.clock = pipeline.clock
+        await three_windows(pipeline)
+        session = await pipeline.open("b")
+        for number in range(4, 100):  # more than are computed meanwhile
+            await pipeline.give(session, [(number, 10_000 * number)])
+            await pipeline.clock.advance(3)
+        assert len(pipeline.runner.unfinished) > 10
+        assert pipeline.runner.set_aside == 1
+        assert pipeline.state().windows[W[0]].state is WindowState.SET_ASIDE
+        assert list(pipeline.published())[:2] == W[1:3]
+        assert engine.blames.count("window") == 2
+
+
 class HangsAWhile(LocalEngine):
     """An engine in which the one window of a group that is left to compute hangs for a while."""
 
