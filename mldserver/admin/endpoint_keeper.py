@@ -45,7 +45,7 @@ from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.config.resolve import home
 from mldserver.config.settings import Settings
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.observe.logging import Printed
+from mldserver.observe.logging import LineLimit
 
 if TYPE_CHECKING:
     CarryOut = Callable[[str, str], Awaitable[tuple[bool, str]]]
@@ -240,7 +240,7 @@ class AdminEndpoint:
         self, group: asyncio.TaskGroup, listeners: list[socket.socket], carry_out: CarryOut
     ) -> str:
         """Run one process to its end, and return how it ended."""
-        printed = Printed()
+        printed = LineLimit()
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         # The child finds this package from any working directory.
         paths = filter(None, (_ROOT, environment.get("PYTHONPATH")))
@@ -280,7 +280,7 @@ class AdminEndpoint:
             self._child = self._channel = None
             await child.close()
             channel.close()
-            printed.tell()
+            printed.report()
         return wrong or ending(await child.wait())
 
     async def _act(self, channel: Channel[FromEndpoint], ask: Steer, carry_out: CarryOut) -> None:
@@ -343,7 +343,7 @@ def _no_listener(setting: str, place: Address, error: Exception) -> OperatorErro
     )
 
 
-def _log_lines(printed: Printed, lines: list[str]) -> bool:
+def _log_lines(printed: LineLimit, lines: list[str]) -> bool:
     """Log what the process prints; return whether that was not too much."""
     said = [line for line in lines if line]
     passed = [line for line in said if printed.passes()]

@@ -15,41 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from mldserver.base.lines import Lines
 from mldserver.children.channel import pair
 
-LONGEST_LINE: Final = 64 * 1024
-"""Bytes of a line that are kept; a query plan, or a list of leases, can have megabytes."""
-_CUT: Final = " … cut"
 _READ_BYTES: Final = 8192
 """At a time: thousands of empty lines at most."""
 _PAUSE_SECONDS: Final = 0.05
 _REST_BYTES: Final = 1 << 20
 """Read at most of what is left at the end; a pipe holds 64 KiB (Linux)."""
-
-
-class Lines:
-    """Split bytes of any chunking into lines, in bounded memory. Synchronous."""
-
-    def __init__(self) -> None:
-        self._begun = bytearray()
-        self._cut = False
-
-    def feed(self, data: bytes) -> list[str]:
-        """Return the lines that are complete, without their ends. What a line has beyond LONGEST_LINE is left out."""
-        lines: list[str] = []
-        for number, part in enumerate(data.split(b"\n")):
-            if number:
-                line = self._begun.decode("utf-8", errors="replace").rstrip("\r")
-                lines.append(line + (_CUT if self._cut else ""))
-                self._begun, self._cut = bytearray(), False
-            room = LONGEST_LINE - len(self._begun)
-            self._cut = self._cut or len(part) > room
-            self._begun += part[:room]
-        return lines
-
-    def end(self) -> list[str]:
-        """Return what stands there without a line end."""
-        return self.feed(b"\n") if self._begun else []
 
 
 class ChildOutput:

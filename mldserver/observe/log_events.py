@@ -161,9 +161,9 @@ log.reopened  info  path
     SIGHUP or SIGUSR1: the log file was opened again.
 log.reopen_failed  error
     SIGHUP or SIGUSR1: the log file could not be opened again; the old one stays in use.
-log.lost  warning  lines since
-    ``lines`` log lines are missing here, the first from ``since``: the disk was full, the reader stalled or
-    ended, or a flood of lines was limited.
+log.lost  warning  lines
+    ``lines`` log lines were lost before this one: the disk was full, the reader stalled or ended, or a flood of lines
+    was limited.
 worker.started  info  worker pid generation
     A worker process is ready for shards.
 worker.lost  error  worker pid reason stacks batches delay_seconds

@@ -2,7 +2,7 @@
 
 Parts of the server log with ``structlog.get_logger("mldserver")``; nothing is configured before ``logging_to``.
 
-What handlers print becomes lines of the log too: in this process (``caught_output``) and in others (``Printed``). A log on
+What handlers print becomes lines of the log too: in this process (``caught_output``) and in others (``LineLimit``). A log on
 standard output stays a log that way. A handler, or a function on Spark's workers, that prints a line for each
 row makes millions of them. Were all of them logged, the event loop would have time for nothing else: a flood is cut, and
 what is cut is counted.
@@ -10,9 +10,7 @@ what is cut is counted.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import functools
 import io
 import logging
 import os
@@ -22,10 +20,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, TextIO, TypeAlias
+from functools import lru_cache, partial
+from typing import Any, Final, TypeAlias
 
 import structlog
 
+from mldserver.base.lines import Lines
 from mldserver.base.uris import redaction
 from mldserver.config.settings import Level, LogFormat, Settings
 from mldserver.errors import OperatorError
@@ -71,7 +71,7 @@ class _LineLogger:
     debug = info = warning = warn = error = exception = critical = fatal = log = msg
 
 
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def _second(seconds: int) -> str:
     """Return a time as the log writes it: the calendar is asked once a second."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
@@ -132,11 +132,11 @@ def configure(
 
     Logger.observed = bool(observers)
     set_level(_LEVELS[level])
-    told = {"level": "warning", "event": "log.lost"}
-    writer = LogWriter(
-        output,
-        lambda lost: render({"timestamp": lost.until, **told, "lines": lost.lines, "since": lost.since}),
-    )
+
+    def render_lost(lines: int, stamp: str) -> bytes:
+        return render({"timestamp": stamp, "level": "warning", "event": "log.lost", "lines": lines})
+
+    writer = LogWriter(output, render_lost)
     logger = _LineLogger(writer, render)
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *([observe] if observers else ()), _finish],
@@ -165,99 +165,50 @@ class LibraryHandler(logging.Handler):
         getattr(log, level)("library.log", logger=record.name, text=text, exc_info=record.exc_info)
 
 
-_LONGEST_LINE = 65_536
-"""Characters; what has no line end by then is passed on in pieces, so that memory stays bounded."""
+class _CaughtLines(io.RawIOBase):
+    """Passes on each line of the bytes that are written to it."""
 
-
-class CaughtStream(io.TextIOBase):
-    """A text stream that passes on whole lines.
-
-    Each thread has a line of its own: ``print(a, b)`` writes in pieces, and pieces of two threads must not mix.
-    """
-
-    encoding = "utf-8"
-
-    def __init__(self, emit: Callable[[str], None], *, fallback: TextIO | None = None) -> None:
-        """Pass lines to ``emit``. What ``emit`` itself prints goes to ``fallback``, or nowhere."""
+    def __init__(self, emit: Callable[[str], None]) -> None:
         super().__init__()
         self._emit = emit
-        self._fallback = fallback
+        self._lines = Lines()
         # Re-entrant: a signal handler may print while the same thread does.
         self._lock = threading.RLock()
-        self._started: dict[int, str] = {}
-        self._emitting = threading.local()
-        self.buffer = _Bytes(self)
-        """For handlers that write bytes."""
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, text: str, /) -> int:
-        """Take text; pass on the lines that it completes."""
-        if getattr(self._emitting, "now", False):
-            if self._fallback is not None:
-                self._fallback.write(text)
-            return len(text)
-        thread = threading.get_ident()
-        with self._lock:
-            *lines, rest = (self._started.pop(thread, "") + text).split("\n")
-            while len(rest) >= _LONGEST_LINE:
-                lines.append(rest[:_LONGEST_LINE])
-                rest = rest[_LONGEST_LINE:]
-            if rest:
-                self._started[thread] = rest
-        self._pass_on(lines)
-        return len(text)
-
-    def finish(self) -> None:
-        """Pass on lines that were begun and never ended."""
-        with self._lock:
-            rest = list(self._started.values())
-            self._started.clear()
-        self._pass_on(rest)
-
-    def _pass_on(self, lines: list[str]) -> None:
-        self._emitting.now = True
-        try:
-            for line in lines:
-                self._emit(line.rstrip("\r"))
-        finally:
-            self._emitting.now = False
-
-
-class _Bytes(io.RawIOBase):
-    """The bytes side of a CaughtStream."""
-
-    def __init__(self, text: CaughtStream) -> None:
-        super().__init__()
-        self._text = text
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
-        self._text.write(self._decoder.decode(bytes(data)))
+        with self._lock:
+            lines = self._lines.feed(bytes(data))
+        for line in lines:
+            self._emit(line)
         return len(data)
+
+    def finish(self) -> None:
+        """Pass on a line that has no end."""
+        for line in self._lines.end():
+            self._emit(line)
 
 
 @contextlib.contextmanager
 def caught_output(emit: Callable[[str, str], None]) -> Iterator[None]:
     """Log what libraries log, from warnings on, and catch what is printed, for as long as the context lasts.
 
-    ``emit(stream, text)`` gets each line of ``sys.stdout`` and ``sys.stderr``; ``stream`` is ``stdout`` or ``stderr``.
-    Whatever ``emit`` itself prints goes to the former standard error.
+    ``emit(stream, text)`` gets each line of ``sys.stdout`` and ``sys.stderr``; ``stream`` is ``stdout`` or ``stderr``. It
+    must not print.
     """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     former = sys.stdout, sys.stderr
-    out = CaughtStream(lambda text: emit("stdout", text), fallback=former[1])
-    err = CaughtStream(lambda text: emit("stderr", text), fallback=former[1])
+    caught = [_CaughtLines(partial(emit, name)) for name in ("stdout", "stderr")]
     root.handlers[:] = [LibraryHandler()]
     root.setLevel(logging.WARNING)
     logging.captureWarnings(capture=True)
-    sys.stdout, sys.stderr = out, err
+    sys.stdout, sys.stderr = [
+        io.TextIOWrapper(each, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]  # raw is enough: it is written through
+        for each in caught
+    ]
     try:
         yield
     finally:
@@ -265,64 +216,48 @@ def caught_output(emit: Callable[[str, str], None]) -> Iterator[None]:
         logging.captureWarnings(capture=False)
         root.handlers[:] = handlers
         root.setLevel(level)
-        out.finish()
-        err.finish()
+        for each in caught:
+            each.finish()
 
 
-LINES_A_SECOND: Final = 200
-BURST: Final = 1000
+LIMIT_LINES: Final = 1000
+LIMIT_SECONDS: Final = 5.0
 
 
-class RateLimit:
-    """Lets a burst pass, then so many lines a second."""
+def _report_lost(lines: int) -> bool:
+    log.warning("log.lost", lines=lines)
+    return True
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Begin with room for a burst; ``now`` gives seconds."""
+
+class LineLimit:
+    """Lets LIMIT_LINES lines of one source into the log in LIMIT_SECONDS, and counts the others."""
+
+    def __init__(
+        self, report: Callable[[int], bool] = _report_lost, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``report`` logs how many lines were omitted, and returns whether it could; ``now`` returns seconds."""
+        self._report = report
         self._now = now
-        self._room = float(BURST)
-        self._at = now()
-
-    def passes(self) -> bool:
-        """Whether one more line does."""
-        now = self._now()
-        self._room = min(float(BURST), self._room + (now - self._at) * LINES_A_SECOND)
-        self._at = now
-        if self._room < 1:
-            return False
-        self._room -= 1
-        return True
-
-
-_TOLD_SECONDS: Final = 1.0
-"""Seconds between two reports of omitted lines, at least."""
-
-
-class Printed(RateLimit):
-    """Rate limit of one stream's lines to the log: lines beyond the limit are counted, and the count is logged."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Begin with room for a burst; ``now`` gives seconds."""
-        super().__init__(now)
-        self._lost = 0
-        self._since = ""
-        self._told = now()
+        self._began = now()
+        self._logged = 0
+        self.lost = 0
+        """Lines that were omitted and are not reported yet."""
 
     def passes(self) -> bool:
         """Return whether one more line may be logged; count the line otherwise."""
-        if self._lost and self._now() - self._told >= _TOLD_SECONDS:
-            self.tell()
-        if super().passes():
-            return True
-        if not self._lost:
-            self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        self._lost += 1
-        return False
+        now = self._now()
+        if now - self._began >= LIMIT_SECONDS:
+            self.report()
+            self._began, self._logged = now, 0
+        self._logged += 1
+        passed = self._logged <= LIMIT_LINES
+        self.lost += not passed
+        return passed
 
-    def tell(self) -> None:
-        """Log how many lines were omitted since the last report, if any."""
-        if self._lost:
-            log.warning("log.lost", lines=self._lost, since=self._since)
-            self._lost, self._told = 0, self._now()
+    def report(self) -> None:
+        """Report the lines that were omitted since the last report, if any."""
+        if self.lost and self._report(self.lost):
+            self.lost = 0
 
 
 @contextlib.contextmanager

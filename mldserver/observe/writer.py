@@ -2,9 +2,9 @@
 
 A separate thread writes, because a reader that stalls must not stall the server.
 
-Callers put a line into a queue and continue. When the queue is full (a pipe without a reader, a terminal that
-was stopped, a disk that hangs) lines are dropped and counted, and where they are missing a ``log.lost`` says how many,
-as soon as the output can be written again. Urgent lines, warnings and above, have reserved room.
+Callers put a line into a queue and go on. When the queue is full (a pipe without a reader, a terminal that
+was stopped, a disk that hangs) lines are dropped and counted. Before the next line that can be written, a ``log.lost``
+reports how many. Urgent lines, warnings and above, have reserved room.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -120,31 +119,22 @@ def _ends_within_a_line(fd: int) -> bool:
 class _QueuedLine(NamedTuple):
     data: bytes
     stamp: str
-
-
-@dataclass(slots=True)
-class Lost:
-    """Lines that are missing at one place of the log."""
-
-    lines: int
-    since: str
-    """The first one's timestamp."""
-    until: str
-    """The last one's timestamp."""
+    dropped: int
+    """How many lines before it found no room."""
 
 
 class LogWriter:
-    """Takes lines from any thread, without waiting, and writes them in order."""
+    """Accepts lines from any thread, without waiting, and writes them in order."""
 
     def __init__(
         self,
         output: LogOutput,
-        render_lost: Callable[[Lost], bytes],
+        render_lost: Callable[[int, str], bytes],
         *,
         room: int = ROOM,
         reserve: int = RESERVE,
     ) -> None:
-        """Own ``output`` from now on. ``render_lost`` renders the line that reports lost lines."""
+        """Own ``output`` from now on. ``render_lost`` renders the line that reports how many lines were lost, and when."""
         self._output = output
         self.path = output.path
         """The log file, if it is one."""
@@ -153,15 +143,16 @@ class LogWriter:
         self._reserve = reserve
         # A signal handler may log while the same thread does: with a plain lock it would wait for itself.
         self._changed = threading.Condition(threading.RLock())
-        self._queue: deque[_QueuedLine | Lost | int] = deque()
+        self._queue: deque[_QueuedLine | int] = deque()
         """A number is the descriptor to write to from there on."""
         self._bytes = 0
         self._idle = False
         """Everything is written, and the thread waits for a line, however long."""
         self._closing = False
-        self._missing: Lost | None = None
+        self._dropped = 0
+        """Lines that found no room since the last one that did."""
         self.lost = 0
-        """How many lines were, since the start."""
+        """How many lines were lost since the start: they found no room, or could not be written."""
         # A daemon: it may hang in a write for ever, and the process must still end.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -172,18 +163,17 @@ class LogWriter:
         with self._changed:
             room = self._room + (self._reserve if urgent else 0)
             # Alone, a line may be of any length.
-            taken = not self._closing and (not self._bytes or self._bytes + size <= room)
-            if taken:
+            accepted = not self._closing and (not self._bytes or self._bytes + size <= room)
+            if accepted:
                 self._bytes += size
-                self._queue.append(_QueuedLine(data, stamp))
-            elif self._queue and isinstance(last := self._queue[-1], Lost):
-                last.lines += 1
-                last.until = stamp
-            elif not self._closing:
-                self._queue.append(Lost(1, stamp, stamp))
+                self._queue.append(_QueuedLine(data, stamp, self._dropped))
+                self._dropped = 0
+            else:
+                self._dropped += 1
+                self.lost += 1
             if self._idle or urgent:
                 self._changed.notify_all()
-        return taken
+        return accepted
 
     def reopen(self) -> None:
         """Open the file again (after logrotate moved it): lines queued so far go to the old one. No file: do nothing.
@@ -208,31 +198,36 @@ class LogWriter:
         if not self._thread.is_alive():
             return True
         with self._changed:
-            # Should its write ever return, the thread closes the output and ends.
+            # Should its write ever return, the thread reports what is lost, closes the output, and ends.
+            self._dropped += len(self._queue)
+            self.lost += len(self._queue)
             self._queue.clear()
         return False
 
     # The thread's own.
 
     def _run(self) -> None:
+        missing, stamp = 0, ""
         try:
             while (item := self._next()) is not None:
                 if isinstance(item, int):
                     self._output.swap(item)
                     continue
-                if isinstance(item, Lost):
-                    self._miss(item)
-                # Report missing lines first, as soon as something can be written again.
-                told = self._missing is None or self._output.line(self._render_lost(self._missing))
-                if told:
-                    self._missing = None
-                if isinstance(item, _QueuedLine) and not (told and self._output.line(item.data)):
+                stamp, missing = item.stamp, missing + item.dropped
+                # Report lost lines first, as soon as something can be written again.
+                if missing and self._output.line(self._render_lost(missing, stamp)):
+                    missing = 0
+                if missing or not self._output.line(item.data):
                     # The disk is full, or the reader has gone: the next line finds out whether it still is.
-                    self._miss(Lost(1, item.stamp, item.stamp))
+                    missing += 1
+                    with self._changed:
+                        self.lost += 1
+            if missing := missing + self._dropped:
+                self._output.line(self._render_lost(missing, stamp))
         finally:
             self._output.close()
 
-    def _next(self) -> _QueuedLine | Lost | int | None:
+    def _next(self) -> _QueuedLine | int | None:
         with self._changed:
             if not self._queue:
                 if not self._closing:
@@ -246,11 +241,3 @@ class LogWriter:
             if isinstance(item, _QueuedLine):
                 self._bytes -= len(item.data) + _PER_LINE
             return item
-
-    def _miss(self, lost: Lost) -> None:
-        self.lost += lost.lines
-        if self._missing is None:
-            self._missing = lost
-        else:
-            self._missing.lines += lost.lines
-            self._missing.until = lost.until

@@ -28,7 +28,7 @@ from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.process import ChildProcess, ending
 from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import DriverLost, WindowFailed, without_messages
-from mldserver.observe.logging import Printed
+from mldserver.observe.logging import LineLimit
 from mldserver.spark import driver_messages as wire
 
 log = structlog.get_logger("mldserver")
@@ -96,7 +96,7 @@ class Life:
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._stdout, self._stderr = Printed(), Printed()
+        self._stdout, self._stderr = LineLimit(), LineLimit()
         options = {} if start.sink is None else start.sink.options
         self._redacted = redaction(secrets_in(start.master, start.conf, start.storage, options))
         """Without the secrets that the driver was given: it, Spark and the user's code may say them."""
@@ -184,8 +184,8 @@ class Life:
             for _, answer in self.waiting.values():
                 if not answer.done():
                     answer.set_exception(self._lost(blame))
-            self._stdout.tell()
-            self._stderr.tell()
+            self._stdout.report()
+            self._stderr.report()
 
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:

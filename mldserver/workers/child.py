@@ -133,7 +133,9 @@ class Child:
             except MldserverError as error:
                 self._channel.send(wire.failed(0, error))
             else:
-                Heartbeat(self._end, asyncio.get_running_loop(), runtime.deadlines, teller.tell_lost).start()
+                Heartbeat(
+                    self._end, asyncio.get_running_loop(), runtime.deadlines, teller.report_lost
+                ).start()
                 self._channel.send(wire.loaded_of(spec))
                 # What was imported stays: the collector need not look at it with every batch.
                 gc.freeze()

@@ -25,7 +25,7 @@ import mldserver
 from mldserver.base.clock import Clock, first_of
 from mldserver.children.channel import Channel, Descriptors, WireError
 from mldserver.children.process import ChildProcess, ending
-from mldserver.observe.logging import Printed
+from mldserver.observe.logging import LineLimit
 from mldserver.protocol.messages import Line
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.interface import Delivery
@@ -70,7 +70,7 @@ class Unopened(WorkerGone):
 class _RawOutput:
     """What a worker prints past Python's own streams, or in its last moment."""
 
-    limit: Printed = field(default_factory=Printed)
+    limit: LineLimit = field(default_factory=LineLimit)
     last: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     silent: bool = False
     """Whether lines are kept, and not logged."""
@@ -201,7 +201,7 @@ class WorkerProcess:
             self._closed = True
             self._channel.close()
             self.arena.close()
-            self._printed.limit.tell()
+            self._printed.limit.report()
         self.is_open = False
         self._gone.set()
         for shard_id, future, _, otherwise in self._requests.values():

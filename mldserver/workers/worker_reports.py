@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ import structlog
 
 from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
-from mldserver.observe.logging import Logger, RateLimit, caught_output, set_level
+from mldserver.observe.logging import LineLimit, Logger, caught_output, set_level
 from mldserver.runtime.calls import Deadlines
 from mldserver.workers.wire import BeatMessage, LogLine
 
@@ -40,16 +39,15 @@ URGENT_SECONDS: Final = 1.0
 
 
 class LogForwarder:
-    """Sends events, from any thread."""
+    """Sends events to the server, from any thread."""
 
     def __init__(self, end: socket.socket) -> None:
         """Send through ``end``."""
         self._end = end
-        self._prints = RateLimit()
-        self._logs = RateLimit()
         self._lock = threading.RLock()
-        self._lost = 0
-        self._since = ""
+        # Separate limits: a handler that prints without end must not silence what it and its libraries log.
+        self._prints = LineLimit(self._report_lost)
+        self._logs = LineLimit(self._report_lost)
 
     def tell(self, _logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Send an event: the last of structlog's processors."""
@@ -60,31 +58,29 @@ class LogForwarder:
         """Send an event, whatever structlog's configuration has become: it is the handler's too."""
         urgent = method not in {"debug", "info"}
         with self._lock:
-            passed = name in OURS or (self._prints if name == PRINTED else self._logs).passes()
-            if passed:
-                self.tell_lost()
-                fields = {key: _plain(value) for key, value in event.items()}
-                if "self" in fields:  # a handler may bind it; no logger's method can be called with it
-                    fields["self_"] = fields.pop("self")
-                passed = self._sent(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0)
-            if not passed:
-                if not self._lost:
-                    now = datetime.now(UTC).isoformat(timespec="microseconds")
-                    self._since = now.replace("+00:00", "Z")
-                self._lost += 1
+            limit = self._prints if name == PRINTED else self._logs
+            if name not in OURS and not limit.passes():
+                return
+            fields = {key: _plain(value) for key, value in event.items()}
+            if "self" in fields:  # a handler may bind it; no logger's method can be called with it
+                fields["self_"] = fields.pop("self")
+            if not self._send(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0):
+                limit.lost += 1
 
-    def _sent(self, line: LogLine, wait: float) -> bool:
+    def _send(self, line: LogLine, wait_seconds: float) -> bool:
         # If the server is gone, ``Heartbeat`` ends this process, and the line has no reader.
         with contextlib.suppress(OSError):
-            return send_now(self._end, line, wait_seconds=wait)
+            return send_now(self._end, line, wait_seconds=wait_seconds)
         return False
 
-    def tell_lost(self) -> None:
+    def _report_lost(self, lines: int) -> bool:
+        return self._send(LogLine("warning", "log.lost", {"lines": lines}), 0.0)
+
+    def report_lost(self) -> None:
         """Log how many lines were lost since the last report, if any."""
         with self._lock:
-            lost = {"lines": self._lost, "since": self._since}
-            if self._lost and self._sent(LogLine("warning", "log.lost", lost), 0.0):
-                self._lost = 0
+            self._prints.report()
+            self._logs.report()
 
 
 def _plain(value: Any) -> Any:

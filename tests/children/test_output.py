@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mldserver.base.lines import LONGEST_LINE, Lines
 from mldserver.children import process
-from mldserver.children.process import LONGEST_LINE, ChildOutput, Lines
+from mldserver.children.process import ChildOutput
 
 pytestmark = pytest.mark.quick
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.observe.logging import BURST, Printed
-from mldserver.spark import driver_session
+from mldserver.observe.logging import LIMIT_LINES
 
 
 def lost(logged: list[dict[str, Any]]) -> list[int]:
@@ -21,16 +19,16 @@ def lost(logged: list[dict[str, Any]]) -> list[int]:
 async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
     tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_session, "Printed", partial(Printed, lambda: 0.0))
+    monkeypatch.setattr("mldserver.observe.logging.LIMIT_SECONDS", 1e9)
     it = Bench(tmp_path, "good")
     async with it.running():
         await it.engine.compute(job("floods"))
         alive = it.engine._life
         assert alive is not None
-        await until(lambda: alive._stdout._lost == alive._stderr._lost == 5000 - BURST)
+        await until(lambda: alive._stdout.lost == alive._stderr.lost == 5000 - LIMIT_LINES)
         assert alive._last_lines[-1] == "4999"
-    texts = [str(number) for number in range(BURST)]
+    texts = [str(number) for number in range(LIMIT_LINES)]
     assert [event["text"] for event in logged if event["event"] == "handler.output"] == texts
     assert [event["text"] for event in logged if event["event"] == "spark.log"] == texts
     # One more of standard output: what the driver says as it stops.
-    assert sorted(lost(logged)) == [5000 - BURST, 5001 - BURST]
+    assert sorted(lost(logged)) == [5000 - LIMIT_LINES, 5001 - LIMIT_LINES]

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from mldserver.children.channel import pair, receive_now
-from mldserver.observe.logging import BURST, RateLimit
+from mldserver.observe.logging import LIMIT_LINES
 from mldserver.workers import wire
 from mldserver.workers.worker_reports import LONGEST, _plain, telling_through
 
@@ -115,19 +115,19 @@ def test_errors_come_with_their_traceback(server: Server) -> None:
 def test_what_is_said_beyond_a_flood_is_counted(
     server: Server, say: Callable[[], None], event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mldserver.workers.worker_reports.RateLimit", lambda: RateLimit(now=lambda: 0.0))
+    monkeypatch.setattr("mldserver.observe.logging.LIMIT_SECONDS", 1e9)
     with telling_through(server.here, logging.INFO) as teller:
         told = []
-        for number in range(BURST + 500):
+        for number in range(LIMIT_LINES + 500):
             say()
             if number % 100 == 0:
                 told += server.read()
-        teller.tell_lost()
+        teller.report_lost()
         told += server.read()
     said = sum(name == event for _, name, _ in told)
     lost = sum(fields["lines"] for _, name, fields in told if name == "log.lost")
-    assert said == BURST
-    assert said + lost == BURST + 500
+    assert said == LIMIT_LINES
+    assert said + lost == LIMIT_LINES + 500
 
 
 def test_what_the_runtime_itself_tells_is_never_cut_and_floods_do_not_use_up_each_others_room(
@@ -135,14 +135,14 @@ def test_what_the_runtime_itself_tells_is_never_cut_and_floods_do_not_use_up_eac
 ) -> None:
     with telling_through(server.here, logging.INFO):
         told = []
-        for number in range(BURST + 500):
+        for number in range(LIMIT_LINES + 500):
             structlog.get_logger("mldserver").error("handler.dead_letter")
             logging.getLogger("lib").error("x")
             if number % 100 == 0:
                 told += server.read()
         print("still")
         told += server.read()
-    assert sum(name == "handler.dead_letter" for _, name, _ in told) == BURST + 500
+    assert sum(name == "handler.dead_letter" for _, name, _ in told) == LIMIT_LINES + 500
     assert sum(name == "handler.output" for _, name, _ in told) == 1
 
 
@@ -152,7 +152,7 @@ def test_a_server_that_does_not_listen_costs_events_and_not_the_worker(server: S
         for _ in range(5000):
             log.info("shard.reopened", shard="s" * 500)
         assert len(server.read(3000)) < 3000
-        teller.tell_lost()
+        teller.report_lost()
         ((level, event, fields),) = server.read()
     assert (level, event) == ("warning", "log.lost")
     assert fields["lines"] > 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.kit import named
 
-from mldserver.observe.logging import BURST, Printed
+from mldserver.observe.logging import LIMIT_LINES, LIMIT_SECONDS, LineLimit
 from mldserver.workers.worker_process import _RawOutput
 
 
@@ -23,12 +23,14 @@ def test_lines_are_logged_and_empty_ones_are_not(logged: list[dict[str, Any]]) -
 
 def test_a_flood_is_cut_and_slowed_and_what_was_left_out_is_counted(logged: list[dict[str, Any]]) -> None:
     now = 0.0
-    printed = _RawOutput(Printed(lambda: now))
-    assert not printed.take(["x"] * (BURST + 500))
-    assert (len(told(logged)), named(logged, "log.lost")) == (BURST, [])
-    now += 1
+    printed = _RawOutput(LineLimit(now=lambda: now))
+    assert not printed.take(["x"] * (LIMIT_LINES + 500))
+    assert (len(told(logged)), named(logged, "log.lost")) == (LIMIT_LINES, [])
+    now += LIMIT_SECONDS
     assert printed.take(["y"])
-    assert told(logged)[BURST:] == ["y"]
+    assert told(logged)[LIMIT_LINES:] == ["y"]
     assert not printed.take(["z"] * 10_000)
-    printed.limit.tell()
-    assert sum(event["lines"] for event in named(logged, "log.lost")) + len(told(logged)) == BURST + 10_501
+    printed.limit.report()
+    assert (
+        sum(event["lines"] for event in named(logged, "log.lost")) + len(told(logged)) == LIMIT_LINES + 10_501
+    )
