@@ -17,7 +17,7 @@ from mldserver.base.clock import Clock
 from mldserver.base.disk import others_can_read
 from mldserver.base.secret import read_secret
 from mldserver.base.service import keep_memory
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings, redacted
 from mldserver.config.locations import RemoteOut, SqlitePlace
@@ -149,7 +149,7 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
     }
     runtime: InlineRuntime | WorkerRuntime
     if settings.workers is None:
-        spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
+        spec = await run_in_daemon_thread(partial(load_spec, settings.handler), name="mldserver-import")
         runtime = InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common)
     else:  # no code of the user's is run here
         common |= {
@@ -170,12 +170,12 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
 
 async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime, spec: HandlerSpec) -> Parts:
     clock, rng, engine = around.clock, around.rng, around.engine
-    store = await aside(partial(store_of, settings), name="mldserver-output")
+    store = await run_in_daemon_thread(partial(store_of, settings), name="mldserver-output")
     made_up = f"{DRAIN if around.drain else ''}{socket.gethostname()}:{os.getpid()}:{around.unique()}"
     server_id = settings.server_id or made_up
     # Beside the loop: a ledger in a table imports a good part of AWS's client.
     making = partial(ledger_of, settings, server_id=server_id, clock=clock)
-    ledger = await aside(making, name="mldserver-ledger")
+    ledger = await run_in_daemon_thread(making, name="mldserver-ledger")
     shape, runner = _shape(settings, spec), None
 
     def freed(freed_bytes: int) -> None:
@@ -188,7 +188,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         if engine is None:
             where = {"work_dir": home(settings) / own, "place": store.uri(own) if store.place else ""}
             making_spark = partial(spark_of, settings, spec, out=store.place, clock=clock, **where)
-            engine = await aside(making_spark, name="mldserver-spark")
+            engine = await run_in_daemon_thread(making_spark, name="mldserver-spark")
         steps = WindowSteps(
             pipeline=settings.pipeline,
             ledger=ledger,
@@ -200,7 +200,9 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
             table=shape.table,
         )
         runner = WindowRunner(steps, settings, random=rng, log_error_messages=settings.log_error_messages)
-    letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
+    letters = await run_in_daemon_thread(
+        partial(destination_of, settings, store, clock, rng), name="mldserver-letters"
+    )
     polling = _polling(settings, around.kinesis, clock)
     coordinator = Coordinator(
         rules=settings.part(
@@ -225,10 +227,14 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     tls = None
     if settings.tls_certificate is not None and settings.source == "mld" and not around.drain:
         files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-        tls = await aside(partial(ServerTLS, *files, names=settings.tls_names), name="mldserver-tls")
+        tls = await run_in_daemon_thread(
+            partial(ServerTLS, *files, names=settings.tls_names), name="mldserver-tls"
+        )
     secret = None
     if settings.listen_secret is not None and settings.source == "mld" and not around.drain:
-        secret = await aside(partial(read_secret, settings.listen_secret), name="mldserver-secret")
+        secret = await run_in_daemon_thread(
+            partial(read_secret, settings.listen_secret), name="mldserver-secret"
+        )
     make_source = around.source or partial(_source_of, settings, tls, secret)
     redriver = Redriver(
         ledger=ledger,

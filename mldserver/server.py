@@ -42,7 +42,7 @@ from mldserver.assembly import Parts, Surroundings, assemble, exposed
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.service import Service, ServiceReport, handling
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.config.settings import Settings
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.progress import CoordinatorStatus
@@ -214,7 +214,9 @@ class Server:
                 advice="Check its path, its rights and the room on its disk, or name another with --out.",
                 path=str(error.filename or self.settings.out),
             ) from error
-        for path, holds in (await aside(partial(exposed, self.settings), name="mldserver-rights")).items():
+        for path, holds in (
+            await run_in_daemon_thread(partial(exposed, self.settings), name="mldserver-rights")
+        ).items():
             log.warning(
                 "file.exposed",
                 path=str(path),
@@ -222,7 +224,7 @@ class Server:
                 advice=f"Run `chmod o= {path}`.",
             )
         if self._endpoint is not None:
-            await aside(self._endpoint.make_files, name="mldserver-token")
+            await run_in_daemon_thread(self._endpoint.make_files, name="mldserver-token")
         if self._drain:
             await parts.ledger.drain()
         self._begun = parts

@@ -36,7 +36,7 @@ from mldserver.admin.endpoint_messages import (
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, first_of
 from mldserver.base.listening import listen_tcp, listen_unix
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.uris import redaction
 from mldserver.children.channel import Channel, Descriptors, encodable
 from mldserver.children.process import ChildProcess, ending
@@ -128,7 +128,7 @@ class AdminEndpoint:
         listened on, and for certificates that cannot be used.
         """
         # The process reads certificates for itself; what is wrong with them ends this start.
-        await aside(self._start.tls, name="mldserver-tls")
+        await run_in_daemon_thread(self._start.tls, name="mldserver-tls")
         listener = await self._listen()
         if listener is None:
             yield
@@ -167,7 +167,7 @@ class AdminEndpoint:
                         self._place.path.unlink()
             for each in listeners:
                 each.close()
-            await aside(self._remove_address, name="mldserver-address")
+            await run_in_daemon_thread(self._remove_address, name="mldserver-address")
 
     def make_files(self) -> None:
         """Write where the endpoint listens, then ``make_token``. Blocking. Raises as that does."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final
 
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.errors import ConfigError
 
 _ANY_REGION: Final = "us-east-1"
@@ -45,7 +45,7 @@ async def aws_client(
     own, for tests; ``config``: as ``botocore.config.Config`` takes it.
     """
     if session is None:
-        session = await aside(partial(_session, service), name="mldserver-aws")
+        session = await run_in_daemon_thread(partial(_session, service), name="mldserver-aws")
     from aiobotocore.config import AioConfig  # noqa: PLC0415  # callers with a session have imported it
 
     made = session.client(service, region_name=region, endpoint_url=endpoint_url, config=AioConfig(**config))
@@ -82,7 +82,7 @@ async def require_aws(stream: str, *, region: str | None) -> None:
     Both are looked for where boto3 finds them, the instance's own metadata included. That they can be had, not that AWS
     takes them.
     """
-    missing = await aside(partial(_missing, region), name="mldserver-aws")
+    missing = await run_in_daemon_thread(partial(_missing, region), name="mldserver-aws")
     if missing:
         raise ConfigError(
             f"The stream {stream} is named, but {missing}.",

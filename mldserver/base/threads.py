@@ -1,14 +1,9 @@
 """Daemon threads outside the event loop, for calls that may hang for ever: one for each call, or for each shard.
 
-All synchronous user code of a pipeline runs on such a thread: never on the event loop, never two at once.
+All synchronous user code of a pipeline runs on such a thread: never on the event loop, never two calls at once.
 
 A thread cannot be killed. So it is a daemon thread: a handler that hangs for ever blocks its own pipeline, which the
 server logs, but neither the event loop nor the end of the process.
-
-But an exception can be thrown into it from outside (``PyThreadState_SetAsyncExc``), as libraries do that put time-outs on
-synchronous calls. It may come late, anywhere, and most likely when the thread is about to take its next job: it waits for
-one inside C, and what a call returns is lost when the exception comes with it. So a job stays in the queue until it is
-done with.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ import contextvars
 import queue
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -30,41 +24,34 @@ _T = TypeVar("_T")
 class _QueuedCall:
     """A function that waits for its turn, and the future of its caller."""
 
-    __slots__ = ("begun", "function", "future", "loop")
+    __slots__ = ("function", "future", "loop")
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.begun = False
         self.function = function
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
     def run(self) -> None:
-        """Call the function, and hand over what it returned or raised."""
-        self.begun = True
+        """Call the function, and set its future."""
+        result, error = None, None
         try:
             result = self.function()
-        except BaseException as error:  # noqa: BLE001  # handed to the caller, whatever it is
-            self.hand_over(None, error)
-        else:
-            self.hand_over(result)
-
-    def hand_over(self, result: object, error: BaseException | None = None) -> None:
-        """Hand over a result or an error, unless there is one already."""
+        except BaseException as raised:  # noqa: BLE001  # it is raised in the caller, whatever it is
+            error = raised
         if isinstance(error, StopIteration | SystemExit | GeneratorExit | asyncio.CancelledError):
             # A future refuses the first; each would do something else to the awaiting task, or its loop, than fail it.
             error = RuntimeError("".join(traceback.format_exception_only(error)).strip())
-
-        def settle() -> None:
-            if self.future.done():
-                return
-            if error is None:
-                self.future.set_result(result)
-            else:
-                self.future.set_exception(error)
-
         # If the loop was closed while a hanging function ran, no caller waits for the result.
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(settle)
+            self.loop.call_soon_threadsafe(self._set_future, result, error)
+
+    def _set_future(self, result: object, error: BaseException | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
 
 
 class WorkerThread:
@@ -72,9 +59,8 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         """Prepare; the thread starts with ``start``."""
-        self._jobs: deque[_QueuedCall | None] = deque()
-        """The first one is in hand; None is the end."""
-        self._come: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
+        """None ends the thread."""
         self._finished: asyncio.Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
@@ -85,20 +71,20 @@ class WorkerThread:
     async def run(self, function: Callable[[], _T]) -> _T:
         """Return what ``function`` returns (or raise what it raises), called on the thread in this context.
 
-        When the caller is cancelled, a function that has begun runs on to its end; one that waits is not begun.
+        If the caller is cancelled, a function that has begun runs to its end, and one that waits is never called.
         """
-        job = _QueuedCall(partial(contextvars.copy_context().run, function))
-        self._put(job)
-        result: _T = await job.future
+        call = _QueuedCall(partial(contextvars.copy_context().run, function))
+        self._calls.put(call)
+        result: _T = await call.future
         return result
 
     def finish(self) -> asyncio.Future[None]:
-        """Take nothing more; the future is done when all that is queued has run, and the thread ends."""
+        """Accept no more calls; the future is done when all queued calls have run, and the thread ends."""
         if self._finished is None:
-            job = _QueuedCall(lambda: None)
-            self._finished = job.future
-            self._put(job)
-            self._put(None)
+            last = _QueuedCall(lambda: None)
+            self._finished = last.future
+            self._calls.put(last)
+            self._calls.put(None)
         return self._finished
 
     async def settled(self) -> None:
@@ -109,37 +95,19 @@ class WorkerThread:
             await asyncio.wait({self._finished})
 
     async def close(self, seconds: float) -> bool:
-        """Stop the thread after what is queued; return whether it has stopped within ``seconds``."""
+        """Stop the thread after the queued calls; return whether it has stopped within ``seconds``."""
         if not self._thread.is_alive():
             return True
         done, _ = await asyncio.wait({self.finish()}, timeout=seconds)
         return bool(done)
 
-    def _put(self, job: _QueuedCall | None) -> None:
-        self._jobs.append(job)
-        self._come.put(None)
-
     def _work(self) -> None:
-        while True:
-            try:
-                if not self._jobs:
-                    self._come.get()
-                    continue
-                job = self._jobs[0]
-                if job is None:
-                    return
-                if job.begun:
-                    job.hand_over(
-                        None, RuntimeError("an exception was thrown into the thread outside the call")
-                    )
-                elif not job.future.cancelled():
-                    job.run()
-                self._jobs.popleft()
-            except BaseException:  # noqa: BLE001, S112  # thrown in from outside, meant for a call; see the module
-                continue
+        while (call := self._calls.get()) is not None:
+            if not call.future.cancelled():
+                call.run()
 
 
-async def aside(function: Callable[[], _T], *, name: str) -> _T:
+async def run_in_daemon_thread(function: Callable[[], _T], *, name: str) -> _T:
     """Call ``function`` on a new daemon thread called ``name``; return what it returns, or raise what it raises.
 
     Unlike a thread of the loop's executor, which the loop joins when it ends, one that hangs is left behind: when the

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.errors import ConfigError, NotThereYet
 
 log = structlog.get_logger("mldserver")
@@ -102,7 +102,10 @@ class ServerTLS:
         A hanging file system blocks only the reading, which has a separate thread.
         """
         try:
-            self._latest, self._read_at = await aside(self._read, name="mldserver-tls"), int(time.time())
+            self._latest, self._read_at = (
+                await run_in_daemon_thread(self._read, name="mldserver-tls"),
+                int(time.time()),
+            )
         except (ConfigError, NotThereYet) as error:
             log.error("tls.refused", **error.told())  # the event holds the error's words
         else:

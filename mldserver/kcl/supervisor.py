@@ -24,7 +24,7 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, first_of
 from mldserver.base.service import ServiceReport
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
 from mldserver.children.supervise import Exit, supervise
@@ -302,7 +302,7 @@ async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
                 context = None
                 if tls:
                     making = partial(client_context, tls[1], tls[2], tls[0])
-                    context = await aside(making, name="mldserver-tls")
+                    context = await run_in_daemon_thread(making, name="mldserver-tls")
                 _, writer = await asyncio.open_connection(server.host, server.port, ssl=context)
             writer.close()
             return True

@@ -194,11 +194,9 @@ class Lane:
         else:
             # Each record had a separate call, up to the first that failed.
             done, failure = len(returned.values), returned.failure
-            # One behind the last call was thrown into the thread from outside.
-            failed = failure is not None and done < len(step.indices)
-            if done or not failed:
-                self.returned.append((step.indices[:done] if failed else step.indices, returned.values))
-            if failed and failure is not None:
+            if done:
+                self.returned.append((step.indices[:done], returned.values))
+            if failure is not None:
                 again = self.plan.failed_at(step, done, failure, self.tools.clock.now_ms())
                 self.again += [] if again is None else [again]
         if self.returned and (not self.plan.todo or step.halved):

@@ -28,7 +28,7 @@ from mldserver.admin.document import Status
 from mldserver.admin.endpoint_keeper import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
 from mldserver.base.listening import listen_unix
-from mldserver.base.threads import aside
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
 from mldserver.cli.status import ServerOptions
@@ -340,7 +340,7 @@ async def test_it_answers_while_the_certificates_file_system_hangs(tmp_path: Pat
         files.server.unlink()
         os.mkfifo(files.server)  # whose reader waits for what is written, as its writer does for a reader
         server.endpoint.renew()
-        with await aside(lambda: files.server.open("wb"), name="writer"):
+        with await run_in_daemon_thread(lambda: files.server.open("wb"), name="writer"):
             await server.live(tls)
             assert not [*events(logged, "tls.read"), *events(logged, "tls.refused")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import ctypes
 import threading
 from typing import Any
 
@@ -143,35 +142,6 @@ async def test_it_is_settled_when_what_was_queued_has_run_also_when_it_is_to_fin
     await settled
     assert ran == [1]
     await running
-
-
-@pytest.mark.parametrize("error", [TimeoutError, SystemExit, KeyboardInterrupt])
-async def test_an_exception_that_is_thrown_in_late_ends_neither_the_thread_nor_its_next_job(
-    thread: Any, error: Any
-) -> None:
-    identity = await thread.run(threading.get_ident)
-    for number in range(3):
-        thrown = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identity), ctypes.py_object(error))
-        assert thrown == 1
-        async with asyncio.timeout(800):
-            assert await thread.run(lambda number=number: number) == number
-    assert await thread.run(threading.get_ident) == identity
-
-
-async def test_a_job_whose_result_is_lost_to_such_an_exception_has_failed_and_is_not_done_twice(
-    thread: Any, monkeypatch: Any
-) -> None:
-    ran = []
-
-    def lose(*_: Any) -> None:
-        monkeypatch.undo()
-        raise TimeoutError
-
-    monkeypatch.setattr("mldserver.base.threads._QueuedCall.hand_over", lose)
-    with pytest.raises(RuntimeError, match="thrown into the thread"):
-        await thread.run(lambda: ran.append(1))
-    assert ran == [1]
-    assert await thread.run(lambda: 7) == 7
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()])

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.handler.failure import Failure
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.calls import Caller
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, outcome_of
 from mldserver.runtime.values import Converter
@@ -276,17 +274,3 @@ async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
     outcome = await clock.drive(runtime.process(kit.delivery(1, 2, 3)), step=1)
     assert column(outcome, "n") == [1, 3]
     assert outcome.dead_letters[0].error == "TimeoutError: it took longer than 5 s"
-
-
-async def test_an_exception_that_is_thrown_in_behind_the_last_call_harms_no_record(
-    kit: Any, column: Any, monkeypatch: Any
-) -> None:
-    def late(*arguments: Any) -> Any:
-        returned = call_sync(*arguments)
-        returned.failure = Failure("TimeoutError")
-        return returned
-
-    call_sync = Caller.call_sync
-    monkeypatch.setattr(Caller, "call_sync", late)
-    outcome = await kit.run(1, 2, schema="n INT", process_record=lambda record: (record.json(),))
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2], (), 1)

@@ -258,7 +258,7 @@ class World:
                 await self.deliver(runtime, line, lost_after)
         finally:
             # The virtual loop cannot wait for a real thread, which has nothing to do here.
-            runtime._thread._put(None)
+            runtime._thread._calls.put(None)
 
     async def deliver(self, runtime: Any, line: Any, lost_after: Any) -> None:
         """Deliver all records so far: those up to the position were decided earlier."""
