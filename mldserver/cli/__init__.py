@@ -80,6 +80,7 @@ _COMMANDS: Final = {
 
 _ELSEWHERE: Final = {
     "drain": "serve:drain_app",
+    "windows": "window_commands:app",
     **{
         name: f"steer:{name.replace('-', '_')}_app"
         for name in ("pause", "resume", "flush", "drain-shard", "log-level", "reload")

@@ -16,9 +16,10 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from mldserver import __version__
-from mldserver.cli.ledger_tool import table, tell
+from mldserver.cli.render import table, write_text
 from mldserver.config.kinds import address
 from mldserver.conformance import catalogue
+from mldserver.conformance.cases import Case
 from mldserver.conformance.player import Grade, Result, Target, counts, play_all
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, ConfigError, NotThereYet, leaves
 
@@ -80,8 +81,7 @@ def conformance(
     if not cases:
         raise ConfigError(f"No case is named {' or '.join(only)}.", advice="Numbers are such as G07, or G*.")
     if list_cases:
-        rows = [[case.number, case.section, case.title, case.source] for case in cases]
-        tell(table("", ["case", "section", "what", "source"], rows))
+        write_text(table([_described(case) for case in cases]))
         return EXIT_CLEAN
     target = _target(child)
     many = at_a_time or (2 * (os.cpu_count() or 1) if target.command else _AT_A_TIME)
@@ -105,10 +105,15 @@ def conformance(
             did="No more cases were played.",
             advice="Name where it listens, or a command that starts it.",
         ) from error
+    document = report(results, child)
     if json is not None:
-        json.write_bytes(orjson.dumps(report(results, child), option=orjson.OPT_INDENT_2))
-    tell(*_tables(results))
+        json.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    write_text(*_tables(document))
     return EXIT_FAULT if any(result.verdict is Grade.FAIL for result in results) else EXIT_CLEAN
+
+
+def _described(case: Case) -> dict[str, Any]:
+    return {name: getattr(case, name) for name in ("number", "section", "title", "source")}
 
 
 def _target(child: Sequence[str]) -> Target:
@@ -134,31 +139,18 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
             for section, row in counts(results).items()
         },
         "cases": [
-            {name: getattr(result.case, name) for name in ("number", "section", "title", "source")}
-            | {
-                "verdict": result.verdict,
-                "why": result.why,
-                "seconds": round(result.seconds, 3),
-                "said": result.said,
-            }
+            _described(result.case)
+            | {"verdict": str(result.verdict), "why": result.why}
+            | {"seconds": round(result.seconds, 3), "said": result.said}
             for result in results
         ],
     }
 
 
-def _tables(results: Sequence[Result]) -> list[Any]:
-    sections = counts(results)
-    sections["all"] = {verdict: sum(row[verdict] for row in sections.values()) for verdict in Grade}
-    rows = [
-        [section, sum(row.values()), *(count or "" for count in row.values())]
-        for section, row in sections.items()
-    ]
-    parts: list[Any] = [table("", ["section", ">cases", *(f">{verdict}" for verdict in Grade)], rows)]
-    others = [
-        [result.case.number, result.verdict, result.case.title, result.why, result.case.source]
-        for result in results
-        if result.verdict is not Grade.PASS
-    ]
-    if others:
-        parts += ["", table("", ["case", "verdict", "what", "why", "source"], others)]
-    return parts
+def _tables(document: dict[str, Any]) -> list[Any]:
+    """Return a report as text: a row for each section and one for all, then every case that did not pass."""
+    sections = document["sections"]
+    sections |= {"all": {grade: sum(row[grade] for row in sections.values()) for grade in Grade}}
+    rows = [{"section": name, "cases": sum(row.values())} | row for name, row in sections.items()]
+    others = [case for case in document["cases"] if case["verdict"] != Grade.PASS]
+    return [table(rows), *(["", table(others, "number verdict title why source")] if others else [])]

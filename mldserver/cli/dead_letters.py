@@ -12,22 +12,9 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.ledger_tool import (
-    HERE,
-    AsJson,
-    Where,
-    answer,
-    at_ledger,
-    details,
-    first_line,
-    moment,
-    settings_at,
-    table,
-    tell,
-    tell_bytes,
-    tell_json,
-)
+from mldserver.cli.ledger_tool import HERE, Where, at_ledger, settings_at
 from mldserver.cli.logs import since_time
+from mldserver.cli.render import AsJson, answer, parts, table, write
 from mldserver.config.settings import Settings
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
@@ -128,21 +115,12 @@ def list_letters(
                 chosen.append(stored)
             else:
                 more += 1
-    if as_json:
-        tell_json([_document(stored, settings.pipeline) for stored in chosen])
-        if more:
-            sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
-        return
-    columns = (">letter", "state", "shard", "key", "sequence", ">bytes", ">attempts", "failed", "error")
-    rows = []
-    for stored in chosen:
-        letter = stored.letter
-        state, size = "wanted" if stored.wanted else "stored", f"{len(letter.data):,}"
-        record = (letter.shard_id, letter.partition_key, letter.sequence, size)
-        failed = (letter.attempts, moment(letter.at_ms), first_line(letter.error))
-        rows.append((stored.id, state, *record, *failed))
+    rows = [_document(stored, settings.pipeline) for stored in chosen]
+    if as_json and more:
+        sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
     counts = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
-    tell(table("", columns, rows), counts + (f" ({more:,} more match; --limit)" if more else ""))
+    columns = "letter wanted shard partition_key sequence attempts at_ms error"
+    answer(as_json, rows, table(rows, columns), counts + (f" ({more:,} more match; --limit)" if more else ""))
 
 
 @app.command(name="show")
@@ -167,12 +145,10 @@ def show_letter(
     with at_ledger(settings) as (ledger, _, runner):
         (stored,) = _named(ledger, runner, (letter,), settings.pipeline)
     if payload:
-        tell_bytes(stored.letter.data)
-    elif as_json:
-        tell_json(_document(stored, settings.pipeline))
-    else:
-        trace = (details([("traceback", "")]), details([("", stored.letter.traceback)]))
-        tell(details(_facts(stored)), "", *trace)
+        write(stored.letter.data)
+        return
+    document = _document(stored, settings.pipeline)
+    answer(as_json, document, *parts(document | {"data": _shortened(stored.letter.data)}))
 
 
 @app.command(name="redrive")
@@ -319,25 +295,10 @@ def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
     return {"letter": stored.id, "wanted": stored.wanted, **document(stored.letter, pipeline)}
 
 
-def _facts(stored: StoredLetter) -> list[tuple[str, object]]:
-    letter = stored.letter
+def _shortened(data: bytes) -> str:
+    """Return the beginning of a record's data as text if it is UTF-8, else as hexadecimal digits."""
     try:
-        payload = letter.data.decode()[:_SHOWN]
+        text = data.decode()[:_SHOWN]
     except UnicodeDecodeError:
-        payload = letter.data[:_SHOWN].hex(" ")
-    if len(letter.data) > _SHOWN:
-        payload += f" … ({len(letter.data):,} bytes; --payload writes them)"
-    facts: list[tuple[str, object]] = [
-        ("letter", stored.id),
-        ("state", "wanted: a server redrives it" if stored.wanted else "stored"),
-        ("record", letter.record),
-        ("partition key", letter.partition_key),
-        ("arrived", moment(letter.arrival_ms)),
-        ("failed", f"{moment(letter.at_ms)}, after {letter.attempts} attempts"),
-        ("handler", f"{letter.handler} {letter.handler_version}".rstrip()),
-        ("error", letter.error),
-        ("payload", payload),
-    ]
-    if letter.parked_behind is not None:
-        facts.insert(2, ("waits behind", f"{letter.shard_id}/{letter.parked_behind}"))
-    return facts
+        text = data[:_SHOWN].hex(" ")
+    return text if len(data) <= _SHOWN else f"{text} … ({len(data):,} bytes; --payload writes them)"

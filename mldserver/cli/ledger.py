@@ -22,21 +22,8 @@ from rich.console import RenderableType
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.disk import make_folder, make_private, sync
-from mldserver.cli.ledger_tool import (
-    HERE,
-    AsJson,
-    Where,
-    answer,
-    as_operator_errors,
-    at_ledger,
-    details,
-    first_line,
-    moment,
-    settings_at,
-    state_at,
-    table,
-    tell,
-)
+from mldserver.cli.ledger_tool import HERE, Where, as_operator_errors, at_ledger, settings_at, state_at
+from mldserver.cli.render import AsJson, answer, details, first_line, parts, write_text
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import home, ledger_file
 from mldserver.config.settings import Settings
@@ -88,8 +75,8 @@ ShardId = Annotated[str, Parameter(help="The shard's id, as `ledger show` lists 
 @app.command(name="show")
 def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show shards with their positions, servers, and counts of the rest."""
-    held = state_at(where)
-    answer(as_json, everything(held), *overview(held))
+    document = everything(state_at(where))
+    answer(as_json, document, *as_text(document))
 
 
 @app.command(name="create")
@@ -115,7 +102,7 @@ def create_ledger(*, where: Where = HERE) -> None:
             runner.run(ledger.create_table())
         finally:
             runner.run(ledger.close())
-    tell(f"The table {place.table} is there.")
+    write_text(f"The table {place.table} is there.")
 
 
 @app.command(name="reset")
@@ -170,7 +157,7 @@ def _changed(
     word: str, shards: tuple[str, ...], done: frozenset[str], texts: Mapping[str, str], *, as_json: bool
 ) -> None:
     """Show what was done. Raises OperatorError for shards that a server has opened meanwhile."""
-    answer(as_json, {word: sorted(done)}, details(sorted(texts.items())))
+    answer(as_json, {word: sorted(done)}, details(dict(sorted(texts.items()))))
     if left := sorted(set(shards).difference(done)):
         raise OperatorError(
             f"Not {word}, because a server has opened them since: {', '.join(left)}.",
@@ -188,7 +175,7 @@ def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = Fals
             _shard(held, shard)
     text = f"may start beyond {position or 'nothing'}, the next time it is opened."
     document = {"accepted": shard, "position": None if position is None else str(position)}
-    answer(as_json, document, details([(shard, text)]))
+    answer(as_json, document, details({shard: text}))
 
 
 def _shard(held: LedgerState, shard_id: str) -> ShardState:
@@ -200,7 +187,7 @@ def _shard(held: LedgerState, shard_id: str) -> ShardState:
 
 
 def everything(held: LedgerState) -> dict[str, Any]:
-    """Return what `ledger show --json` tells."""
+    """Return what `ledger show --json` shows."""
     counts = Counter(entry.state for entry in held.windows.values())
     shards = [dataclasses.asdict(shard) for _, shard in sorted(held.shards.items())]
     for shard in shards:
@@ -220,40 +207,12 @@ def everything(held: LedgerState) -> dict[str, Any]:
     }
 
 
-def overview(held: LedgerState) -> tuple[RenderableType, ...]:
-    """Return what `ledger show` tells."""
-    counts = Counter(entry.state for entry in held.windows.values())
-    windows = [f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state]]
-    facts = [
-        ("windows", ", ".join(windows) or "none"),
-        ("segments", f"{held.segment_bytes:,} bytes"),
-        ("dead letters", f"{held.dead_letters:,}"),
-        ("merge clock", f"{held.clock:,}"),
-    ]
-    if held.draining:
-        facts.append(("drain", "asked for; the next start ends it" if not held.servers else "under way"))
-    if held.cut_below_ms is not None:
-        facts.append(("forgotten", f"windows up to {moment(held.cut_below_ms)}"))
-    if (batch := held.batch_progress).number:
-        facts.append(("open batch", f"number {batch.number:,}, {batch.rows:,} rows"))
-    if held.late_segments:
-        facts.append(("late files", f"{len(held.late_segments):,} not visible yet"))
-    servers = []
-    for server_id, server in sorted(held.servers.items()):
-        watermark = "idle" if server.idle else moment(server.watermark_ms)
-        holder = (server.held_by or None, server.reason or None)
-        servers.append((server_id, moment(server.beat_ms), watermark, *holder))
-    shards = []
-    for shard_id, shard in sorted(held.shards.items()):
-        notes = ["ended"] * shard.ended + ["gap accepted"] * shard.gap_accepted
-        place = (shard_id, shard.position, moment(shard.event_ms), shard.epoch, shard.owner or None)
-        shards.append((*place, ", ".join(shard.parents) or None, ", ".join(notes)))
-    return (
-        details(facts),
-        "",
-        table("servers", ("server", "last beat", "watermark", "held by", "reason"), servers),
-        "",
-        table("shards", ("shard", "position", "event time", ">epoch", "held by", "parents", "note"), shards),
+def as_text(document: dict[str, Any]) -> list[RenderableType]:
+    """Return the document of `ledger show` as text."""
+    return parts(
+        document,
+        servers="server_id beat_ms watermark_ms idle held_by reason",
+        shards="shard_id position event_ms epoch owner parents ended_ms gap_accepted",
     )
 
 
@@ -308,7 +267,7 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         part.rename(folder / _LEDGER)
         sync(folder)
     done = {"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}
-    answer(as_json, done, details(done.items()))
+    answer(as_json, done)
 
 
 @app.command(name="restore")
@@ -375,7 +334,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         "files": len(named),
         "replaced": replaced and str(replaced),
     }
-    answer(as_json, done, details((name, value) for name, value in done.items() if value is not None))
+    answer(as_json, done)
 
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:

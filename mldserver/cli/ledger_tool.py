@@ -1,25 +1,17 @@
-"""What commands that read a ledger share: finding it, opening it while servers run, and showing results."""
+"""What commands that read a ledger share: finding it, and opening it while servers run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import io
-import json
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path  # cyclopts reads the annotations
-from typing import Annotated, Any, Final
+from typing import Final
 
 from cyclopts import Group, Parameter
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from mldserver.base.clock import SystemClock
 from mldserver.cli import ReaderGone, working_directory
@@ -30,13 +22,6 @@ from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.ledger.contract import LedgerState
 from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite_file import pipeline_of
-from mldserver.observe.log_lines import harmless
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_UNBOUNDED: Final = sys.maxsize
-"""Columns where no terminal bounds them: a line stays a line for grep, and whole."""
-
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
 
 
 @Parameter(name="*", group=Group("Where the ledger is"))
@@ -115,87 +100,3 @@ def state_at(where: Where) -> LedgerState:
     """Return what the ledger holds. Raises OperatorError as ``at_ledger``."""
     with at_ledger(settings_at(where)) as (_, held, _):
         return held
-
-
-def moment(ms: int | None) -> str:
-    """Return a time as ISO 8601 in UTC, to the second unless it has more; a dash for none."""
-    if ms is None:
-        return "-"
-    try:
-        at = _EPOCH + timedelta(milliseconds=ms)
-    except OverflowError:  # a column may hold anything
-        return f"{ms} ms"
-    return at.isoformat(timespec="milliseconds" if ms % 1000 else "seconds").replace("+00:00", "Z")
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Return a table of ``plain`` cells. A column whose name begins with ``>`` holds numbers."""
-    grid = Table(
-        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
-    )
-    for name in columns:
-        justify: Any = "right" if name.startswith(">") else "left"
-        grid.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
-    for row in rows:
-        grid.add_row(*map(plain, row))
-    return grid
-
-
-def details(pairs: Iterable[tuple[str, object]]) -> Table:
-    """Return names and values, a line each; in a terminal long values are folded."""
-    grid = Table.grid(padding=(0, 2))
-    for _ in range(2):
-        grid.add_column(overflow="fold")
-    for pair in pairs:
-        grid.add_row(*map(plain, pair))
-    return grid
-
-
-def plain(value: object) -> Text:
-    """Return what peers and handlers have written without control characters, and with no meaning as markup; None is a dash."""
-    text = "-" if value is None else str(value)
-    return Text("\n".join(harmless(line) for line in text.splitlines()))
-
-
-def first_line(text: str | None) -> str:
-    """Return the first line of an error, say; empty for none."""
-    return next(iter((text or "").splitlines()), "")
-
-
-def tell(*parts: RenderableType) -> None:
-    """Write tables and lines to standard output."""
-    text = io.StringIO()
-    terminal = sys.stdout.isatty()
-    console = Console(
-        file=text,
-        force_terminal=terminal or None,
-        width=Console().width if terminal else _UNBOUNDED,
-        highlight=False,
-    )
-    for part in parts:
-        console.print(part)
-    # A segment's path may hold bytes that are not UTF-8.
-    lines = [line.rstrip() for line in text.getvalue().split("\n")]
-    tell_bytes("\n".join(lines).encode("utf-8", "backslashreplace"))
-
-
-def tell_json(document: Any) -> None:
-    """Write one JSON document to standard output. Sequence numbers are text: they have up to 60 digits."""
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    tell_bytes(text.encode("utf-8", "backslashreplace"))
-
-
-def tell_bytes(data: bytes) -> None:
-    """Write bytes to standard output as they are."""
-    with contextlib.suppress(ReaderGone):  # what there is still to do is done all the same
-        sys.stdout.flush()
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
-
-
-def answer(as_json: bool, document: Any, *parts: RenderableType) -> None:  # noqa: FBT001  # the command's own flag
-    """Tell what was done: as a document, or as text."""
-    if as_json:
-        tell_json(document)
-    else:
-        tell(*parts)

@@ -6,38 +6,27 @@ Here is also what ``top`` and the steering commands share: where the server is, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path  # cyclopts reads the annotations
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import msgspec
 from cyclopts import App, Group, Parameter
 from rich.console import RenderableType
-from rich.table import Table
 
 from mldserver.admin.access import find_token
-from mldserver.admin.document import Shard, Status
+from mldserver.admin.document import Status
 from mldserver.admin.http_client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
-from mldserver.cli.ledger_tool import (
-    AsJson,
-    Where,
-    answer,
-    details,
-    first_line,
-    moment,
-    plain,
-    state_at,
-    table,
-)
+from mldserver.cli.ledger_tool import Where, state_at
+from mldserver.cli.render import AsJson, answer, details, plain, size, span, table
 from mldserver.config.kinds import Address, TcpAddress, is_local
 from mldserver.config.kinds import address as parse_address
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
-from mldserver.ledger.contract import LedgerState
 from mldserver.ledger.sqlite_file import pipeline_of
 
 EXIT_NOT_READY: Final = 3
@@ -170,176 +159,83 @@ def show_status(*, at: ServerOptions = HERE, as_json: AsJson = False) -> int:
     try:
         document, status = ask(at.client(), at.meant_pipeline())
     except NoAnswer as error:
-        from mldserver.cli.ledger import everything  # noqa: PLC0415  # only when no server answers
-
-        held, shown = instead(at, error)
-        answer(as_json, {"ready": False, "reasons": [str(error)], "ledger": everything(held)}, *shown)
+        ledger, shown = instead(at, error)
+        answer(as_json, {"ready": False, "reasons": [str(error)], "ledger": ledger}, *shown)
         return EXIT_NOT_READY
-    answer(as_json, document, details(facts(status)), *tables(status, shards(status.shards)))
+    answer(as_json, document, *text(status))
     return EXIT_CLEAN if status.ready else EXIT_NOT_READY
 
 
-def instead(at: ServerOptions, no_answer: NoAnswer) -> tuple[LedgerState, list[RenderableType]]:
-    """Return what the ledger holds when no server answers, and how it is shown. Raises OperatorError when there is none either."""
-    from mldserver.cli.ledger import overview  # noqa: PLC0415  # only then
+def instead(at: ServerOptions, no_answer: NoAnswer) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Return the ledger's contents as a document and as text. Raises OperatorError when no ledger can be read either."""
+    from mldserver.cli.ledger import as_text, everything  # noqa: PLC0415  # only when no server answers
 
     try:
-        held = state_at(at)
+        ledger = everything(state_at(at))
     except OperatorError as error:
         raise OperatorError(f"{no_answer} Nor can the ledger be read: {error}") from error
-    return held, [plain(f"{no_answer} This is what the ledger holds:"), "", *overview(held)]
+    return ledger, [plain(f"{no_answer} This is what the ledger holds:"), "", *as_text(ledger)]
 
 
-def tables(status: Status, shards: Table) -> list[RenderableType]:
-    """Return all tables of a status that have rows: shards, windows, workers, other servers, the latest dead letters."""
-    workers = [
-        (
-            one.number,
-            one.pid,
-            one.shards,
-            size(one.resident_bytes),
-            one.restarts,
-            span(one.running_seconds or None),
-        )
-        for one in status.workers
-    ]
-    servers = []
-    for one in status.servers:
-        if not one.this:
-            watermark = "idle" if one.idle else moment(one.watermark_ms)
-            servers.append((one.id, span(one.beat_age_seconds), watermark, one.reason or None))
-    # `mldserver dead-letters show` has them whole.
-    latest = status.dead_letters.latest[-_LETTERS:]
-    letters = [(moment(one.at_ms), one.shard, one.sequence, first_line(one.error)) for one in latest]
-    grids = (
-        shards,
-        windows(status),
-        table("workers", (">worker", ">process", ">shards", ">memory", ">restarts", ">call runs"), workers),
-        table("other servers", ("server", ">last beat", "watermark", "reason"), servers),
-        table("latest dead letters", ("at", "shard", "sequence", "error"), letters),
-    )
-    return [part for grid in grids if grid.row_count for part in ("", grid)]
+_TABLES: Final = {
+    "shards": "id state lag_ms durable_age_seconds checkpoint_age_seconds records rows worker position peer",
+    "windows": "id state revision rows_in rows_out seconds cut_ms error",
+    "workers": "number pid shards resident_bytes restarts running_seconds",
+    "other servers": "id beat_age_seconds watermark_ms idle reason",
+    # `mldserver dead-letters show` shows all of a letter.
+    "latest dead letters": "at_ms shard sequence error",
+}
 
 
-def facts(status: Status) -> list[tuple[str, str]]:
-    """Return what is said once, by name; what there is nothing to say of is left out."""
-    totals, spans, spark = status.totals, status.windows, status.spark
+def rows(entries: Iterable[msgspec.Struct]) -> list[dict[str, Any]]:
+    """Return a list of the document as rows of a table."""
+    return [msgspec.structs.asdict(entry) for entry in entries]
+
+
+def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
+    """Return a status as text: its facts, and a table for each list that has rows."""
+    latest = status.windows.latest
+    lists = {
+        "shards": status.shards if shards else (),
+        "windows": [w for at, w in enumerate(latest, _WINDOWS - len(latest)) if at >= 0 or w.state != "done"],
+        "workers": status.workers,
+        "other servers": [server for server in status.servers if not server.this],
+        "latest dead letters": status.dead_letters.latest[-_LETTERS:],
+    }
+    tables = [table(rows(some), _TABLES[name], title=name) for name, some in lists.items() if some]
+    return [details(facts(status)), *(part for grid in tables for part in ("", grid))]
+
+
+def facts(status: Status) -> dict[str, Any]:
+    """Return what a status says once, by name."""
     state = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
     state += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
     up = span((status.taken_ms - status.started_ms) / 1000)
-    found = [
-        ("pipeline", f"{status.pipeline}, {status.handler}"),
-        ("server", f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}"),
-        ("state", ", ".join(state)),
-        *(("", reason) for reason in status.reasons),
-        *([("listening", status.listening)] if status.listening else []),
-        ("records", f"{totals.records:,} in {totals.batches:,} batches, {size(totals.bytes)}"),
-        ("rows", f"{totals.rows:,}, {totals.rows_durable:,} durable, {totals.rows_late:,} late"),
-    ]
-    failed = {"dead letters": totals.dead_letters, "skipped": totals.skipped, "retries": totals.retries}
-    if any(failed.values()):
-        by_class = ", ".join(f"{name} {count:,}" for name, count in status.failures.items())
-        found.append(("failures", _counts(failed) + (f" ({by_class})" if by_class else "")))
-    mark = status.watermark
-    holder = " of ".join(filter(None, [mark.held_by, mark.server and f"server {mark.server}"]))
-    said = [moment(mark.at_ms), holder and f"held by {holder}", mark.reason, "STUCK" if mark.stuck else ""]
-    found.append(("watermark", ", ".join(filter(None, said))))
-    counts = {"open": spans.open, "waiting": spans.waiting, "published": spans.published}
-    counts |= {"set aside": spans.set_aside, "halted": len(spans.halted)}
-    found.append(("windows", _counts(counts) or "none"))
-    if spark is not None:
-        trouble = "" if spark.ready else spark.trouble or "it starts"
-        jobs = f"{spark.jobs:,} jobs" if spark.ready else ""
-        found.append(
-            ("Spark", ", ".join(filter(None, [spark.version, spark.master, trouble, jobs, spark.ui])))
-        )
-    if (waiting := status.dead_letters.waiting) is not None:
-        found.append(("dead letters", f"{waiting:,} waiting, {status.dead_letters.redriving:,} run again"))
-    limits = [f"{name} {size(b.used_bytes)} of {size(b.limit_bytes)}" for name, b in status.budgets.items()]
-    found += [("budgets", ", ".join(limits))] if limits else []
-    late = f"the event loop was late by {span(status.loop_lag_seconds)}"
-    found.append(
-        ("process", f"{size(status.resident_bytes)} of memory, {late}, log level {status.log_level}")
-    )
-    return found
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-
-
-class Rates(NamedTuple):
-    """What a shard, or all, had in a second."""
-
-    records: float = 0.0
-    rows: float = 0.0
-    bytes: float = 0.0
-
-
-def shards(
-    entries: Iterable[Shard],
-    title: str = "shards",
-    *,
-    rates: Mapping[str, Rates] | None = None,
-    narrow: bool = False,
-) -> Table:
-    """Return shards as a table, in the order in which they come: with their rates, or else with their positions.
-
-    ``narrow``: of rates only that of records.
-    """
-    counts = [">records/s"] if narrow else [">records/s", ">rows/s", ">bytes/s"]
-    if rates is None:
-        counts = [">no checkpoint", ">records", ">rows", ">worker", "position", "peer"]
-    rows = []
-    for shard in entries:
-        lag = None if shard.lag_ms is None else span(shard.lag_ms / 1000)
-        cells: list[object] = [shard.id, shard.state, lag, span(shard.durable_age_seconds)]
-        if rates is None:
-            cells += [span(shard.checkpoint_age_seconds), f"{shard.records:,}", f"{shard.rows:,}"]
-            cells += [shard.worker, shard.position or None, shard.peer or None]
-        elif (rate := rates.get(shard.id)) is not None:
-            cells += [f"{rate.records:,.0f}", f"{rate.rows:,.0f}", size(rate.bytes)]
-        else:
-            cells += [None, None, None]
-        rows.append(cells)
-    columns = ("shard", "state", ">lag", ">not durable", *counts)
-    return table(title, columns, [cells[: len(columns)] for cells in rows])
-
-
-def windows(status: Status) -> Table:
-    """Return the windows that are not done, and the latest of the others, as a table."""
-    latest = status.windows.latest
-    chosen = [one for at, one in enumerate(latest, _WINDOWS - len(latest)) if at >= 0 or one.state != "done"]
-    rows = []
-    for one in chosen:
-        counts = [None if count is None else f"{count:,}" for count in (one.rows_in, one.rows_out)]
-        seconds = None if one.seconds is None else f"{one.seconds:.1f}"
-        cut = None if one.cut_ms is None else moment(one.cut_ms // 1000 * 1000)
-        state = one.state.replace("_", " ")
-        rows.append([one.id, state, one.revision, *counts, seconds, cut, first_line(one.error)])
-    columns = ("window", "state", ">revision", ">rows in", ">rows out", ">seconds", "cut", "error")
-    return table("windows", columns, rows)
-
-
-_SPANS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
-
-
-def span(seconds: float | None) -> str:
-    """Return a time as people say it, in one or two units; a dash for none."""
-    if seconds is None:
-        return "-"
-    whole_seconds = round(seconds)
-    for factor, unit, rest_factor, rest_unit in _SPANS:
-        if whole_seconds >= factor:
-            many, rest = divmod(whole_seconds, factor)
-            return f"{many} {unit}" + (f" {rest // rest_factor} {rest_unit}" if rest >= rest_factor else "")
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{round(seconds * 1000)} ms"
-
-
-def size(amount: float) -> str:
-    """Return bytes in the binary unit that makes a short number."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:  # noqa: PLR2004  # of each unit
-            return f"{amount:.0f} {unit}" if unit == "B" or amount >= 10 else f"{amount:.1f} {unit}"  # noqa: PLR2004  # three digits
-        amount /= 1024
-    return f"{amount:,.1f} TiB"
+    totals, windows, spark, letters = status.totals, status.windows, status.spark, status.dead_letters
+    return {
+        "pipeline": f"{status.pipeline}, {status.handler}",
+        "server": f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}",
+        "state": ", ".join(state),
+        "reasons": "\n".join(status.reasons),
+        "listening": status.listening,
+        "records": f"{totals.records:,} in {totals.batches:,} batches, {size(totals.bytes)}",
+        "rows": f"{totals.rows:,}, {totals.rows_durable:,} durable, {totals.rows_late:,} late",
+        "failures": {name: getattr(totals, name) for name in ("dead_letters", "skipped", "retries")}
+        | status.failures,
+        "watermark": msgspec.structs.asdict(status.watermark),
+        "windows": {name: getattr(windows, name) for name in ("open", "waiting", "published", "set_aside")}
+        | {"halted": len(windows.halted)},
+        "Spark": spark
+        and {name: getattr(spark, name) for name in ("version", "master", "ready", "trouble", "jobs", "ui")},
+        "dead letters": letters.waiting is not None
+        and {"waiting": letters.waiting, "redriving": letters.redriving},
+        "budgets": ", ".join(
+            f"{name} {size(budget.used_bytes)} of {size(budget.limit_bytes)}"
+            for name, budget in status.budgets.items()
+        ),
+        "process": {
+            "memory": size(status.resident_bytes),
+            "event loop late by": span(status.loop_lag_seconds),
+            "log level": status.log_level,
+        },
+    }

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from mldserver.admin.http_client import NoAnswer
-from mldserver.cli.ledger_tool import AsJson, answer, plain
+from mldserver.cli.render import AsJson, answer, plain
 from mldserver.cli.status import HERE, ServerOptions, ask
 from mldserver.config.settings import Level
 from mldserver.errors import EXIT_CLEAN, EXIT_OPERATOR, OperatorError

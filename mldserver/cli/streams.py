@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from datetime import timedelta
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import structlog
 from cyclopts import App, Parameter
-from rich.table import Table
 
 from mldserver.base.clock import SystemClock
-from mldserver.cli.ledger_tool import HERE, AsJson, Where, answer, details, moment, state_at, table
+from mldserver.cli.ledger_tool import HERE, Where, state_at
+from mldserver.cli.render import AsJson, answer, moment, parts
 from mldserver.config.locations import DynamoPlace
 from mldserver.config.settings import Settings
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, After, ShardTree, StreamShard
@@ -43,7 +43,6 @@ class _Row(NamedTuple):
     """One shard, as it is shown."""
 
     shard: StreamShard
-    depth: int = 0
     held: ShardState | None = None
     """What the ledger stores about the shard."""
     lag_ms: int | None = None
@@ -68,7 +67,7 @@ def describe_stream(
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
-    """Show a stream's shards as a tree: open, closed, or read to the end.
+    """Show a stream's shards, parents first: open, closed, or read to the end.
 
     With a ledger (--out or --ledger), also show the positions and the lag: the age of the oldest change that is not durable
     yet. To find it, the command briefly reads a few records, as one more reader.
@@ -79,8 +78,10 @@ def describe_stream(
     held = None if where == HERE else state_at(where)
     described, newest, rows = asyncio.run(_look(place, held))
     document = _document(described, newest, rows)
-    shards = _shards(document["shards"], [row.depth for row in rows], with_ledger=held is not None)
-    answer(as_json, document, details(_facts(document)), "", shards)
+    columns = "shard parent state first last"
+    if held is not None:
+        columns += " position lag_ms owner note"
+    answer(as_json, document, *parts(document | _summary(document), shards=columns))
     return 0
 
 
@@ -123,7 +124,7 @@ async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Descripti
         tree = ShardTree()
         tree.learn(described.shards, whole=True)
         known = {} if held is None else held.shards
-        rows = [_Row(shard, depth, known.get(shard.id)) for depth, shard in tree.walk()]
+        rows = [_Row(shard, known.get(shard.id)) for _, shard in tree.walk()]
         gone = [entry for entry in sorted(known.items()) if entry[0] not in tree and not entry[1].ended]
         note = "not in the stream any more"
         rows += [_Row(StreamShard(shard_id), held=state, note=note) for shard_id, state in gone]
@@ -193,39 +194,13 @@ def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str
     }
 
 
-def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
-    states = [shard["state"] for shard in document["shards"]]
-    counts = ", ".join(
-        f"{states.count(state):,} {state}" for state in ("open", "closed", "ended") if state in states
-    )
-    facts = [
-        ("stream", document["stream"]),
-        ("table", document["table"]),
-        ("status", f"{document['status']}, {document['view_type']}"),
-        ("shards", counts or "none is listed"),
-    ]
-    if (lag_ms := document["lag_ms"]) is not None:
-        facts.append(("lag", str(timedelta(seconds=lag_ms // 1000))))
-    if document["stream"] != (newest := document["newest_enabled"]):
-        other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
-        facts.append(
-            ("note", f"What is left of this stream can be read for 24 hours after it was disabled. {other}")
-        )
-    return facts
-
-
-def _shards(shards: list[dict[str, Any]], depths: list[int], *, with_ledger: bool) -> Table:
-    columns = ["shard", "state", "sequence numbers"]
-    columns += ["position", ">lag", "held by", "note"] if with_ledger else []
-    lines = []
-    for shard, depth in zip(shards, depths, strict=True):
-        cells = [
-            "  " * depth + shard["shard"],
-            shard["state"],
-            f"{shard['first'] or ''} … {shard['last'] or ''}",
-        ]
-        if with_ledger:
-            lag = None if shard["lag_ms"] is None else timedelta(seconds=shard["lag_ms"] // 1000)
-            cells += [shard["position"], lag, shard["owner"], shard["note"] or ""]
-        lines.append(cells)
-    return table("", columns, lines)
+def _summary(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what only the text has: how many shards are in each state, and a note about a stream that was disabled."""
+    newest = document["newest_enabled"]
+    other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
+    note = f"What is left of this stream can be read for 24 hours after it was disabled. {other}"
+    return {
+        "states": dict(Counter(shard["state"] for shard in document["shards"])),
+        "newest_enabled": None,
+        "note": None if document["stream"] == newest else note,
+    }

@@ -76,7 +76,7 @@ def test_a_server_is_seen_and_steered_from_its_start_to_its_end(
         daemon = socket.create_connection((host, int(port)))
         daemon.sendall(INITIALIZE)
         until(lambda: [shard["id"] for shard in document()["shards"]] == ["s-1"])
-        assert "s-1     connected" in told("status")
+        assert "s-1   connected" in told("status")
 
         assert "every shard waits" in told("pause")
         until(lambda: document()["paused"])

@@ -89,9 +89,9 @@ def test_the_list_shows_letters_in_order_and_counts_them(
     assert "second line" not in text
     assert "\x1b" not in text
     assert [line.split()[:2] for line in text.splitlines() if "shard-" in line] == [
-        ["2.0", "stored"],
-        ["2.1", "wanted"],
-        ["2.2", "stored"],
+        ["2.0", "-"],
+        ["2.1", "yes"],
+        ["2.2", "-"],
     ]
     assert text.splitlines()[-1] == "3 dead letters, 1 of them to be redriven"
     assert told(capsys, "list", "--limit", "1").splitlines()[-1].endswith("(2 more match; --limit)")
@@ -145,10 +145,10 @@ def test_a_letter_is_shown_with_all_that_is_known(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = told(capsys, "show", "2.0")
-    for part in ('{"n": 1}', "handlers.trips 7", "second line", "line 3", "after 3 attempts"):
+    for part in ('{"n": 1}', "handlers.trips", "second line", "line 3"):
         assert part in text
     assert "ff 00" in told(capsys, "show", "2.1")
-    assert "waits behind" in told(capsys, "show", LETTERS[2].record)
+    assert "parked behind" in told(capsys, "show", LETTERS[2].record)
     found = documents(capsys, "show", "2.0")
     assert (found["id"], found["pipeline"], found["letter"]) == (
         f"trips/shard-1/{10**50 + 1}/0",

@@ -72,15 +72,21 @@ def numbers(streams: FakeStreams, shard_id: str) -> list[int]:
     return [int(record["dynamodb"]["SequenceNumber"]) for record in streams.shards[shard_id].records]
 
 
-def test_a_stream_is_shown_as_a_tree(streams: FakeStreams, describe: Callable[..., str]) -> None:
+def test_the_shards_of_a_stream_are_shown_parents_first(
+    streams: FakeStreams, describe: Callable[..., str]
+) -> None:
     lines = [line.split() for line in describe("orders").splitlines()]
     root, left, right = streams.shards
     assert ["stream", streams.arn] in lines
-    assert ["status", "ENABLED,", "NEW_AND_OLD_IMAGES"] in lines
-    assert ["shards", "2", "open,", "1", "closed"] in lines
+    assert ["view", "type", "NEW_AND_OLD_IMAGES"] in lines
+    assert ["states", "closed", "1,", "open", "2"] in lines
     shards = [line for line in lines if line and line[0].startswith("shardId")]
-    assert [(line[0], line[1]) for line in shards] == [(root, "closed"), (left, "open"), (right, "open")]
-    assert shards[0][2:] == [str(streams.shards[root].first), "…", str(streams.shards[root].number)]
+    assert [line[:3] for line in shards] == [
+        [root, "-", "closed"],
+        [left, root, "open"],
+        [right, root, "open"],
+    ]
+    assert shards[0][3:] == [str(streams.shards[root].first), str(streams.shards[root].number)]
     # Without a ledger nobody reads.
     assert {call.action for call in streams.calls} == {"ListStreams", "DescribeStream"}
 

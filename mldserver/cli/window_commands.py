@@ -8,20 +8,8 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.ledger_tool import (
-    HERE,
-    AsJson,
-    Where,
-    at_ledger,
-    details,
-    first_line,
-    moment,
-    settings_at,
-    state_at,
-    table,
-    tell,
-    tell_json,
-)
+from mldserver.cli.ledger_tool import HERE, Where, at_ledger, settings_at, state_at
+from mldserver.cli.render import AsJson, answer, details, parts, table, write_json, write_text
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 
@@ -79,44 +67,29 @@ def list_windows(
         chosen = [entry for entry in entries if entry.state in state]
     else:
         chosen = [entry for entry in entries if retained or as_json or entry.state is not published]
-    if as_json:
-        tell_json([_summary(entry) for entry in chosen])
-        return
     counts = Counter(entry.state for entry in entries)
     text = ", ".join(f"{counts[kind]:,} {kind.replace('_', ' ')}" for kind in WindowState if counts[kind])
     if halted := sum(entry.is_halted for entry in entries):
         text += f"; {halted:,} halted"
     hidden = len(entries) - len(chosen)
-    columns = ("window", "state", ">revision", ">attempts", ">segments", ">rows", ">late", "owner", "error")
-    rows = []
-    for entry in chosen:
-        summary = _summary(entry)
-        cells = [entry.window_id, _said(entry), entry.revision, entry.attempt, summary["segments"]]
-        cells += [f"{summary['rows']:,}", f"{summary['rows_waiting']:,}", entry.owner or None]
-        rows.append([*cells, first_line(entry.error)])
-    tell(table("", columns, rows), (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else ""))
+    text = (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
+    rows = [_row(entry) for entry in chosen]
+    columns = "window state halted revision attempts segments rows rows_waiting owner error"
+    answer(as_json, rows, table(rows, columns), text)
 
 
 @app.command(name="show")
 def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show everything that the ledger stores about a window."""
     entry = _entry(state_at(where), window)
-    if as_json:
-        segments, waiting = (
-            [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
-            for some in (entry.segments, entry.pending)
-        )
-        more = {"staging": entry.staging, "files": list(entry.files)}
-        tell_json({**_summary(entry), **more, "segments": segments, "waiting": waiting})
-        return
-    tell(details(_facts(entry)))
-    columns = ("path", "kind", ">revision", ">rows", ">bytes")
-    for title, some in (("segments", entry.segments), ("waiting for the next", entry.pending)):
-        rows = [(one.path, one.kind, one.revision, f"{one.rows:,}", f"{one.bytes:,}") for one in some]
-        if rows:
-            tell("", table(title, columns, rows))
-    if entry.error is not None:
-        tell("", details([("error", entry.error)]))
+    segments, waiting = (
+        [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
+        for some in (entry.segments, entry.pending)
+    )
+    more = {"staging": entry.staging, "files": list(entry.files), "segments": segments, "waiting": waiting}
+    document = {**_row(entry), **more}
+    columns = "path kind revision rows bytes"
+    answer(as_json, document, *parts(document, segments=columns, waiting=columns))
 
 
 @app.command(name="retry")
@@ -187,9 +160,9 @@ def _decide(
             if not runner.run(ledger.decide(window, decision)):
                 raise _refused(window, "somebody else was faster", ())
             if not as_json:
-                tell(details([(window, text.format(rows=rows))]))
+                write_text(details({window: text.format(rows=rows)}))
     if as_json:
-        tell_json({name: list(dict.fromkeys(windows))})
+        write_json({name: list(dict.fromkeys(windows))})
 
 
 def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
@@ -236,12 +209,13 @@ def _said(entry: WindowEntry) -> str:
     return entry.state.replace("_", " ") + more
 
 
-def _summary(entry: WindowEntry) -> dict[str, Any]:
+def _row(entry: WindowEntry) -> dict[str, Any]:
     segments = (*entry.segments, *entry.pending)
     return {
         "window": entry.window_id,
         "state": str(entry.state),
         "halted": entry.is_halted,
+        "skipped": entry.is_skipped,
         "revision": entry.revision,
         "attempts": entry.attempt,
         "owner": entry.owner,
@@ -256,21 +230,3 @@ def _summary(entry: WindowEntry) -> dict[str, Any]:
         "published_ms": entry.published_ms,
         "error": entry.error,
     }
-
-
-def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
-    summary = _summary(entry)
-    retained = entry.retained and not entry.is_skipped
-    facts = [
-        ("window", entry.window_id),
-        ("state", _said(entry)),
-        ("start, end", f"{moment(entry.start_ms)}, {moment(entry.end_ms)}"),
-        ("revision", f"{entry.revision}, after {entry.attempt} attempts"),
-        ("rows", f"{summary['rows']:,} in {summary['segments']} segments of {summary['bytes']:,} bytes"),
-        ("owner", entry.owner or "-"),
-        ("late rows", "lead to a next revision" if retained else "go to the late dataset"),
-        ("published", moment(entry.published_ms)),
-    ]
-    if entry.published_ms is not None or entry.staging is not None:
-        facts.append(("output", f"{entry.rows_out:,} rows in {len(entry.files)} files"))
-    return facts + ([("staging", entry.staging)] if entry.staging is not None else [])
