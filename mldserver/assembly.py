@@ -21,7 +21,7 @@ from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings, redacted
 from mldserver.config.locations import RemoteOut, SqlitePlace
-from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
+from mldserver.config.resolve import home, ledger_file, sink_of
 from mldserver.config.settings import Settings
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
@@ -199,7 +199,13 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
             freed=freed,
             table=shape.table,
         )
-        runner = WindowRunner(steps, settings, random=rng, log_error_messages=settings.log_error_messages)
+        runner = WindowRunner(
+            steps,
+            settings,
+            random=rng,
+            log_error_messages=settings.log_error_messages,
+            **settings.replaced("retry_seconds"),
+        )
     letters = await run_in_daemon_thread(
         partial(destination_of, settings, store, clock, rng), name="mldserver-letters"
     )
@@ -318,10 +324,9 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
         partial(streams_client, region=region, endpoint_url=endpoint_url),
         beginning=Beginning.of(parse_position(written)),
         accept_gap=settings.accept_gap,
-        poll_seconds=settings.poll_interval_seconds,
-        list_seconds=settings.list_shards_interval_seconds,
         look_seconds=settings.flush_interval_ms / 1000,
         forsaken_seconds=settings.server_timeout_ms / 1000,
+        **settings.replaced("poll_seconds", "list_seconds"),
         **parts._asdict(),
     )
 
@@ -345,9 +350,7 @@ def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> S
     make = kinesis or partial(
         aws_client, "kinesis", region=settings.region, endpoint_url=settings.endpoint_url
     )
-    return ShardPolling(
-        settings.stream, make, interval_seconds=settings.list_shards_interval_seconds, clock=clock
-    )
+    return ShardPolling(settings.stream, make, clock=clock, **settings.replaced("list_seconds"))
 
 
 def store_of(settings: Settings) -> OutputStore:
@@ -394,23 +397,17 @@ def _locks(settings: Settings) -> ServerLocks | None:
 
 
 def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
-    """Return Spark as the settings say, not started; ``more``: what else ``SparkEngine`` takes, or takes instead.
-
-    Raises ConfigError as ``with_spark_properties``. Blocking.
-    """
+    """Return Spark as the settings say, not started; ``more``: arguments of ``SparkEngine`` that are added or replaced."""
     from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
 
     assert spec.schema is not None
-    settings = with_spark_properties(settings)
     arguments: dict[str, Any] = {
         **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python")},
-        "ui": settings.spark_ui,
         "app_name": f"mldserver: {settings.pipeline}",
         "java_home": str(settings.java_home) if settings.java_home else None,
         "cache_dir": settings.cache_dir,
         "concurrency": settings.window_concurrency,
         "job_deadline": settings.window_deadline_seconds,
-        "group_limit": settings.window_group,
         "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
         "pipeline": settings.pipeline,

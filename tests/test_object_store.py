@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def process_record(record):
 
 CHILD = """
 import asyncio, json, sys
+from dataclasses import replace
 from pathlib import Path
 from mldserver.config.resolve import resolve
 from mldserver.observe.logging import logging_to
@@ -62,7 +64,7 @@ from mldserver.testing import FakeStream, LocalEngine
 from support.kinesis import FakeKinesis
 sys.path.insert(0, sys.argv[1])
 given = json.loads(sys.argv[2])
-settings = resolve(given, environ={}, folder=Path(sys.argv[1]))
+settings = replace(resolve(given, environ={}, folder=Path(sys.argv[1])), constants={"settle_time_ms": 0})
 engine = None if "spark_master" in given else LocalEngine()
 with logging_to(settings):
     sys.exit(asyncio.run(Server(settings, engine=engine, kinesis=FakeKinesis(FakeStream(2)).make).run()))
@@ -100,7 +102,6 @@ def told(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         "flush_interval": "50 ms",
         # Windows close by their rows alone, of all the shards that are listed: however slow the machine is.
         "stream": "flights",
-        "settle_time": "0 s",
         "idle_time": "10 min",
         "quiet_time": "10 min",
         "recompute_delay": "100 ms",
@@ -131,7 +132,7 @@ def event(number: int) -> bytes:
 
 
 def settings_of(given: dict[str, Any], folder: Path) -> Settings:
-    return resolve(given, environ={}, folder=folder)
+    return replace(resolve(given, environ={}, folder=folder), constants={"settle_time_ms": 0})
 
 
 def shown(out: str) -> dict[str, list[int]]:

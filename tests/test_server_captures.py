@@ -117,7 +117,7 @@ async def test_a_capture_of_the_real_daemon_is_served_as_the_java_expects(
     assert started_behind(capture)
     # A budget of one byte, while the settle time keeps anyone from holding the watermark: each batch waits until its
     # rows are durable, so that each is followed by its checkpoint.
-    settings = quick(tmp_path / "out", handler, flush_bytes=1, buffer_bytes=1, settle_time=3600.0)
+    settings = quick(tmp_path / "out", handler, flush_bytes=1, buffer_bytes=1, settle_time_ms=3_600_000)
     async with serving(settings) as server:
         checkpoints = await play(capture, await server.listening())
         assert checkpoints, "no checkpoint was asked for"

@@ -23,7 +23,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def settings(tmp_path: Path, handler: str) -> Any:
-    return quick(tmp_path / "out", handler, stream="flights", list_shards_interval=3600.0)
+    return quick(tmp_path / "out", handler, stream="flights", list_seconds=3600.0)
 
 
 def missing(server: Any) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ from mldserver.kcl.properties import (
 from mldserver.kcl.supervisor import Supervisor, answers
 from mldserver.kcl.worker import Worker, host_worker
 from mldserver.observe.logging import logging_to, reopen
+from mldserver.protocol.connection import CLOSE_SECONDS
 
 app = App(
     name="kcl",
@@ -230,7 +231,7 @@ async def _run(
         command=command,
         environment=environment,
         backoff=Backoff(base=1.0, cap=60.0),
-        grace=shutdown_seconds(properties) + settings.close_timeout_seconds,
+        grace=shutdown_seconds(properties) + CLOSE_SECONDS,
         clock=clock,
         chance=random.SystemRandom().random,
         server=settings.listen,

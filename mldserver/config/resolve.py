@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -12,24 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import structlog
-
-from mldserver.base.java_properties import from_text
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.base.uris import redacted
-from mldserver.config.kinds import OnKeyFailure, UnixAddress, is_local, pairs
+from mldserver.config.kinds import OnKeyFailure, UnixAddress, is_local, pairs, show_size
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
-from mldserver.config.settings import ENV_PREFIX, Settings, specs
+from mldserver.config.settings import ENV_PREFIX, REMOVED, Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec
 
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
-
-_SPACE: Final = "".join(chr(code) for code in range(33) if chr(code) not in "\r\n")
-
-log = structlog.get_logger("mldserver")
 
 
 class _Raw(NamedTuple):
@@ -77,7 +69,6 @@ def resolve(
         )
     _check(settings)
     if handler_required:
-        _check_yarn(settings, environ)
         _check_security(settings)
     return settings
 
@@ -109,7 +100,7 @@ def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
         lines = [number for number, line in enumerate(source.splitlines(), 1) if written.match(line)]
         place = f"{path.name} line {lines[0]}" if len(lines) == 1 else path.name
         if key not in known:
-            raise ConfigError(f"{place}: there is no setting {key!r}.", advice=_suggest(key, known))
+            raise _unknown(f"{place}: ", key, known)
         raw[key] = _Raw(value, place)
     return raw
 
@@ -121,24 +112,25 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
         if not variable.startswith(ENV_PREFIX) or variable in {CONFIG_VARIABLE, KILL_VARIABLE}:
             continue
         if variable not in by_variable:
-            raise ConfigError(
-                f"environment {variable}: this setting does not exist.",
-                advice=_suggest(variable, [*by_variable, CONFIG_VARIABLE], prefix=ENV_PREFIX),
-            )
+            raise _unknown("environment: ", variable, [*by_variable, CONFIG_VARIABLE])
         if value.strip():
             raw[by_variable[variable]] = _Raw(value, f"environment {variable}")
     return raw
 
 
-def _suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Name a close match; a prefix that all have in common makes none of them closer."""
-    bare = [word.removeprefix(prefix) for word in known]
-    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1)
-    return (
-        f"Did you mean {prefix + close[0]!r}?"
-        if close
-        else "`mldserver serve --help-all` lists all settings."
-    )
+def _unknown(place: str, written: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is not a setting's: it was removed, or a close match is suggested."""
+    name = written.removeprefix(ENV_PREFIX)
+    if name.lower() in REMOVED:
+        return ConfigError(
+            f"{place}the setting {written!r} was removed.", advice=f"Leave it out. {REMOVED[name.lower()]}"
+        )
+    # The common prefix of all variables makes none of them closer.
+    close = difflib.get_close_matches(name, [each.removeprefix(ENV_PREFIX) for each in known], n=1)
+    advice = "`mldserver serve --help-all` lists all settings."
+    if close:
+        advice = f"Did you mean {written.removesuffix(name) + close[0]!r}?"
+    return ConfigError(f"{place}there is no setting {written!r}.", advice=advice)
 
 
 def _parsed(name: str, raw: _Raw) -> Any:
@@ -156,23 +148,32 @@ def _parsed(name: str, raw: _Raw) -> Any:
 
 
 def _check(settings: Settings) -> None:
-    """Check what no value can be wrong about alone."""
-    table = specs()
-    for pair in (
-        ("retry_base", "retry_cap"),
-        ("window_retry_base", "window_retry_cap"),
-        ("flush_bytes", "buffer_bytes"),
-    ):
-        low, high = (table[name] for name in pair)
-        low_value, high_value = getattr(settings, low.field), getattr(settings, high.field)
-        if low_value > high_value:
-            raise ConfigError(
-                f"{low.name} = {low.kind.show(low_value)} ({settings.origin(low.name)}) is above "
-                f"{high.name} = {high.kind.show(high_value)} ({settings.origin(high.name)}).",
-                advice=f"Lower {low.name} or raise {high.name}.",
-            )
+    """Check settings against each other. Raises ConfigError."""
+    if settings.flush_bytes > settings.buffer_bytes:
+        raise ConfigError(
+            f"flush_bytes = {show_size(settings.flush_bytes)} ({settings.origin('flush_bytes')}) is above "
+            f"buffer_bytes = {show_size(settings.buffer_bytes)} ({settings.origin('buffer_bytes')}).",
+            advice="Lower flush_bytes or raise buffer_bytes.",
+        )
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
+    _check_sink(settings)
+    _check_spark(settings)
+    if settings.source != "mld" and settings.stream is not None:
+        raise ConfigError(
+            f"stream = {settings.stream} ({settings.origin('stream')}) names what daemons read; source = {settings.source} "
+            "is read without any.",
+            advice="Leave one of the two out.",
+        )
+    if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
+        raise ConfigError(
+            f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
+            "knows which keys wait.",
+            advice="Leave dead_letters out, or set on_key_failure = continue.",
+        )
+
+
+def _check_sink(settings: Settings) -> None:
     sink = sink_of(settings)
     for name in ("sink_table", "sink_options"):
         if sink is None and getattr(settings, name):
@@ -187,17 +188,19 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
         ) from error
-    if settings.source != "mld" and settings.stream is not None:
+
+
+def _check_spark(settings: Settings) -> None:
+    if "spark.master" in settings.spark_conf:
         raise ConfigError(
-            f"stream = {settings.stream} ({settings.origin('stream')}) names what daemons read; source = {settings.source} "
-            "is read without any.",
-            advice="Leave one of the two out.",
+            f"spark_conf ({settings.origin('spark_conf')}) contains spark.master.",
+            advice="Name the master with the setting spark_master.",
         )
-    if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
+    if settings.spark_python is not None and settings.spark_master.startswith("sc://"):
         raise ConfigError(
-            f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
-            "knows which keys wait.",
-            advice="Leave dead_letters out, or set on_key_failure = continue.",
+            f"spark_python ({settings.origin('spark_python')}) has no effect on a Spark Connect server: it starts the "
+            "executors' Python itself.",
+            advice="Leave it out, and set PYSPARK_PYTHON where that server starts.",
         )
 
 
@@ -233,64 +236,11 @@ def _check_security(settings: Settings) -> None:
             )
 
 
-def _check_yarn(settings: Settings, environ: Mapping[str, str]) -> None:
-    variables = ("HADOOP_CONF_DIR", "YARN_CONF_DIR")
-    if settings.spark_master == "yarn" and not any(environ.get(variable) for variable in variables):
-        raise ConfigError(
-            f"spark_master = yarn ({settings.origin('spark_master')}): Spark finds the cluster by its configuration, "
-            f"and neither {' nor '.join(variables)} names its folder.",
-            advice="Set one of these variables to the folder that holds yarn-site.xml and core-site.xml.",
-        )
-
-
 def sink_of(settings: Settings) -> SinkSpec | None:
     """Return what the settings of a sink say together."""
     if settings.sink is None:
         return None
     return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
-
-
-def with_spark_properties(settings: Settings) -> Settings:
-    """Return the settings with what ``spark_properties_file`` says, where they do not say it themselves. Blocking.
-
-    Raises ConfigError for a file that cannot be read, for an impossible ``spark.master``, and for what means nothing to it.
-    """
-    file, conf = settings.spark_properties_file, dict(settings.spark_conf)
-    if file is not None:
-        where = f"spark_properties_file = {file} ({settings.origin('spark_properties_file')})"
-        try:
-            pairs = from_text(file.read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"{where} cannot be read: {error.strerror}.", advice="Check its path and rights."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{where} is not UTF-8.", advice="Write it in UTF-8, or with escapes."
-            ) from error
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: {error}.", advice="Double a backslash that is meant as one."
-            ) from error
-        if ignored := [name for name in pairs if not name.startswith("spark.")]:
-            log.warning("spark.ignored", file=str(file), names=ignored)
-        # Spark, too, takes the space around a value away, but not ends of lines: they were written as escapes.
-        conf = {name: pairs[name].strip(_SPACE) for name in pairs if name not in ignored} | conf
-    # As with spark-submit: what names a master by itself goes before what properties say.
-    master = conf.pop("spark.master", None)
-    if master is None or "spark_master" in settings.origins:
-        master = settings.spark_master
-    else:
-        master = _parsed("spark_master", _Raw(master, "the property spark.master"))
-    if settings.spark_python is not None and master.startswith("sc://"):
-        raise ConfigError(
-            f"spark_python ({settings.origin('spark_python')}) means nothing to a Spark Connect server: it starts the "
-            "executors' Python itself.",
-            advice="Leave it out, and set PYSPARK_PYTHON where that server starts.",
-        )
-    settings = replace(settings, spark_conf=conf, spark_master=master)
-    _check_yarn(settings, os.environ)
-    return settings
 
 
 def home(settings: Settings) -> Path:

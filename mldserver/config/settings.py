@@ -94,7 +94,9 @@ class PipelineSettings:
     name are moved to quarantine."""
     sink: SinkSpec | None = setting(locations.sink, None)
     """Where published windows go: Parquet files in `out`, or a table that Spark writes into."""
-    sink_table: str | None = setting(kinds.optional(locations.table_name), None)
+    sink_table: str | None = setting(
+        kinds.optional(kinds.text("a table's name as SQL takes it, such as SCHEMA.TABLE")), None
+    )
     """The table of a JDBC sink, or of another sink that needs a table's name."""
     sink_options: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
     """Options of Spark's table writer; for JDBC also user, password, driver; may be repeated."""
@@ -126,10 +128,6 @@ class ConnectionSettings:
     """Longest message that a daemon may send."""
     initialize_timeout_seconds: float = rare(seconds(), 60.0)
     """A connection that sends no `initialize` within this time is closed."""
-    partial_line_timeout_seconds: float = rare(seconds(), 60.0)
-    """A message that stops arriving for this long closes its connection."""
-    close_timeout_seconds: float = rare(seconds(), 5.0)
-    """How long a daemon may leave an ended connection open."""
     answer_deadline_seconds: float | None = rare(kinds.optional(seconds()), 20.0)
     """If a batch takes longer, answer it while the handler continues; its checkpoint waits. none: answer only
     finished batches."""
@@ -192,9 +190,7 @@ class FailureSettings:
     max_age_ms: int | None = rare(kinds.optional(ms()), None)
     """Do not retry a failed record that arrived longer ago than this."""
     retry_base_seconds: float = rare(seconds(), 0.1)
-    """First wait between calls; each further wait is twice as long."""
-    retry_cap_seconds: float = rare(seconds(), 10.0)
-    """Longest wait between calls."""
+    """First wait between calls; each further wait is twice as long, up to 10 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +242,6 @@ class FlowSettings:
     """For a row beyond `max_ahead`: keep it in its own window, or fail its record like one with a bad row."""
     quiet_time_ms: int = setting(ms(), MINUTE_MS)
     """When all shards are silent for this long, open windows close."""
-    settle_time_ms: int = rare(ms(zero=True), 10_000)
-    """After the start and after each new shard, windows wait this long for other shards."""
     missing_limit_ms: int = rare(ms(), 10 * MINUTE_MS)
     """A known shard without a connection holds windows open for this long."""
     shard_retention_ms: int = rare(ms(), 8 * DAY_MS)
@@ -268,10 +262,6 @@ class WindowSettings:
     """When a window keeps failing: halt all windows until a person decides, or set that window aside."""
     window_attempts: int = setting(kinds.count, 3)
     """Runs of `on_window` for one window."""
-    window_retry_base_seconds: float = rare(seconds(), 1.0)
-    """First wait between runs; each further wait is twice as long."""
-    window_retry_cap_seconds: float = rare(seconds(), 60.0)
-    """Longest wait between runs."""
     window_deadline_seconds: float | Literal["by_size"] | None = rare(
         kinds.optional(kinds.or_word(seconds(), "by_size", "by_size")), "by_size"
     )
@@ -279,9 +269,6 @@ class WindowSettings:
     into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""
     window_concurrency: int = setting(kinds.count, 1)
     """Windows that Spark computes at a time."""
-    window_group: int = rare(kinds.count, 16)
-    """Up to this many small windows that are ready together share one Spark job; 1: each window has a
-    separate job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,16 +282,12 @@ class StreamSettings:
         "trim_horizon",
     )
     """Where a stream that is read directly begins, at the pipeline's first start."""
-    poll_interval_seconds: float = rare(seconds(), 1.0)
-    """Mean pause between two requests for new records of a shard (DynamoDB Streams); five times as long for a quiet shard."""
     stream: str | None = setting(kinds.optional(kinds.text("a Kinesis stream's name")), None)
     """Stream whose shards the server lists (ListShards), to detect missing shards."""
     region: str | None = setting(kinds.optional(kinds.text("an AWS region's name")), None)
     """AWS region of stream and source."""
     endpoint_url: str | None = rare(kinds.optional(kinds.text("a URL")), None)
     """Endpoint of stream and source, for tests and emulators."""
-    list_shards_interval_seconds: float = rare(seconds(), 30.0)
-    """How often the server lists shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,16 +297,12 @@ class SparkSettings:
     spark_master: str = setting(locations.spark_master, "local[*]")
     """Spark master, or a Spark Connect URL."""
     spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
-    """Spark properties; may be repeated."""
-    spark_properties_file: Path | None = rare(kinds.optional(kinds.folder), None)
-    """A file of Spark properties, in spark-submit's format; `spark_conf` overrides it."""
+    """Spark properties, such as `spark.ui.enabled=true`; may be repeated."""
     spark_py_files: tuple[Path, ...] = setting(locations.python_files, Made(tuple, "none"))
     """Further Python code that executors import, in addition to the handler's modules; may be repeated."""
     spark_python: str | None = setting(kinds.optional(kinds.text("a command or path on executors")), None)
     """Python that executors run; none: `PYSPARK_PYTHON`, then the server's Python on a local master,
     `python3` on others."""
-    spark_ui: bool = rare(kinds.flag, False)
-    """Serve Spark's web page."""
     java_home: Path | None = setting(kinds.optional(kinds.folder), None)
     """Java to run Spark with; none: `JAVA_HOME`, then `PATH`."""
 
@@ -350,6 +329,9 @@ class Settings(
     """For settings that were given: where, in words."""
     file: Path | None = field(default=None, compare=False, repr=False)
     """Where the settings file is, if there is one."""
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Values that replace constants of the parts, by parameter name. Tests and `mldserver sim` pass them; no option,
+    variable or file sets them."""
 
     def __post_init__(self) -> None:
         if not self.pipeline:
@@ -360,7 +342,12 @@ class Settings(
     def part(self, section: type[PartT], **own: Any) -> PartT:
         """Return the settings of one part: a section, plus the part's ``own`` fields."""
         names = {field.name for field in dataclasses.fields(section)} - own.keys()  # type: ignore[arg-type]  # sections are dataclasses
-        return section(**own, **{name: getattr(self, name) for name in names if hasattr(self, name)})
+        own |= {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return section(**own, **self.replaced(*names))
+
+    def replaced(self, *names: str) -> dict[str, Any]:
+        """Return the ``constants`` of these names that are replaced."""
+        return {name: self.constants[name] for name in names if name in self.constants}
 
     def origin(self, name: str) -> str:
         """Return where a setting's value came from, e.g. ``environment MLDSERVER_LISTEN``."""
@@ -424,6 +411,23 @@ class Spec:
     def help(self) -> str:
         """What the setting does, with the words that are allowed where they are a few."""
         return _docstrings()[self.field] + (f" ({self.kind.allowed})" if self.kind.choice else "")
+
+
+REMOVED: Final[Mapping[str, str]] = {
+    "close_timeout": "A daemon may leave an ended connection open for 5 s.",
+    "list_shards_interval": "Shards are listed every 30 s, and when an unknown shard connects.",
+    "partial_line_timeout": "A message that stops arriving for 1 min closes its connection.",
+    "poll_interval": "A shard is asked for new records every second, a quiet shard every 5 s.",
+    "retry_cap": "The longest wait between calls is 10 s, or retry_base if that is longer.",
+    "settle_time": "After the start and after each new shard, windows wait 10 s for other shards.",
+    "spark_properties_file": "Move the properties to spark_conf, or into spark-defaults.conf in the folder that the "
+    "variable SPARK_CONF_DIR names: Spark reads it.",
+    "spark_ui": "Set spark.ui.enabled = true in spark_conf.",
+    "window_group": "Up to 16 small windows share one Spark job.",
+    "window_retry_base": "The first wait between runs is 1 s.",
+    "window_retry_cap": "The longest wait between runs is 1 min.",
+}
+"""Names of settings that earlier versions had, with what holds instead."""
 
 
 @functools.cache

@@ -49,6 +49,10 @@ _NUMBERS = re.compile(r"\d+")
 _MOST_SIGNALS = 5
 """Deaths of a driver by a signal, in a row and with one window alone there, from which on they count against the window."""
 
+_RETRY_SECONDS = (1.0, 60.0)
+"""The first wait between two runs of a window, and the longest. Most errors of a job pass within seconds (an executor
+that was lost) or not at all; a halted window is tried again once a minute, which costs a cluster little."""
+
 _LATEST = 100
 """Latest windows, kept for the server's status."""
 
@@ -160,11 +164,14 @@ class WindowRunner:
         *,
         random: Callable[[], float],
         log_error_messages: bool = True,
+        retry_seconds: tuple[float, float] = _RETRY_SECONDS,
     ) -> None:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter.
 
         ``log_error_messages``: whether log and status quote what errors of jobs say. The ledger keeps it in any case.
+        ``retry_seconds``: the first and the longest wait between runs.
         """
+        self._retry_seconds = retry_seconds
         self._messages = log_error_messages
         self.steps = steps
         self._policy = policy
@@ -438,7 +445,7 @@ class WindowRunner:
                 return True
         tries = life.failed_runs + life.failed_steps + life.lost_runs
         life.state = "halted" if last else life.state
-        base, cap = self._policy.window_retry_base_seconds, self._policy.window_retry_cap_seconds
+        base, cap = self._retry_seconds
         delay = cap if last else backoff(tries, base, cap, self._random())
         if last and window_id not in self.halted:
             self.halted[window_id] = life

@@ -269,8 +269,6 @@ stream.disabled  warning  stream status newest
     The stream with the configured ARN was disabled; its table may have a newer stream.
 spark.starting  info  master java start
     The driver process starts.
-spark.ignored  warning  file names
-    Properties in ``spark_properties_file`` whose names do not begin with ``spark.``: Spark ignores them.
 spark.ready  info  seconds spark_version ui
     The Spark session is ready for windows.
 sink.untested  warning  table

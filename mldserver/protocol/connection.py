@@ -65,14 +65,20 @@ END_RETRIES: Final = RetryPolicy(attempts=20, base_seconds=0.25, cap_seconds=10.
 """At a shard's end, where there is one chance: up to about two and a half minutes."""
 
 
+CLOSE_SECONDS: Final = 5.0
+"""How long a daemon may leave an ended connection open. It closes its end within milliseconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """Bounds of one connection: bytes, seconds, attempts."""
 
     line_limit: int
     initialize_timeout_seconds: float
-    partial_line_timeout_seconds: float
-    close_timeout_seconds: float
+    partial_line_timeout_seconds: float = 60.0
+    """A message that stops arriving for this long closes its connection. The daemon writes a message at once, so a
+    pause of a minute means that its host or the network is gone."""
+    close_timeout_seconds: float = CLOSE_SECONDS
     retries: RetryPolicy = BATCH_RETRIES
     end_retries: RetryPolicy = END_RETRIES
 

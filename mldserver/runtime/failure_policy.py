@@ -42,6 +42,9 @@ service that answers with an error page instead of JSON (``requests.JSONDecodeEr
 
 _OSERROR: Final = "builtins.OSError"
 
+_LONGEST_WAIT_SECONDS: Final = 10.0
+"""Between two calls, unless ``retry_base`` is longer: the shard waits meanwhile, and a lease must not expire."""
+
 
 class Ending(enum.StrEnum):
     """How a record can end that has no rows."""
@@ -77,7 +80,8 @@ class FailurePolicy(FailureSettings):
 
     def delay(self, failures: int, random: float) -> float:
         """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1)."""
-        return backoff(failures, self.retry_base_seconds, self.retry_cap_seconds, random)
+        base = self.retry_base_seconds
+        return backoff(failures, base, max(base, _LONGEST_WAIT_SECONDS), random)
 
     def ending(self, failure: Failure, *, calls: int, age_ms: int) -> Ending | None:
         """Return how a record ends whose ``calls`` so far have all failed, now with ``failure``; None: call it again."""

@@ -17,6 +17,9 @@ from mldserver.base.clock import Clock, first_of
 
 log = structlog.get_logger("mldserver")
 
+_LIST_SECONDS: Final = 30.0
+"""Between two listings. AWS allows 1,000 a second for a stream; a shard that connects unlisted is asked for at once."""
+
 _PATIENCE_SECONDS: Final = 10.0
 """How long the opening of a shard waits for AWS to name it."""
 
@@ -39,12 +42,15 @@ class ShardPolling:
     """
 
     def __init__(
-        self, stream: str, make_client: MakeKinesis, *, interval_seconds: float, clock: Clock
+        self, stream: str, make_client: MakeKinesis, *, clock: Clock, list_seconds: float = _LIST_SECONDS
     ) -> None:
-        """List once ``run`` is called, with one client: made at the first listing, and again only when that failed."""
+        """List once ``run`` is called, then every ``list_seconds``.
+
+        The client is made at the first listing, and again only when that failed.
+        """
         self._stream = stream
         self._make_client = make_client
-        self._interval_seconds = interval_seconds
+        self._list_seconds = list_seconds
         self._clock = clock
         self._client: KinesisClient | None = None
         self._resources = contextlib.AsyncExitStack()
@@ -63,7 +69,7 @@ class ShardPolling:
                 for waiting in asked:
                     if not waiting.done():
                         waiting.set_result(listing is not None)
-                await first_of(self._wake.wait(), self._clock.sleep(self._interval_seconds))
+                await first_of(self._wake.wait(), self._clock.sleep(self._list_seconds))
 
     async def ask(self) -> bool:
         """Return whether a listing that began after this call was told; False: it has failed, or takes too long."""

@@ -61,7 +61,6 @@ class SparkEngine:
     _: KW_ONLY
     master: str = "local[*]"
     conf: Mapping[str, str] = field(default_factory=dict)
-    ui: bool = False
     java_home: str | None = None
     cache_dir: Path | None = None
     """Where class archives lie; None: none is used."""
@@ -98,8 +97,9 @@ class SparkEngine:
     """Whether the log quotes what errors say in Spark's own log."""
     app_name: str = "mldserver"
     """The application's name, unless ``conf`` sets it. A Spark Connect server is a separate application."""
-    group_limit: int = 1
-    """How many windows share one Spark job at most."""
+    group_limit: int = 16
+    """How many windows share one Spark job at most. Small windows cost about as much together as one of them alone; a
+    group that fails is computed again window by window, so larger groups lose more."""
     storage: Mapping[str, str] = field(default_factory=dict)
     """Hadoop's settings of the storage that holds segments and outputs."""
     out: str = field(default="", repr=False)
@@ -120,7 +120,6 @@ class SparkEngine:
             scratch="",
             conf=dict(self.conf),
             python_path=python_path,
-            ui=self.ui,
             quick=self.quick,
             concurrency=self.concurrency,
             sink=self.sink,
@@ -438,7 +437,6 @@ class SparkEngine:
                 train=True,
                 handler="",
                 master="local[1]",
-                ui=False,
                 sink=None,
                 place="",
                 out="",

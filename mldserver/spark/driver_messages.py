@@ -44,7 +44,6 @@ class Start(channel.Message, frozen=True):
     conf: dict[str, str] = msgspec.field(default_factory=dict)
     """The user's settings; they win over every default."""
     python_path: tuple[str, ...] = ()
-    ui: bool = False
     quick: bool = False
     """Short-lived use (tests, demo): options that start the JVM sooner and slow long jobs down."""
     archive: str | None = None

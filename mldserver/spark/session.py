@@ -115,7 +115,7 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     # The "default" options stand before the user's spark.driver.extraJavaOptions instead of replacing them.
     quoted = (f'"{option}"' if " " in option else option for option in options)
     ours["spark.driver.defaultJavaOptions"] = " ".join(quoted)
-    ours["spark.ui.enabled"] = "true" if start.ui else "false"
+    ours["spark.ui.enabled"] = "false"
     ours["spark.sql.warehouse.dir"] = str(Path(start.scratch) / "warehouse")
     if not start.out:
         # Hadoop's default umask is 022: published windows would be open under a tighter one, and executors of another
@@ -127,8 +127,8 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     if is_local(start.master):
         ours |= _LOCAL
         ours["spark.sql.shuffle.partitions"] = str(cores)
-    # The history server does not list a start that only writes an archive.
-    last = {"spark.eventLog.enabled": "false"} if start.train else {}
+    # No person looks at a session that only writes an archive.
+    last = dict.fromkeys(("spark.eventLog.enabled", "spark.ui.enabled"), "false") if start.train else {}
     return {**ours, **start.conf, **last}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import lzma
@@ -41,7 +42,7 @@ _OUTWARD: Final = frozenset(
         *("ledger", "pipeline", "rename_from", "server_id"),
         *("sink", "sink_table", "sink_options", "dead_letters"),
         # The real stream's shards are none of the fake one's.
-        *("source", "from", "stream", "region", "endpoint_url", "list_shards_interval"),
+        *("source", "from", "stream", "region", "endpoint_url"),
         # Only the fake daemon connects, and no client reads the status.
         *(
             "allow_shards",
@@ -145,14 +146,14 @@ def play_settings(
         "log_file": str(out / _LOG),
         "log_format": "json",
         "log_error_messages": "true",
-        # Every shard of the fake connects at once, so two seconds are enough to see them all.
-        "settle_time": "2 s",
         "flush_interval": "1 s",
     }
     settings = resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD)
-    # Machines of a cluster do not see just any folder of this one's. Named here, no property names another master.
+    # Machines of a cluster do not see just any folder of this one's.
     master = spark_master or (settings.spark_master if is_local(settings.spark_master) else "local[*]")
-    return resolve(fixed | {"spark_master": master}, environ=environ, folder=folder, leave_out=_OUTWARD)
+    # Every shard of the fake connects at once, so two seconds are enough to see them all.
+    settings = resolve(fixed | {"spark_master": master}, environ=environ, folder=folder, leave_out=_OUTWARD)
+    return dataclasses.replace(settings, constants={"settle_time_ms": 2000})
 
 
 def quick_spark(settings: Settings) -> Engine | None:

@@ -260,8 +260,7 @@ async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path,
         tmp_path / "out",
         handler,
         window_attempts=2,
-        window_retry_base=0.5,
-        window_retry_cap=0.5,
+        retry_seconds=(0.5, 0.5),
         window_on_failure="dead_letter",
     )
     async with watched(settings, engine) as watch, child(watch) as one:
@@ -286,7 +285,7 @@ async def test_a_stream_that_is_throttled_and_trimmed_moves(
     (shard_id,) = fake.open_shards
     async with fake.serving() as url:
         source = f"dynamodb://orders?endpoint_url={url}&region=us-east-1"
-        async with watched(quick(tmp_path / "out", handler, source=source, poll_interval=0.05)) as watch:
+        async with watched(quick(tmp_path / "out", handler, source=source, poll_seconds=0.05)) as watch:
             fake.fail("GetRecords", "ThrottlingException")
             await watch.moved("stream_retries_total")
             fake.fail("GetRecords", "TrimmedDataAccessException", shard_id=shard_id)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset as ds
+from support import serve_quickly
 from support.cluster import CONF, SMALL_JVM
 from support.serving import until
 
@@ -38,6 +39,7 @@ def on_window(rows, window):
     return rows.selectExpr("id", "IF(gate IS NULL, NULL, java_method('scala.io.Source', 'fromFile', gate, 'UTF-8')) AS opened")
 '''
 _PATIENCE_SECONDS = 240
+CONSTANTS = '{"settle_time_ms": 200, "retry_seconds": [0.5, 1]}'
 
 
 class Served:
@@ -57,9 +59,6 @@ class Served:
             "cache-dir": f"{os.devnull}/cache",
             "workers": "inline",
             "flush-interval": "50 ms",
-            "settle-time": "200 ms",
-            "window-retry-base": "500 ms",
-            "window-retry-cap": "1 s",
             **settings,
         }
         options = [*told.items(), *(("spark-conf", f"{name}={value}") for name, value in conf.items())]
@@ -78,7 +77,7 @@ class Served:
         """Start the server."""
         tied = [sys.executable, "-ISE", parent_death.__file__, str(os.getpid())]
         self._process = await asyncio.create_subprocess_exec(
-            *(*tied, sys.executable, "-m", "mldserver", "serve", "kept", *self._options),
+            *(*tied, sys.executable, "-P", serve_quickly.__file__, CONSTANTS, "kept", *self._options),
             cwd=self.folder,
             env={
                 **os.environ,

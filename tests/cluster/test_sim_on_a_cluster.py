@@ -18,7 +18,7 @@ SECRET = "hush-hush"
 
 
 async def test_a_pipeline_is_played_on_a_cluster_and_its_log_holds_no_secret(tmp_path: Path) -> None:
-    out, file = tmp_path / "out", tmp_path / "cluster.conf"
+    out, file = tmp_path / "out", tmp_path / "spark-defaults.conf"
     given = {**CONF, "spark.hadoop.fs.s3a.secret.key": SECRET, "spark.master": "spark://nowhere:1"}
     file.write_text("".join(f"{name}  {value}\n" for name, value in given.items()))
     async with spark_parts(tmp_path) as parts:
@@ -26,7 +26,7 @@ async def test_a_pipeline_is_played_on_a_cluster_and_its_log_holds_no_secret(tmp
         played = ["--limit", "300", "--out", str(out), "--spark-master", parts.url]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "mldserver", "sim", "handlers.departures_daily", *played),
-            env={**os.environ, "MLDSERVER_SPARK_PROPERTIES_FILE": str(file)},
+            env={**os.environ, "SPARK_CONF_DIR": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

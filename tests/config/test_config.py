@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from support.generated import settings_page
 
 from mldserver.config.locations import cache_folder
 from mldserver.config.resolve import resolve
-from mldserver.config.settings import Settings, specs
+from mldserver.config.settings import REMOVED, Settings, specs
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits
@@ -64,11 +65,17 @@ def test_every_setting_says_what_it_does() -> None:
 
 
 def test_a_part_takes_its_section_as_it_is_beside_what_is_its_own() -> None:
-    settings = resolved({"flush_interval": "2 s", "close_timeout": "1 s", "settle_time": "0 s"})
-    rules = settings.part(CoordinatorRules, disorder_ms=7)
-    assert (rules.flush_interval_ms, rules.settle_time_ms, rules.disorder_ms) == (2000, 0, 7)
-    assert rules == CoordinatorRules(flush_interval_ms=2000, settle_time_ms=0, disorder_ms=7)
-    assert settings.part(ConnectionLimits).close_timeout_seconds == 1.0
+    settings = resolved({"flush_interval": "2 s", "line_limit": "1 MiB"})
+    assert settings.part(CoordinatorRules, disorder_ms=7) == CoordinatorRules(
+        flush_interval_ms=2000, disorder_ms=7
+    )
+    assert settings.part(ConnectionLimits).line_limit == 1 << 20
+
+
+def test_tests_replace_constants_of_parts() -> None:
+    settings = replace(resolved({}), constants={"settle_time_ms": 5, "list_seconds": 1.0})
+    assert settings.part(CoordinatorRules) == CoordinatorRules(settle_time_ms=5)
+    assert settings.replaced("list_seconds", "poll_seconds") == {"list_seconds": 1.0}
 
 
 def test_names_follow_from_the_handler() -> None:
@@ -243,7 +250,7 @@ def test_an_unknown_key_is_refused_with_its_place_and_a_close_match(tmp_path: Pa
 
 def test_an_unknown_variable_is_refused_with_a_close_match() -> None:
     told = refusal(environ={"MLDSERVER_LISTN": "x"})
-    assert "environment MLDSERVER_LISTN" in told
+    assert "environment: there is no setting 'MLDSERVER_LISTN'" in told
     assert "Did you mean 'MLDSERVER_LISTEN'?" in told
 
 
@@ -271,27 +278,35 @@ def test_a_named_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in refusal(config=tmp_path / "none.toml")
 
 
-def test_yarn_without_its_configuration_is_refused_where_a_handler_is_to_run() -> None:
-    given = {"handler": "h", "spark_master": "yarn"}
-    told = refusal(command_line=given)
-    assert "yarn (command line --spark-master)" in told
-    assert "neither HADOOP_CONF_DIR nor YARN_CONF_DIR" in told
-    resolve(given, environ={}, folder=Path("/nowhere"), handler_required=False)
-    resolved(given, environ={"YARN_CONF_DIR": "/etc/hadoop/conf"})
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_setting_is_refused_with_what_holds_instead(tmp_path: Path, name: str) -> None:
+    assert name not in specs()
+    (tmp_path / "mldserver.toml").write_text(f'attempts = 2\n{name} = "1 s"\n')
+    told = refusal(folder=tmp_path)
+    assert f"mldserver.toml line 2: the setting {name!r} was removed." in told
+    assert REMOVED[name] in told
+    variable = f"MLDSERVER_{name.upper()}"
+    assert f"environment: the setting {variable!r} was removed." in refusal(environ={variable: "1 s"})
+
+
+def test_the_master_has_a_setting_of_its_own() -> None:
+    told = refusal(command_line={"spark_conf": ["spark.master=yarn"]})
+    assert "spark_conf (command line --spark-conf) contains spark.master" in told
+
+
+def test_a_connect_server_chooses_its_executors_python_itself() -> None:
+    assert resolved({"spark_master": "spark://h:7077", "spark_python": "/py"}).spark_python == "/py"
+    told = refusal(command_line={"spark_master": "sc://h", "spark_python": "/py"})
+    assert "set PYSPARK_PYTHON where that server starts" in told
 
 
 def test_no_handler_at_all_is_refused() -> None:
     assert "No handler was named" in refusal(command_line={"handler": None})
 
 
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [("retry_base", "retry_cap"), ("window_retry_base", "window_retry_cap"), ("flush_bytes", "buffer_bytes")],
-)
-def test_a_lower_bound_above_its_upper_bound_is_refused(low: str, high: str) -> None:
-    told = refusal(command_line={low: "20", high: "10"})
-    assert f"{low} = " in told
-    assert f"is above {high} = " in told
+def test_flushes_that_the_buffer_cannot_hold_are_refused() -> None:
+    told = refusal(command_line={"flush_bytes": "2 MiB", "buffer_bytes": "1 MiB"})
+    assert "flush_bytes = 2 MiB (command line --flush-bytes) is above buffer_bytes = 1 MiB" in told
 
 
 # Who may connect

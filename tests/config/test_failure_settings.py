@@ -51,7 +51,6 @@ def test_the_settings_make_the_policy() -> None:
         handler="h",
         attempts=5,
         retry_base_seconds=0.5,
-        retry_cap_seconds=4.0,
         on_failure=OnFailure.SKIP,
         max_age_ms=60_000,
         failure_rules=RULES,
@@ -60,7 +59,6 @@ def test_the_settings_make_the_policy() -> None:
     assert _failure_policy(settings) == FailurePolicy(
         attempts=5,
         retry_base_seconds=0.5,
-        retry_cap_seconds=4.0,
         on_failure=OnFailure.SKIP,
         max_age_ms=60_000,
         failure_rules=RULES,

@@ -83,8 +83,6 @@ class MachineBase(RuleBasedStateMachine):
         )
         policy = WindowSettings(
             window_attempts=2,
-            window_retry_base_seconds=0.1,
-            window_retry_cap_seconds=1,
             window_on_failure="dead_letter" if dead_letter else "halt",
         )
         out = Path(self.folder.name)

@@ -154,6 +154,7 @@ class Pipeline:
         spec: WindowSpec | None = None,
         rules: CoordinatorRules = RULES,
         policy: WindowSettings | None = None,
+        retry_seconds: tuple[float, float] = (0.1, 1.0),
         engine: Callable[[], LocalEngine] = LocalEngine,
         without_rows: bool = False,
         recompute: bool = False,
@@ -171,7 +172,8 @@ class Pipeline:
         self.rules = replace(
             rules, late="recompute" if recompute else "separate", recompute_delay_ms=delay_ms
         )
-        self.policy = policy or WindowSettings(window_retry_base_seconds=0.1, window_retry_cap_seconds=1)
+        self.policy = policy or WindowSettings()
+        self.retry_seconds = retry_seconds
         self.recompute = recompute
         self.make_engine = engine
         self.server_id = server_id
@@ -208,6 +210,7 @@ class Pipeline:
                 self.policy,
                 random=random.Random(0).random,
                 log_error_messages=self.log_error_messages,
+                retry_seconds=self.retry_seconds,
             )
         self.coordinator = Coordinator(
             rules=self.rules,

@@ -141,8 +141,8 @@ async def test_a_catch_up_of_many_times_the_budgets_ends_within_them(
 async def test_while_windows_fail_the_disk_fills_no_further_and_later_all_is_read(tmp_path: Path) -> None:
     engine = LocalEngine(fail=lambda _: WindowFailed("Spark is away.") if away else None)
     away = True
-    policy = WindowSettings(window_attempts=2, window_retry_base_seconds=1, window_retry_cap_seconds=5)
-    caught = catching(tmp_path, batches=40, engine=lambda: engine, policy=policy)
+    policy = WindowSettings(window_attempts=2)
+    caught = catching(tmp_path, batches=40, engine=lambda: engine, policy=policy, retry_seconds=(1.0, 5.0))
     async with caught.pipeline.life() as coordinator, asyncio.TaskGroup() as group:
         reading = group.create_task(caught.all())
         await caught.pipeline.clock.advance(120)

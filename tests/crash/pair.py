@@ -151,7 +151,7 @@ class Pair:
             "server_id": server_id,
             "server_timeout": self._ground.timeout_seconds,
             "flush_interval": 0.03,
-            "settle_time": 0.08,
+            "settle_time_ms": 80,
             **KINDS[self.story.kind].settings,
             **self._ground.settings,
         }

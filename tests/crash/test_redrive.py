@@ -95,7 +95,7 @@ def ward(tmp_path: Path) -> Iterator[Ward]:
             "listen": UnixAddress(address),
             "attempts": 1,
             "flush_interval": 0.03,
-            "settle_time": 0.08,
+            "settle_time_ms": 80,
             "log_file": tmp_path / "log",
             "log_format": "json",
         }

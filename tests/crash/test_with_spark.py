@@ -120,7 +120,7 @@ async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_noth
             kills=kills,
             dice=random.Random(story.seed),
             spark_ahead=sorted(victims) * (SPARK_KILLS if long else 1),
-            settings={**QUICK, "cache_dir": cache, "window_retry_base": 0.05, "window_retry_cap": 0.5},
+            settings={**QUICK, "cache_dir": cache, "retry_seconds": (0.05, 0.5)},
             patience_seconds=300,
         )
         worlds.append(world)
@@ -180,8 +180,7 @@ async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the
                 "sink_table": "events",
                 "sink_options": "driver=org.postgresql.Driver;user=postgres",
                 "cache_dir": tmp_path / "cache",
-                "window_retry_base": 0.05,
-                "window_retry_cap": 0.5,
+                "retry_seconds": (0.05, 0.5),
             }
             world = World(
                 folder,

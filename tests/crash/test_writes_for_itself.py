@@ -68,13 +68,12 @@ class Pipeline:
             "log_format": "json",
             "cache_dir": root / "cache",
             "flush_interval": 0.05,
-            "settle_time": 0.2,
+            "settle_time_ms": 200,
             "max_ahead": "none",  # the record that closes the windows is two hours ahead
             "quiet_time": 600.0,
             "idle_time": 600.0,
             "recompute_delay": 0.05,
-            "window_retry_base": 0.05,
-            "window_retry_cap": 0.5,
+            "retry_seconds": (0.05, 0.5),
             "spark_conf": QUICK,
         }
         self.plan = Plan(root / "out", "notes", str(root), settings)

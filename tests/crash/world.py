@@ -114,7 +114,7 @@ class World:
         told_settings = {
             "listen": UnixAddress(address),
             "flush_interval": 0.03,
-            "settle_time": 0.08,
+            "settle_time_ms": 80,
             "quiet_time": 600.0,
             "idle_time": 600.0,
             "log_file": root / "log",

@@ -122,10 +122,10 @@ class Servers:
         self._count += 1
         settings: dict[str, Any] = {
             "source": f"dynamodb://orders?endpoint_url={self._url}&region=us-east-1",
-            "poll_interval": 0.1,
-            "list_shards_interval": 1.0,
+            "poll_seconds": 0.1,
+            "list_seconds": 1.0,
             "flush_interval": 0.1,
-            "settle_time": 0.3,
+            "settle_time_ms": 300,
             "recompute_delay": 0.1,
             "server_timeout": self._ground.timeout_seconds,
             "server_id": self._dice.choice([name, f"{name}-{self._count}"]),

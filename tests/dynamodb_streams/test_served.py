@@ -41,7 +41,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def reading(out: Path, handler: str, url: str, **changes: Any) -> Any:
     source = f"dynamodb://orders?endpoint_url={url}&region=us-east-1"
-    return quick(out, handler, source=source, poll_interval=0.05, list_shards_interval=1.0, **changes)
+    return quick(out, handler, source=source, poll_seconds=0.05, list_seconds=1.0, **changes)
 
 
 def published(out: Path) -> Counter[int]:

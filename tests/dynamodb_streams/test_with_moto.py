@@ -96,7 +96,7 @@ async def test_inserts_updates_and_deletes_end_in_spark_windows_across_a_restart
         out,
         HANDLER,
         source=f"dynamodb://orders?endpoint_url={emulator.url}&region=us-east-1",
-        poll_interval=0.1,
+        poll_seconds=0.1,
     )
     # moto's stream never ends. On a slow machine also what goes on looks quiet, and is shown in a next revision.
     hasty = replace(settings, idle_time_ms=1000, quiet_time_ms=2000)

@@ -118,7 +118,7 @@ async def test_deaths_by_the_servers_own_doing_count_for_none(tmp_path: Path) ->
         deaths[0] -= 1
         return lost("server") if deaths[0] > 0 else None
 
-    pipeline = make(tmp_path, fail=fail, on_failure="dead_letter", attempts=1, retry_cap_seconds=1.0)
+    pipeline = make(tmp_path, fail=fail, on_failure="dead_letter", attempts=1, longest_wait=1.0)
     async with pipeline.life():
         await three_windows(pipeline)
         await pipeline.clock.advance(60)
@@ -339,7 +339,7 @@ async def test_what_waits_in_the_queue_is_not_overdue(tmp_path: Path) -> None:
         fail=lambda job: WindowFailed("no") if job.window.id in failing else None,
         deadline_seconds=100.0,
         attempts=1,
-        retry_cap_seconds=500.0,
+        longest_wait=500.0,
     )
     async with pipeline.life():
         await three_windows(pipeline)

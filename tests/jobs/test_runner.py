@@ -29,13 +29,15 @@ def make(
     fail: Callable[[WindowJob], Exception | None] | None = None,
     engine: Callable[[], LocalEngine] | None = None,
     recompute: bool = False,
+    longest_wait: float = 60.0,
     **policy: Any,
 ) -> Pipeline:
-    values = {"attempts": 3, "retry_base_seconds": 1.0, "retry_cap_seconds": 60.0} | policy
+    values = {"attempts": 3} | policy
     return Pipeline(
         tmp_path,
         spec=Tumbling(10_000),
         policy=WindowSettings(**{f"window_{name}": value for name, value in values.items()}),
+        retry_seconds=(1.0, longest_wait),
         engine=engine or (lambda: LocalEngine(fail=fail)),
         recompute=recompute,
     )
@@ -106,7 +108,7 @@ async def test_a_job_that_fails_is_tried_again_with_growing_delays_and_leaves_no
 async def test_no_delay_is_longer_than_the_cap(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
     failing = [True]
     pipeline = make(
-        tmp_path, fail=lambda job: WindowFailed("no") if failing else None, attempts=99, retry_cap_seconds=4
+        tmp_path, fail=lambda job: WindowFailed("no") if failing else None, attempts=99, longest_wait=4
     )
     async with pipeline.life():
         await three_windows(pipeline)
@@ -399,7 +401,7 @@ async def test_what_the_ledger_refuses_is_no_run_that_failed(
         failing[0] -= 1
         return WindowFailed("flaky")
 
-    pipeline = make(tmp_path, fail=flaky, attempts=4, on_failure="dead_letter", retry_cap_seconds=8)
+    pipeline = make(tmp_path, fail=flaky, attempts=4, on_failure="dead_letter", longest_wait=8)
     pipeline.faults.hook = fail
     async with pipeline.life():
         await three_windows(pipeline)
@@ -440,7 +442,7 @@ async def test_a_published_folder_that_is_there_already_is_left_alone_and_told_i
     tmp_path: Path, logged: list[dict[str, Any]], group: int
 ) -> None:
     stranger = tmp_path / f"window={W[0]}" / "part-of-another-ledger.parquet"
-    pipeline = make(tmp_path, engine=lambda: LocalEngine(group_limit=group), retry_cap_seconds=4)
+    pipeline = make(tmp_path, engine=lambda: LocalEngine(group_limit=group), longest_wait=4)
     async with pipeline.life():
         stranger.parent.mkdir()
         stranger.touch()

@@ -10,7 +10,6 @@ import pytest
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
 
-from mldserver.config.settings import WindowSettings
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import VirtualClock
@@ -42,11 +41,15 @@ async def test_it_shows_nothing_of_the_revision_that_another_server_has_committe
     tmp_path: Path,
 ) -> None:
     clock = VirtualClock(1_000_000)
-    policy = WindowSettings(window_retry_base_seconds=30, window_retry_cap_seconds=30)
 
     def server(server_id: str) -> Pipeline:
         return Pipeline(
-            tmp_path, server_id=server_id, clock=clock, recompute=True, delay_ms=100, policy=policy
+            tmp_path,
+            server_id=server_id,
+            clock=clock,
+            recompute=True,
+            delay_ms=100,
+            retry_seconds=(30.0, 30.0),
         )
 
     one, other = server("one"), server("two")

@@ -37,7 +37,6 @@ DELAY: Final = 0.001
 PLAIN: Final = FailurePolicy(
     attempts=3,
     retry_base_seconds=DELAY,
-    retry_cap_seconds=DELAY,
     failure_rules=tuple(map(failure_rule, ("LookupError=skip", "ZeroDivisionError=halt", "BadRow=retry"))),
 )
 HALT: Final = replace(PLAIN, attempts=2, failure_rules=(), on_failure=OnFailure.HALT)

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.quick
 
 
 def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
-    policy = FailurePolicy(retry_base_seconds=0.1, retry_cap_seconds=1.0)
-    assert [policy.delay(n, 1.0) for n in (1, 2, 3, 4, 5, 10_000)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    policy = FailurePolicy(retry_base_seconds=0.1)
+    assert [policy.delay(n, 1.0) for n in (1, 2, 3, 7, 8, 10_000)] == [0.1, 0.2, 0.4, 6.4, 10.0, 10.0]
+    assert [FailurePolicy(retry_base_seconds=20.0).delay(n, 1.0) for n in (1, 2)] == [20.0, 20.0]
     assert policy.delay(2, 0.0) == 0.1
     assert not policy.parks
 

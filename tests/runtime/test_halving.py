@@ -24,7 +24,7 @@ from mldserver.workers.worker_process import WorkerGone
 pytestmark = pytest.mark.quick
 
 BOOM = Failure("ValueError: boom")
-POLICY = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0)
+POLICY = FailurePolicy(attempts=2, retry_base_seconds=0)
 CASES = [
     (1, {0}),
     (2, {1}),

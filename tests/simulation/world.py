@@ -139,11 +139,8 @@ class World:
             "flush_interval": f"{round(plan.flush_seconds * 1000)} ms",
             "buffer_bytes": str(plan.buffer_bytes),
             "flush_bytes": str(min(64 << 20, plan.buffer_bytes)),
-            "settle_time": "2 s",
             "idle_time": "6 s",
             "quiet_time": "30 s",
-            "window_retry_base": "500 ms",
-            "window_retry_cap": "5 s",
             "window_concurrency": str(plan.jobs),
             "retry_base": "50 ms",
             "workers": "inline",
@@ -161,7 +158,8 @@ class World:
             "window_on_failure": plan.window_on_failure,
             "ledger": "dynamodb://ledgers?region=eu-central-1" if plan.table else None,
         }
-        return resolve(fixed, environ={}, folder=self.folder)
+        constants = {"settle_time_ms": 2000, "retry_seconds": (0.5, 5.0)}
+        return replace(resolve(fixed, environ={}, folder=self.folder), constants=constants)
 
     def note(self, text: str) -> None:
         self.trace.append(f"{self.loop.time():10.4f} {text}")

@@ -73,7 +73,7 @@ async def polling(
     make: Callable[[], Any], tell: Callable[[Any], object]
 ) -> AsyncIterator[tuple[ShardPolling, VirtualClock]]:
     clock = VirtualClock()
-    polls = ShardPolling("flights", make, interval_seconds=30, clock=clock)
+    polls = ShardPolling("flights", make, clock=clock)
     task = asyncio.create_task(polls.run(tell))
     await clock.advance(0)
     try:
@@ -181,7 +181,7 @@ async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None
 async def test_whoever_asks_before_the_first_listing_waits_for_that() -> None:
     listings, told = Listings(), []
     listings.gate.set()
-    polls = ShardPolling("flights", listings.make, interval_seconds=30, clock=VirtualClock())
+    polls = ShardPolling("flights", listings.make, clock=VirtualClock())
     asking = asyncio.create_task(polls.ask())
     await asyncio.sleep(0)
     running = asyncio.create_task(polls.run(told.extend))

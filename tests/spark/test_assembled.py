@@ -9,7 +9,6 @@ import pytest
 
 from mldserver import assembly
 from mldserver.config.resolve import resolve
-from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
 from mldserver.spark.client import SparkEngine
 
@@ -34,8 +33,8 @@ def test_windows_share_a_job_wherever_they_lie_and_spark_is_told_how_s3_is_reach
     tmp_path: Path, place: dict[str, str], storage: dict[str, str]
 ) -> None:
     told = {name: value.format(folder=tmp_path) for name, value in place.items()}
-    engine = engine_of(tmp_path, window_group="12", **told)
-    assert (engine.group_limit, engine.storage) == (12, storage)
+    engine = engine_of(tmp_path, **told)
+    assert (engine.group_limit, engine.storage) == (16, storage)
 
 
 def engine_of(folder: Path, **given: Any) -> SparkEngine:
@@ -43,15 +42,6 @@ def engine_of(folder: Path, **given: Any) -> SparkEngine:
     engine = assembly.spark_of(settings, load_spec(settings.handler))
     assert isinstance(engine, SparkEngine)
     return engine
-
-
-def test_properties_come_from_the_file_and_those_of_spark_conf_go_before_them(tmp_path: Path) -> None:
-    file = tmp_path / "spark.conf"
-    file.write_text("spark.a  of the file\nspark.b  of the file\n")
-    engine = engine_of(tmp_path, spark_properties_file=str(file), spark_conf=["spark.b=of spark_conf"])
-    assert engine.conf == {"spark.a": "of the file", "spark.b": "of spark_conf"}
-    with pytest.raises(ConfigError, match=r"= none\.conf .* cannot be read"):
-        engine_of(tmp_path, spark_properties_file="none.conf")
 
 
 def test_the_application_is_called_after_the_pipeline(tmp_path: Path) -> None:

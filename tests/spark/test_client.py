@@ -60,7 +60,6 @@ async def test_several_jobs_come_back_in_their_order(bench: Callable[..., Bench]
             (("a.parquet",), 1),
             (("b.parquet",), 2),
         ]
-        assert it.engine.group_limit == 1
 
 
 async def test_a_group_fails_dies_and_ends_at_its_deadline_as_a_whole(bench: Callable[..., Bench]) -> None:

@@ -17,7 +17,7 @@ HOUR = Window(
 BATCH = Window("batch-000000000007", None, None, revision=2, pipeline="departures")
 MESSAGES = [
     driver_messages.Start(
-        "handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), ui=True
+        "handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), quick=True
     ),
     driver_messages.Start("x", "", "local", "/s", sink=SinkSpec("jdbc", "derby:x", "t", {"user": "me"})),
     driver_messages.Run(1, (WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048),)),

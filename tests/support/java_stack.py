@@ -24,6 +24,7 @@ from typing import Any
 
 import aioboto3
 import pyarrow.dataset as ds
+from support import serve_quickly
 from support.processes import held_port
 from support.spark_classes import QUICK
 
@@ -141,14 +142,15 @@ class Stack:
             "stream": STREAM,
             "region": REGION,
             "endpoint-url": self.url,
-            "list-shards-interval": "500 ms",
             "spark-master": "local[1]",
             "log-format": "json",
             "log-level": "debug",
             **{name.replace("_", "-"): value for name, value in settings.items()},
         }
         arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
-        self.server = self._start("server", ["-m", "mldserver", "serve", self.handler, *arguments])
+        # As ``mldserver serve``, but ListShards is asked for more often.
+        command = ["-P", serve_quickly.__file__, '{"list_seconds": 0.5}', self.handler, *arguments]
+        self.server = self._start("server", command)
 
     def start_daemon(self, retrieval: str = "polling", **changed: str) -> None:
         """Start ``mldserver kcl``; ``changed`` are properties of the daemon."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from support.kinesis import FakeKinesis
@@ -37,32 +37,34 @@ def process_record(record):
 '''
 
 
+CONSTANTS: Final[dict[str, Any]] = {"settle_time_ms": 200, "retry_seconds": (0.001, 0.01)}
+"""Constants of the parts that tests shorten (``Settings.constants``)."""
+ALL_CONSTANTS: Final = CONSTANTS.keys() | {"list_seconds", "poll_seconds"}
+
+
 def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
-    """Return settings under which nothing waits longer than a test needs.
+    """Return settings under which nothing waits longer than a test needs. ``changes``: settings, and names of ``CONSTANTS``.
 
     Silence closes no window, unless a test asks for it: what a slow machine keeps waiting is not silent.
     """
     values: dict[str, Any] = {
         "listen": TcpAddress("127.0.0.1", 0),
         "flush_interval": 0.05,
-        "settle_time": 0.2,
         "idle_time": 600.0,
         "quiet_time": 600.0,
         "recompute_delay": 0.05,
         "retry_base": 0.001,
-        "retry_cap": 0.01,
-        "window_retry_base": 0.001,
-        "window_retry_cap": 0.01,
         "grace": 30.0,
         "workers": None,
         "log_error_messages": True,
     }
+    constants = {**CONSTANTS, **{name: changes.pop(name) for name in ALL_CONSTANTS & changes.keys()}}
     table, values = specs(), values | changes
     given = {
         table[name].field: table[name].kind.parse(value) if isinstance(value, float | str) else value
         for name, value in values.items()
     }
-    return Settings(handler=handler, out=out, **given)
+    return Settings(handler=handler, out=out, constants=constants, **given)
 
 
 def no_aws(patch: pytest.MonkeyPatch, home: Path) -> None:

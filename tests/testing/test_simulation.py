@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pyarrow.dataset as ds
 import pytest
@@ -18,6 +19,10 @@ from mldserver.testing.simulation import Faults, Simulation, build_stream
 LINES = read_lines(None, limit=2000)
 
 
+# Longer than a restart of the daemon, which brings shards that were never seen.
+CONSTANTS: Final = {"settle_time_ms": 1500}
+
+
 def settings(out: Path) -> Settings:
     return Settings(
         handler="handlers.departures_daily",
@@ -25,7 +30,7 @@ def settings(out: Path) -> Settings:
         listen=TcpAddress("127.0.0.1", 0),
         flush_interval_ms=200,
         workers=None,
-        settle_time_ms=1500,  # longer than a restart of the daemon, which brings shards that were never seen
+        constants=CONSTANTS,
     )
 
 
@@ -122,9 +127,8 @@ async def test_a_window_that_keeps_failing_ends_the_simulation(tmp_path: Path) -
     def fail(*_args: object) -> ValueError:
         raise ValueError("no")
 
-    impatient = replace(
-        settings(tmp_path), window_attempts=1, window_retry_base_seconds=0.01, window_retry_cap_seconds=0.01
-    )
+    constants = CONSTANTS | {"retry_seconds": (0.01, 0.01)}
+    impatient = replace(settings(tmp_path), window_attempts=1, constants=constants)
     seen = []
     report = await Simulation(impatient, stream(), engine=LocalEngine(on_table=fail), max_records=300).run(
         lambda simulation: seen.append(simulation.status)

@@ -24,7 +24,7 @@ from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 from mldserver.workers.worker_process import Unopened, WorkerGone
 
-HALT = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0, on_failure=OnFailure.HALT)
+HALT = FailurePolicy(attempts=2, retry_base_seconds=0, on_failure=OnFailure.HALT)
 EMPTY = Delivery("s", MLDLine(b'{"action":"processRecords","records":[]}', Version.V2), 9_000, None)
 
 

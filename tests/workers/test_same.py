@@ -110,9 +110,7 @@ class Effects(ByRecord):
         ByRecord.process_record(self, record)
 '''
 KINDS = ["row", "rows", "none", "large", "fail", "rule", "discard", "fatal", "retry", "wrong", "broken"]
-PLAIN = FailurePolicy(
-    attempts=2, retry_base_seconds=0, retry_cap_seconds=0, failure_rules=(failure_rule("LookupError=skip"),)
-)
+PLAIN = FailurePolicy(attempts=2, retry_base_seconds=0, failure_rules=(failure_rule("LookupError=skip"),))
 POLICIES = {
     "ByRecord": PLAIN,
     "InLanes": dataclasses.replace(PLAIN, on_key_failure=OnKeyFailure.PARK, attempts=1),

@@ -22,7 +22,7 @@ from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 
-QUICK = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0)
+QUICK = FailurePolicy(attempts=2, retry_base_seconds=0)
 
 
 @pytest.fixture
@@ -86,9 +86,7 @@ def process_record(record):
     return (record.text(),)
 """
     batch = with_keys(delivery("s", "raise", "die", "die", "of the same key", "other"), "kxykz")
-    policy = FailurePolicy(
-        attempts=1, retry_base_seconds=0, retry_cap_seconds=0, on_key_failure=OnKeyFailure.PARK
-    )
+    policy = FailurePolicy(attempts=1, retry_base_seconds=0, on_key_failure=OnKeyFailure.PARK)
     async with running(runtime_of(text, policy)) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("s"))
         outcome = await runtime.process(batch)
@@ -144,7 +142,7 @@ async def shard_ended(shard):
 async def process_record(record):
     await let_go()
 """
-    once = FailurePolicy(attempts=1, retry_base_seconds=0, retry_cap_seconds=0)
+    once = FailurePolicy(attempts=1, retry_base_seconds=0)
     async with running(runtime_of(text, once)) as runtime, asyncio.timeout(800):
         for shard in "ab":
             await runtime.open(Shard(shard))

@@ -38,7 +38,7 @@ async def test_a_batch_that_was_in_hand_when_its_worker_died_does_not_wait_for_a
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(HANDLER)
-    hours = FailurePolicy(retry_base_seconds=7200, retry_cap_seconds=7200)
+    hours = FailurePolicy(retry_base_seconds=7200)
     runtime = WorkerRuntime("mine", workers=1, policy=hours, limits=Limits(None, None))
     (worker,) = runtime._workers
     monkeypatch.setattr(gate, "IDLE_CHECKS", 2)

@@ -48,6 +48,9 @@ class CoordinatorRules(FlowSettings):
     disorder_ms: int = 0
     parks: bool = False
     """Whether records wait behind dead letters of their partition key."""
+    settle_time_ms: int = 10_000
+    """After the start and after each new shard, windows wait this long for other shards: after a restart a daemon takes
+    some seconds to connect all its shards, and a shard that was never seen holds no window."""
 
 
 @dataclass(frozen=True, slots=True)
