@@ -1,6 +1,6 @@
-"""A change of a DynamoDB table: a record whose payload says what became of one item. Pure; boto3 decodes the values.
+"""A change of a DynamoDB table: a record whose payload describes how one item changed. Pure; boto3 decodes the values.
 
-The payload is JSON of one shape, whichever way it came:
+The payload is JSON. Its shape is the same from all sources, except for times and numbers:
 
 * from DynamoDB Streams, as Lambda gets it, too: times in seconds;
 * through KCL 1.x and its adapter for DynamoDB Streams: times in milliseconds, partition keys null;
@@ -36,22 +36,24 @@ _TTL: Final = "dynamodb.amazonaws.com"
 
 
 class NotAChange(Fatal):
-    """A record's payload is not a change of a DynamoDB table: a retry cannot succeed, so there is none."""
+    """The payload of a record is not a change of a DynamoDB table. The server does not retry it: a retry cannot succeed."""
 
 
 class Change(RecordMethods):
-    """One change of an item. It has all that its record has (``shard_id``, ``sequence``, ``partition_key`` …), too.
+    """One change of an item of a DynamoDB table. It has all attributes of its record, too.
 
-    Nothing is decoded before it is read. What reads the payload raises NotAChange when it is none, or is damaged.
+    The payload is decoded when an attribute first needs it. These attributes raise NotAChange if the payload is not a
+    change: ``kind``, ``event_id``, ``keys``, ``old``, ``new``, ``created_at``, ``expired``.
     """
 
     record: Any
-    """The record that it came as."""
+    """The record whose payload holds the change."""
 
     def __init__(self, record: Record, *, plain_numbers: bool = False) -> None:
-        """Look at ``record``; ``plain_numbers``: numbers are int, or float where they are not whole, instead of Decimal.
+        """Create a change from ``record``, for example in a test.
 
-        A float holds 15 digits, a number of DynamoDB's 38.
+        Numbers are Decimal. With ``plain_numbers`` a whole number is an int, and any other a float. A float holds 15
+        digits, a DynamoDB number 38.
         """
         self.record = record
         self.plain_numbers = plain_numbers
@@ -59,37 +61,37 @@ class Change(RecordMethods):
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Return what the record has."""
+            """Return the attribute of the record."""
             return getattr(self.record, name)
 
     @property
     def kind(self) -> Kind:
-        """``insert``, ``update`` or ``delete``."""
+        """The kind of change: ``insert``, ``update`` or ``delete``."""
         return KINDS[self._event["eventName"]]
 
     @property
     def event_id(self) -> str:
-        """DynamoDB's id of the change, the same however often it is delivered; empty if the payload has none."""
+        """DynamoDB's id of the change, the same at each delivery; empty if the payload has none."""
         return str(self._event.get("eventID") or "")
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """The item's key attributes."""
+        """The item's key attributes, by name."""
         return self._item("Keys") or {}
 
     @cached_property
     def old(self) -> dict[str, Any] | None:
-        """The item before; None if it was inserted, or if the stream's view type leaves it out."""
+        """The item before the change; None after an insert, or if the stream's view type omits it."""
         return self._item("OldImage")
 
     @cached_property
     def new(self) -> dict[str, Any] | None:
-        """The item after; None if it was deleted, or if the stream's view type leaves it out."""
+        """The item after the change; None after a delete, or if the stream's view type omits it."""
         return self._item("NewImage")
 
     @cached_property
     def created_at(self) -> datetime:
-        """When the table was changed, as an aware UTC datetime; whole seconds in DynamoDB Streams."""
+        """When the table changed: an aware UTC datetime. DynamoDB Streams give whole seconds."""
         time = self._event["dynamodb"].get("ApproximateCreationDateTime")
         if isinstance(time, str):
             with contextlib.suppress(ValueError):
@@ -103,7 +105,7 @@ class Change(RecordMethods):
 
     @property
     def expired(self) -> bool:
-        """Whether DynamoDB itself deleted the item because its time to live was over."""
+        """Whether DynamoDB deleted the item because its time to live had passed."""
         identity = self._event.get("userIdentity")
         if self.kind != "delete" or not isinstance(identity, dict):
             return False
@@ -111,7 +113,7 @@ class Change(RecordMethods):
 
     @property
     def raw_data(self) -> str | bytes | None:
-        """The payload as it came, or as it was decoded since."""
+        """The payload as received (base64 text), or its bytes once it was decoded."""
         return self.record.raw_data  # type: ignore[no-any-return]  # a record is of several classes
 
     def __repr__(self) -> str:

@@ -1,15 +1,15 @@
-"""The vocabulary: sequences, shards, records and batches; and what a handler may say about its own failures.
+"""Sequences, shards, records and batches, and the exceptions with which a handler decides about failures.
 
-Everything else in the package may import this module; it imports nothing of the package.
+Every module of the package may import this one; it imports nothing of the package.
 
-Instead of letting an error speak, any record hook may raise, synchronous or not::
+A record hook, synchronous or not, may raise one of these exceptions instead of an error::
 
     raise Retry("the service is busy", after=5)     # again, in 5 seconds
     raise Discard("a test record")                  # no row, no dead letter
     raise Fatal("no such account")                  # no more attempts
 
-A hook that takes a whole batch says which records it means: by ``records=`` of ``Discard`` and ``Fatal``, or by
-returning a ``BatchResult``. What it does not name is looked for by halving, as with any other error.
+A hook that receives a whole batch names the affected records: with ``records=`` of ``Discard`` and ``Fatal``, or by
+returning a ``BatchResult``. If it does not name them, the server finds them by halving the batch, as for other errors.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Sequence(NamedTuple):
-    """A record's place in its shard: (sequence number, sub-sequence number), compared as two integers.
+    """A record's place in its shard: sequence number and sub-sequence number, compared as two integers.
 
-    Sequences of different shards are not comparable in any meaningful way and must never be compared.
+    Never compare sequences of different shards: the result has no meaning.
     """
 
     number: int
+    """The sequence number."""
     sub: int = 0
+    """The record's index in a KPL aggregate, from 0; 0 for a plain record."""
 
     def __str__(self) -> str:
         """Return ``number`` for plain records and ``number/sub`` for later records of a KPL aggregate."""
@@ -54,13 +56,14 @@ class Shard:
     id: str
     """The shard's id, e.g. ``shardId-000000000001``."""
     start: str | None = None
-    """Where the daemon starts: digits, ``TRIM_HORIZON``, ``LATEST``, ``AT_TIMESTAMP``, ``SHARD_END``; None in V1."""
+    """Where the daemon starts: a sequence number in digits, or ``TRIM_HORIZON``, ``LATEST``, ``AT_TIMESTAMP`` or
+    ``SHARD_END``. None in version 1 of the protocol, which does not send it."""
     start_sub: int = 0
-    """Which user record of a KPL aggregate that is, if its number is one's; else 0."""
+    """The sub-sequence number of ``start``: the index in a KPL aggregate, from 0."""
 
 
 class RecordMethods:
-    """What is the same for every kind of record: what is read from its fields when it is asked for."""
+    """The methods that all kinds of records share. They compute their results from the fields at each call."""
 
     __slots__ = ()
 
@@ -73,11 +76,11 @@ class RecordMethods:
         arrival_ms: int | None
 
     def text(self, encoding: str = "utf-8") -> str:
-        """Return the payload as text."""
+        """Return the payload as text. Raises ValueError when the bytes are not valid in ``encoding``."""
         return str(self.data, encoding)
 
     def json(self) -> Any:
-        """Return the payload as parsed JSON. Raises ValueError (orjson's) when it is none."""
+        """Return the payload as parsed JSON. Raises ValueError (``orjson.JSONDecodeError``) when it is not JSON."""
         return orjson.loads(self.data)
 
     @property
@@ -87,18 +90,21 @@ class RecordMethods:
 
     @property
     def sequence(self) -> Sequence:
-        """Sequence number and sub-sequence number, comparable inside one shard."""
+        """Sequence number and sub-sequence number, comparable within one shard."""
         return Sequence(int(self.sequence_text), self.sub_sequence_number)
 
     @property
     def approximate_arrival_timestamp(self) -> datetime | None:
-        """Approximate arrival time as an aware UTC datetime; None when the daemon does not say (V1)."""
+        """When the stream received the record, approximately: an aware UTC datetime.
+
+        None if the daemon does not send it (version 1 of the protocol).
+        """
         ms = self.arrival_ms
         return None if ms is None else _EPOCH + timedelta(milliseconds=ms)
 
     @property
     def raw_data(self) -> str | bytes | None:
-        """The payload as it came, or as it was decoded since: what is left to keep of damaged base64."""
+        """The payload as received (base64 text), or its bytes once it was decoded. A dead letter keeps invalid base64 text."""
         return self.data  # type: ignore[no-any-return]  # kinds that decode at once have nothing else
 
     def __repr__(self) -> str:
@@ -120,10 +126,10 @@ class RecordMethods:
 
 
 class Record(RecordMethods, metaclass=ABCMeta):
-    """One record of a shard. Made lazily: times and numbers are made of the wire's digits when they are first read.
+    """One record of a shard. It is immutable, and decodes its payload, numbers and times when they are first read.
 
-    It cannot be changed. The records of a batch are of other classes (``protocol/wire_records.py``), which count as
-    subclasses of this one and look the same.
+    The records of a batch are instances of other classes with the same attributes (``protocol/wire_records.py``).
+    ``isinstance(record, Record)`` is true for them.
     """
 
     __slots__ = ("_data", "arrival_ms", "partition_key", "sequence_text", "shard_id", "sub_sequence_number")
@@ -131,12 +137,14 @@ class Record(RecordMethods, metaclass=ABCMeta):
     shard_id: str
     """The shard's id."""
     partition_key: str | None
-    """None for null (always in DynamoDB Streams)."""
+    """The partition key; None if the source sends null, as DynamoDB Streams always do."""
     sequence_text: str
-    """The sequence number in the digits of the wire."""
+    """The sequence number in digits, as the source sent it."""
     sub_sequence_number: int
+    """The record's index in a KPL aggregate, from 0; 0 for a plain record."""
     arrival_ms: int | None
-    """Approximate arrival time in milliseconds since the epoch; None when the daemon does not say (V1)."""
+    """When the stream received the record, approximately: milliseconds since the Unix epoch; None if the daemon does not
+    send it (version 1 of the protocol)."""
     _data: str | bytes | None
 
     def __init__(
@@ -149,7 +157,7 @@ class Record(RecordMethods, metaclass=ABCMeta):
         partition_key: str | None = None,
         arrival_ms: int | None = None,
     ) -> None:
-        """Take the wire's own forms: ``data`` as base64 text (or plain bytes), ``sequence_number`` as digits."""
+        """Create a record, for example in a test: ``data`` is base64 text or plain bytes, ``sequence_number`` is digits."""
         keep = object.__setattr__
         keep(self, "shard_id", shard_id)
         keep(self, "sequence_text", sequence_number)
@@ -161,19 +169,16 @@ class Record(RecordMethods, metaclass=ABCMeta):
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __setattr__(self, name: str, value: object) -> None:
-            """Refuse: what is read of a record later (rows, dead letters, further calls) is what came."""
+            """Raise AttributeError: retries, dead letters and later calls use the record as it was received."""
             raise AttributeError(f"a record cannot be changed: {name}")
 
         def __delattr__(self, name: str) -> None:
-            """Refuse, too."""
+            """Raise AttributeError, as ``__setattr__`` does."""
             raise AttributeError(f"a record cannot be changed: {name}")
 
     @property
     def data(self) -> bytes:
-        """The payload; empty when the daemon sent null.
-
-        Raises ValueError when the daemon's base64 is damaged.
-        """
+        """The payload as bytes; empty if the daemon sent null. Raises ValueError if the base64 text is invalid."""
         data = self._data
         if isinstance(data, str):
             data = decode_payload(self, data)
@@ -182,7 +187,7 @@ class Record(RecordMethods, metaclass=ABCMeta):
 
     @property
     def raw_data(self) -> str | bytes | None:
-        """The payload as it came, or as it was decoded since: what is left to keep of damaged base64."""
+        """The payload as received (base64 text), or its bytes once it was decoded. A dead letter keeps invalid base64 text."""
         return self._data
 
 
@@ -195,14 +200,19 @@ def decode_payload(record: RecordMethods, text: str) -> bytes:
 
 
 class Batch(SequenceABC[Record]):
-    """The records of one ``processRecords`` call, in shard order."""
+    """The records of one ``processRecords`` call, in shard order: a sequence with ``len``, indexes, slices, iteration."""
 
     __slots__ = ("_records", "millis_behind_latest", "shard_id")
+
+    shard_id: str
+    """The shard's id."""
+    millis_behind_latest: int | None
+    """How far the batch is behind the shard's newest record, in milliseconds; None if the daemon does not send it."""
 
     def __init__(
         self, records: SequenceABC[Record], *, shard_id: str, millis_behind_latest: int | None = None
     ) -> None:
-        """Hold ``records`` of one shard; ``millis_behind_latest`` is None when the daemon does not say."""
+        """Create a batch of one shard's records; ``millis_behind_latest`` is None if the daemon does not send it."""
         self._records = records
         self.shard_id = shard_id
         self.millis_behind_latest = millis_behind_latest
@@ -225,10 +235,11 @@ class Batch(SequenceABC[Record]):
         return iter(self._records)
 
     def to_arrow(self) -> pa.Table:
-        """Return the batch as an Arrow table.
+        """Return the batch as an Arrow table with one row for each record, in order.
 
-        Columns: ``data`` binary, ``partition_key`` string, ``sequence_number`` string (decimal),
-        ``sub_sequence_number`` int64, ``approximate_arrival_timestamp`` timestamp[ms, UTC].
+        Columns: ``data`` binary, ``partition_key`` string, ``sequence_number`` string (decimal digits),
+        ``sub_sequence_number`` int64, ``approximate_arrival_timestamp`` timestamp[ms, UTC]. Raises ValueError if the
+        base64 text of a record is invalid.
         """
         import pyarrow as pa  # noqa: PLC0415  # handlers that never ask for Arrow never load it
 
@@ -252,7 +263,7 @@ class Batch(SequenceABC[Record]):
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A record that the handler could not take, with all that is needed to look at it and to run it again."""
+    """A record that the handler could not process, with everything needed to inspect it and to process it again."""
 
     shard_id: str
     sequence: Sequence
@@ -293,13 +304,15 @@ class Verdict(Exception):
     """
 
     reason: str = ""
+    """Why, for the log and the dead letter."""
     records: tuple[int | Record, ...] | None = None
+    """The affected records, or their indexes in the batch (from 0); None: all records of the call."""
 
     def __init__(self, reason: str = "", *, records: Iterable[int | Record] | None = None) -> None:
-        """Give a ``reason`` for the log and the dead letter.
+        """Create the exception for ``records`` (records, or their indexes in the batch from 0; None: all of the call).
 
-        ``records``: the affected records, or their indexes in the batch (from 0). None: all records of the call. The
-        handler is called again at once with the others, which does not count as an attempt for them.
+        The server calls the handler again at once with the other records. That does not count as an attempt for them.
+        ``reason`` appears in the log and in the dead letter.
         """
         super().__init__(*([reason] if reason else []))
         self.reason = reason
@@ -307,20 +320,24 @@ class Verdict(Exception):
 
 
 class Discard(Verdict):
-    """The record produces neither a row nor a dead letter; the server counts it (``discarded`` of ``batch.done``)."""
+    """Raise it for a record that gives neither a row nor a dead letter.
+
+    The server only counts it (``discarded`` of the log event ``batch.done``).
+    """
 
 
 class Fatal(Verdict):
-    """The record cannot succeed: no more attempts, what ``on_failure`` says happens at once."""
+    """Raise it for a record that cannot succeed. The server makes no further attempt and applies ``on_failure`` at once."""
 
 
 class Retry(Verdict):
-    """The server repeats the call after ``after`` seconds; the repetition counts as an attempt."""
+    """Raise it to have the call repeated after ``after`` seconds. The repetition counts as an attempt."""
 
     after: float | None = None
+    """Seconds until the next attempt; None: the back-off's delay."""
 
     def __init__(self, reason: str = "", *, after: float | None = None) -> None:
-        """Wait ``after`` seconds (None: the back-off). Raises ValueError unless it is finite and at least 0."""
+        """Create the exception. Raises ValueError unless ``after`` is None, or finite and at least 0 (seconds)."""
         if after is not None and not (math.isfinite(after) and after >= 0):
             raise ValueError(f"Retry(after={after!r}): it must be a number of seconds from 0 on")
         super().__init__(reason)
@@ -329,10 +346,11 @@ class Retry(Verdict):
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What ``process_records`` or ``process_table`` may return to name the records that failed; the others are done."""
+    """The result of ``process_records`` or ``process_table`` when some records failed. The others are done."""
 
     rows: Any = None
-    """What the hook would return without failures; rows of records that failed are left out."""
+    """What the hook returns without failures: a list with an item for each record, or a table. The server ignores rows
+    of failed records."""
     failed: Iterable[int | Record] | Mapping[int | Record, str | BaseException] = ()
-    """Records, or their places in the batch (from 0); as a mapping with why: a text, or an exception (also ``Retry``,
-    ``Discard``, ``Fatal``), which is then treated as if the record had raised it."""
+    """The failed records, or their indexes in the batch (from 0). A mapping also gives the cause: a text, or an exception.
+    The server treats an exception (``Retry``, ``Discard`` and ``Fatal``, too) as if the record had raised it."""

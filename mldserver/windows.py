@@ -1,6 +1,6 @@
-"""Windows as handlers declare and see them.
+"""Windows, as handlers declare and receive them.
 
-Two kinds are declared:
+A handler declares one of two kinds:
 
 * ``tumbling(size, on=, lateness=, disorder=)``: half-open event-time intervals, aligned to the Unix epoch.
 * ``batches(max_rows=, max_age=)``: bounded runs of rows in merge order, for pipelines without event time.
@@ -122,9 +122,13 @@ def tumbling(
     lateness: str | float | timedelta = 0,
     disorder: str | float | timedelta = 0,
 ) -> Tumbling:
-    """Cut rows into event-time intervals of ``size``, aligned to the Unix epoch.
+    """Return windows that are event-time intervals of ``size``, aligned to the Unix epoch.
 
-    Durations are text (``"1 hour"``), seconds or timedeltas. Raises ValueError for what is none.
+    ``on`` names the TIMESTAMP column of ``schema`` that holds the event time; None: the arrival time. A window stays open
+    for ``lateness`` after its end. A row that is at most ``disorder`` behind the latest event time of its shard is not late.
+
+    A duration is text (``"1 hour"``, ``"500 ms"``), a number of seconds, or a timedelta. Raises ValueError for any other
+    text, for a negative duration, and for a ``size`` of zero.
     """
     size_ms = duration_ms(size)
     if size_ms == 0:
@@ -133,11 +137,10 @@ def tumbling(
 
 
 def batches(*, max_rows: int = 1_000_000, max_age: str | float | timedelta = "1 minute") -> Batches:
-    """Cut rows into runs of at most ``max_rows`` rows, none open for longer than ``max_age``.
+    """Return windows of at most ``max_rows`` rows, each open for at most ``max_age``.
 
-    Both hold for all servers of a pipeline together.
-
-    Raises ValueError for impossible bounds.
+    All servers of a pipeline fill one window together. ``max_age`` is a duration as for ``tumbling``. Raises ValueError
+    if ``max_rows`` is below 1, or ``max_age`` is not a duration.
     """
     if max_rows < 1:
         raise ValueError("max_rows must be at least 1")
@@ -146,21 +149,23 @@ def batches(*, max_rows: int = 1_000_000, max_age: str | float | timedelta = "1 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window, as ``on_window`` sees it."""
+    """The window whose rows ``on_window`` receives."""
 
     id: str
     """Unique in its pipeline and safe as a directory name, e.g. ``2013-01-01T10-00-00Z`` or ``batch-000000000007``."""
     start: datetime | None
-    """First instant that belongs to it (aware, UTC); None for ``batches``."""
+    """The first instant of the window, an aware UTC datetime; None for ``batches``."""
     end: datetime | None
-    """First instant after it; None for ``batches``."""
+    """The first instant after the window, an aware UTC datetime; None for ``batches``."""
     revision: int = 1
-    """1 for the first output of a window; higher when it is computed again, over all its rows, for late ones.
+    """1 for the first output of a window. It rises when the server computes the window again, over all its rows, because
+    of late rows.
 
-    With ``id`` it is the idempotency key of an ``on_window`` that writes for itself: an attempt that is made again has
-    the same two, and a higher revision replaces all that lower ones of the window wrote.
+    ``id`` and ``revision`` are the idempotency key of an ``on_window`` that writes its output itself: a repeated attempt
+    has the same two values, and a higher revision must replace everything that lower ones wrote.
     """
     pipeline: str = ""
+    """The pipeline's name."""
 
 
 def tumbling_id(start_ms: int) -> str:

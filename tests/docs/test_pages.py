@@ -12,10 +12,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import generated
+from support import generated, reference
 from support.pages import DOCS, PAGES, ROOT, prose
 
-from mldserver import Window
+import mldserver
+from mldserver import Window, dynamodb_streams
 from mldserver.base.kill_points import STEPS
 from mldserver.cli import run
 from mldserver.config.settings import specs
@@ -124,6 +125,11 @@ def test_options_that_a_page_names_are_some_commands(page: Path) -> None:
 @pytest.mark.parametrize("name", generated.PAGES)
 def test_a_page_that_is_made_from_the_program_says_what_it_does(name: str) -> None:
     assert (DOCS / name).read_text("utf-8") == generated.PAGES[name](), f"write it anew: {generated.COMMAND}"
+
+
+def test_the_reference_has_every_name_that_a_handler_imports() -> None:
+    described = {each.__name__ for objects in reference.SECTIONS.values() for each in objects}
+    assert described == {*mldserver.__all__, *dynamodb_streams.__all__} - {"__version__", "Stream"}
 
 
 def test_contributors_are_shown_every_command_of_the_task_runner() -> None:

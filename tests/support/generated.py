@@ -1,10 +1,11 @@
-"""The pages that are made from the program: ``PYTHONPATH=tests python3 -m support.generated`` writes them anew."""
+"""The pages that are generated from the program. ``PYTHONPATH=tests python3 -m support.generated`` writes them again."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from conformance import comparison as conformance
+from support import reference
 from support.pages import DOCS
 
 from mldserver.admin.metrics import METRICS
@@ -162,6 +163,7 @@ PAGES: Final = {
     "protocol.md": protocol_page,
     "monitoring.md": monitoring_page,
     "conformance.md": conformance.page,
+    "api.md": reference.page,
 }
 
 if __name__ == "__main__":
