@@ -52,7 +52,7 @@ def page() -> str:
         for each in objects:
             lines += [
                 f"### {each.__name__}\n",
-                f"```python\n{_signature(each)}\n```\n",
+                f"```\n{_signature(each)}\n```\n",
                 _prose(each.__doc__),
                 "",
             ]
