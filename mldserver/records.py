@@ -22,7 +22,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import orjson
 import pybase64
@@ -47,6 +47,25 @@ class Sequence(NamedTuple):
     def __str__(self) -> str:
         """Return ``number`` for plain records and ``number/sub`` for later records of a KPL aggregate."""
         return f"{self.number}/{self.sub}" if self.sub else str(self.number)
+
+
+_SUB_BITS: Final = 64
+
+
+def pack_sequence(sequence: Sequence | None) -> bytes | None:
+    """Return a sequence as bytes for another process: its number may have 56 digits, more than MessagePack's integers."""
+    if sequence is None:
+        return None
+    number = sequence[0] << _SUB_BITS | sequence[1]
+    return number.to_bytes((number.bit_length() + 7) // 8)
+
+
+def unpack_sequence(data: bytes | None) -> Sequence | None:
+    """Return the sequence that ``pack_sequence`` made bytes of."""
+    if data is None:
+        return None
+    number = int.from_bytes(data)
+    return Sequence(number >> _SUB_BITS, number & (1 << _SUB_BITS) - 1)
 
 
 @dataclass(frozen=True, slots=True)

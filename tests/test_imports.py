@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "records": (),
     "windows": (),
+    "effects": ("records",),
     "change": ("records",),
     "engine_jobs": ("windows",),
     # Which commit this is: the build runs them before anything of ours can be imported.
@@ -32,8 +33,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "children": ("base",),
     "protocol": ("errors", "records", "base.backoff"),
     "handler": ("errors", "records", "windows", "change"),
-    "runtime": ("errors", "records", "windows", "base", "protocol", "handler", *_SETTINGS),
-    "ledger": ("errors", "records", "windows", "base"),
+    "runtime": ("errors", "records", "windows", "effects", "base", "protocol", "handler", *_SETTINGS),
+    "ledger": ("errors", "records", "windows", "effects", "base"),
     "output": ("errors", "base", "ledger"),
     "jobs": ("errors", "windows", "engine_jobs", "base", "output", "ledger", *_SETTINGS),
     "sources": ("errors", "records", "base", "config.kinds", "protocol", "runtime.interface"),
@@ -42,12 +43,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("sources.intake", "sources.progress_log", "sources.shard_claims"),
     ),
     "coordinator": (
-        *("errors", "records", "windows", "base", "ledger", "output", "jobs"),
+        *("errors", "records", "windows", "effects", "base", "ledger", "output", "jobs"),
         *("runtime.interface", "sources.intake"),
     ),
     # Pure: of the other rooms it knows what they say, not what they do.
     "coordinator.core": (
-        *("errors", "records", "windows", "ledger.contract"),
+        *("errors", "records", "windows", "effects", "ledger.contract"),
         *("runtime.interface", "output.layout", *_SETTINGS),
     ),
     "sinks": ("errors", "base", "engine_jobs"),
@@ -68,6 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
             "errors",
             "records",
             "windows",
+            "effects",
             "base",
             "children",
             "protocol",
@@ -97,7 +99,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """For each room, by the longest prefix of a module's name: what it may import beside itself. ``*``: all below."""
 
 CORES = (
-    *("records", "errors", "windows", "change", "engine_jobs", "protocol", "coordinator.core"),
+    *("records", "errors", "windows", "effects", "change", "engine_jobs", "protocol", "coordinator.core"),
     "admin.history",
     "admin.document",
     "conformance.judge",

@@ -120,7 +120,7 @@ class Toy:
         shard.began()
         delivery = Delivery(shard_id, Records(records, 0), self.parts.clock.now_ms(), shard.after)
         outcome = await self.parts.runtime.process(delivery)
-        self.told += [letter.error for letter in outcome.dead_letters]
+        self.told += [letter.error for letter in outcome.effects.dead_letters]
         if not shard.take(outcome, self.parts.clock.steady_ms()):
             await shard.admitted()
 

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import msgspec
 import pyarrow as pa
 import structlog
+from msgspec import structs
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
 from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
+from mldserver.effects import Effects
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -222,7 +223,7 @@ class Flusher:
             late_rows=self.rows_late - late_rows,
             bytes=sum(segment.bytes for segment in segments),
             shards=len(planned.positions),
-            dead_letters=len(planned.dead_letters),
+            dead_letters=len(planned.effects.dead_letters),
             seconds=(self.clock.steady_ms() - began_ms) / 1000,
             reason=reason,
         )
@@ -257,38 +258,42 @@ class Flusher:
         left: list[BufferedBatch] = []
         for batch in batches:
             letters = []
-            for letter in () if batch.redriven else batch.dead_letters:
+            for letter in () if batch.redriven else batch.effects.dead_letters:
                 known = (letter.record, letter.at_ms)
                 stored[known] -= 1
                 if stored[known] < 0:
                     letters.append(letter)
-            is_whole = batch.redriven or len(letters) == len(batch.dead_letters)
-            left.append(batch if is_whole else msgspec.structs.replace(batch, dead_letters=tuple(letters)))
+            if not batch.redriven and len(letters) < len(batch.effects.dead_letters):
+                rest = structs.replace(batch.effects, dead_letters=tuple(letters))
+                batch = structs.replace(batch, effects=rest)  # noqa: PLW2901
+            left.append(batch)
         return left
 
     async def _register(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
     ) -> FlushResult:
-        letters = planned.dead_letters + planned.failed_again
-        if self.letters is not None and planned.dead_letters:
+        effects = planned.effects
+        if self.letters is not None and effects.dead_letters:
             # What does not fit where dead letters go stays in the ledger.
             try:
-                letters = await self.letters.store(planned.dead_letters) + planned.failed_again
+                left = await self.letters.store(effects.dead_letters)
             except (OSError, LedgerError):
                 await self.garbage.delete(segments)
                 raise
+            effects = structs.replace(effects, dead_letters=left)
             kill_point("letters.stored")
+        effects = Effects.without_rows([effects, planned.redriven_effects])
         windows, step = self.open_windows, None
         if own is None and windows is not None and isinstance(windows.spec, Batches):
             step = BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
         kill_point("flush.registering")
         try:
             return await self.ledger.register(
-                Flush(planned.positions, segments, letters, planned.clock, step, planned.redriven)
+                Flush(planned.positions, segments, effects, planned.clock, step, planned.redriven)
             )
         except LedgerError:
             self._doubtful = segments
-            if letters and self._unanswered is None:
+            if effects.dead_letters and self._unanswered is None:
                 self._unanswered = self._version
             raise
 
@@ -387,8 +392,8 @@ class Flusher:
         self.flushes += 1
         self.segments += len(segments)
         self.segment_bytes += sum(segment.bytes for segment in segments)
-        self.dead_letters += len(planned.dead_letters)
-        self.latest_letters.extend(planned.dead_letters)
+        self.dead_letters += len(planned.effects.dead_letters)
+        self.latest_letters.extend(planned.effects.dead_letters)
         late = [segment for segment in segments if segment.kind is not SegmentKind.WINDOW]
         for segment in late:
             self.rows_late += segment.rows

@@ -260,7 +260,7 @@ class ShardSession:
             if fresh:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
-        if outcome.rows is None and not outcome.dead_letters:
+        if not outcome.effects:
             # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
             # not show it.
             effective_ms = last_effective_ms(outline, floor_ms)
@@ -280,7 +280,7 @@ class ShardSession:
             if batch.ahead is not None:
                 shards.reports.note_ahead(shard_id, batch.ahead)
             shards.buffer.add(batch)
-            shards.rows_accepted += 0 if batch.rows is None else len(batch.rows)
+            shards.rows_accepted += 0 if batch.effects.rows is None else len(batch.effects.rows)
             effective_ms, event_ms = batch.effective_ms, batch.latest_event_ms
         if effective_ms is not None:
             node.effective_ms = effective_ms

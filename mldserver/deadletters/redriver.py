@@ -140,9 +140,11 @@ class Redriver:
         before = {stored.letter.sequence: stored.letter.attempts for stored in letters}
         failed = (
             replace(letter, attempts=letter.attempts + before[letter.sequence])
-            for letter in outcome.dead_letters
+            for letter in outcome.effects.dead_letters
         )
-        outcome = msgspec.structs.replace(outcome, dead_letters=tuple(failed))
+        outcome = msgspec.structs.replace(
+            outcome, effects=msgspec.structs.replace(outcome.effects, dead_letters=tuple(failed))
+        )
         kill_point("redrive.handled")
         await self.redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
         kill_point("redrive.done")
@@ -151,8 +153,8 @@ class Redriver:
             "redrive.done",
             shard=shard_id,
             letters=len(letters),
-            rows=0 if outcome.rows is None else outcome.rows.num_rows,
-            dead_letters=len(outcome.dead_letters),
+            rows=0 if outcome.effects.rows is None else outcome.effects.rows.num_rows,
+            dead_letters=len(outcome.effects.dead_letters),
             seconds=(self.clock.steady_ms() - began_ms) / 1000,
         )
 

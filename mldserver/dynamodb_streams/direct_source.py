@@ -44,7 +44,7 @@ _CHILD_SECONDS: Final = (0.05, 1.0)
 """First and longest wait between those."""
 _AGAIN_SECONDS: Final = (1.0, 60.0)
 """First and longest wait until a shard that failed is begun again."""
-_AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0), None)
+_AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
 """Nothing was there: what an empty batch of a daemon's says."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from mldserver.effects import NOTHING, Effects
 from mldserver.records import DeadLetter, Sequence
 
 LETTERS_AT_ONCE: Final = 40
@@ -177,11 +178,12 @@ class BatchStep:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """One flush, registered in one transaction: segments, positions, dead letters, clock."""
+    """One flush, registered in one transaction: segments, positions, effects, clock."""
 
     positions: tuple[PositionUpdate, ...]
     segments: tuple[Segment, ...] = ()
-    dead_letters: tuple[DeadLetter, ...] = ()
+    effects: Effects = NOTHING
+    """Except rows, which are in the segments."""
     clock: int = 0
     """The next free value of the pipeline's merge clock."""
     batches: BatchStep | None = None

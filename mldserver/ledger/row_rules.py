@@ -71,7 +71,7 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     for (kind, window_id), segments in by_window.items():
         _add(draft, kind, window_id, segments)
     remove(draft, flush.redriven)
-    store(draft, flush.dead_letters)
+    store(draft, flush.effects.dead_letters)
     clock = max(draft.totals.clock, flush.clock)
     draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
     return result

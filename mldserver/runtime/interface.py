@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from mldserver.effects import NOTHING, Effects
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Line, Version
 from mldserver.protocol.wire_records import DecodedBatch
-from mldserver.records import DeadLetter, Hook, Record, Sequence, Shard
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
+from mldserver.records import Hook, Record, Sequence, Shard
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
 """Columns that every row carries in addition to the handler's.
@@ -157,9 +154,7 @@ class BatchOutcome(msgspec.Struct, frozen=True):
     """What became of a batch: every record is in rows, in dead letters, skipped, a duplicate, or wanted no row."""
 
     outline: BatchOutline
-    rows: pa.Table | None
-    """The handler's columns and META_COLUMNS except ``_clock``, in shard order; None without rows."""
-    dead_letters: tuple[DeadLetter, ...] = ()
+    effects: Effects = NOTHING
     attempts: int = 1
     """The most calls that any record of the batch took."""
     skipped: int = 0

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
+from mldserver.effects import NOTHING, Effects
 from mldserver.errors import HandlerHalted, InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.protocol.batch_decoder import BatchDecoder
@@ -90,14 +91,11 @@ def damaged(records: Sequence[Record]) -> dict[int, Failure]:
     return faults
 
 
-def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> Any:
-    """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS except ``_clock``.
-
-    None without rows.
-    """
+def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> Effects:
+    """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS except ``_clock``."""
     parts = [part for part in parts if part.table is not None]
     if not parts:
-        return None
+        return NOTHING
     index = np.concatenate([np.array(part.records, np.int64) for part in parts])
     table = pa.concat_tables([part.table for part in parts])
     if np.any(index[1:] < index[:-1]):
@@ -113,7 +111,7 @@ def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> An
     }
     for name, column in meta.items():
         table = table.append_column(name, column)
-    return table.combine_chunks()
+    return Effects(table.combine_chunks())
 
 
 def dead_letter(record: Record, end: End, *, handler: str, version: str, at_ms: int) -> DeadLetter:

@@ -260,8 +260,8 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
             outcomes.append(await runtime.process(delivery))
     finally:
         await runtime.close()
-    tables = [outcome.rows for outcome in outcomes if outcome.rows is not None]
-    letters = [letter for outcome in outcomes for letter in outcome.dead_letters]
+    tables = [rows for outcome in outcomes if (rows := outcome.effects.rows) is not None]
+    letters = [letter for outcome in outcomes for letter in outcome.effects.dead_letters]
     return Trial(len(lines), sum(map(len, tables)), first_rows(tables), by_class(letters))
 
 

@@ -15,6 +15,7 @@ import structlog
 from msgspec import structs
 
 from mldserver import records
+from mldserver.effects import NOTHING, Effects
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.handler.spec import RecordHook
@@ -57,7 +58,8 @@ class BatchWork(msgspec.Struct, eq=False):
     taken: FreshBatch = FreshBatch((), BatchOutline(0, 0, None, None, None, None), ())
     """What was decoded, once it is."""
     lanes: Sequence[Lane] = ()
-    rows: Any = None
+    effects: Effects = NOTHING
+    """What the handler has produced so far."""
     done: bool = False
     """Whether the first run of calls finished the batch."""
 
@@ -71,7 +73,7 @@ class BatchWork(msgspec.Struct, eq=False):
             # Each call's own time counts, where another thread looks.
             returned = self._attempt(watch if caller.watched else None)
             if self.done:
-                return BatchOutcome(self.taken.outline, self.rows)
+                return BatchOutcome(self.taken.outline, self.effects)
             step = caller.here(partial(self._go_on, returned=returned), self.hook, shard=shard_id)
             if step is None:
                 return self._outcome()
@@ -122,7 +124,7 @@ class BatchWork(msgspec.Struct, eq=False):
         ):
             return None
         if not fresh:
-            self.rows, self.done = None, True
+            self.effects, self.done = NOTHING, True
             return None
         if tools.spec.record_hook is RecordHook.RECORD:
             returned = tools.caller.call_sync(self.hook, fresh, watch)
@@ -151,14 +153,14 @@ class BatchWork(msgspec.Struct, eq=False):
                     return False  # a value's own code: it runs again in the step that logs its failure
                 if built.faults:
                     return False
-                self.rows = join_rows([built], self.taken, shard_id=self.delivery.shard_id)
+                self.effects = join_rows([built], self.taken, shard_id=self.delivery.shard_id)
                 return True
-        self.rows = None
+        self.effects = NOTHING
         return True
 
     def _outcome(self) -> BatchOutcome:
         if self.done:
-            return BatchOutcome(self.taken.outline, self.rows)
+            return BatchOutcome(self.taken.outline, self.effects)
         for lane in self.lanes:
             lane.tell()
         for lane in self.lanes:
@@ -181,7 +183,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 shard=self.delivery.shard_id,
             )
         attempts = max([lane.plan.attempts for lane in self.lanes])
-        outcome = BatchOutcome(self.taken.outline, self.rows, attempts=attempts)
+        outcome = BatchOutcome(self.taken.outline, self.effects, attempts=attempts)
         # In shard order: the records that have no rows because of what happened to them.
         ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
         return self._with_ends(outcome, sorted(ends, key=lambda item: item[0])) if ends else outcome
@@ -219,15 +221,14 @@ class BatchWork(msgspec.Struct, eq=False):
             )
         endings = [end.ending for _, end in ends]
         spec, now_ms = self.tools.spec, self.tools.clock.now_ms()
+        letters = [
+            dead_letter(fresh[index], end, handler=spec.path, version=spec.version, at_ms=now_ms)
+            for index, end in ends
+            if end.ending is Ending.DEAD_LETTER
+        ]
         return structs.replace(
             outcome,
-            dead_letters=tuple(
-                [
-                    dead_letter(fresh[index], end, handler=spec.path, version=spec.version, at_ms=now_ms)
-                    for index, end in ends
-                    if end.ending is Ending.DEAD_LETTER
-                ]
-            ),
+            effects=structs.replace(outcome.effects, dead_letters=tuple(letters)),
             skipped=endings.count(Ending.SKIP),
             discarded=endings.count(Ending.DISCARD),
         )
@@ -311,7 +312,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 keyed.setdefault(lane_of(record.partition_key, tools.lanes), []).append(index)
             of_lane = dict(sorted(keyed.items()))
         arrivals_ms = self.taken.arrivals_ms[len(self.taken.arrivals_ms) - len(fresh) :]
-        self.rows = None
+        self.effects = NOTHING
         self.lanes = [
             Lane(
                 tools,
@@ -335,7 +336,7 @@ class BatchWork(msgspec.Struct, eq=False):
     def _join(self, _watch: CallWatch) -> None:
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
-            self.rows = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
+            self.effects = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
 
 
 _EVENTS: Final = {

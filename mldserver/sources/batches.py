@@ -357,7 +357,7 @@ class Batches:
         progress.note(outcome, done.bytes, now_ms - done.received_ms, done.handled_ms - done.began_ms)
         held_ms = done.answerable_ms - done.handled_ms
         progress.interval.held_ms += held_ms
-        failed = outcome.attempts > 1 or outcome.dead_letters or outcome.skipped or outcome.discarded
+        failed = outcome.attempts > 1 or outcome.effects.dead_letters or outcome.skipped or outcome.discarded
         if failed or outline.duplicates:
             progress.interval.count_failures(outcome)
         unusual = failed or late or held_ms >= _LONG_MS or outline.duplicates
@@ -366,9 +366,9 @@ class Batches:
         (self._link.log.info if unusual else self._link.log.debug)(
             "batch.done",
             records=outline.records,
-            rows=0 if outcome.rows is None else outcome.rows.num_rows,
+            rows=0 if outcome.effects.rows is None else outcome.effects.rows.num_rows,
             duplicates=outline.duplicates,
-            dead_letters=len(outcome.dead_letters),
+            dead_letters=len(outcome.effects.dead_letters),
             skipped=outcome.skipped,
             discarded=outcome.discarded,
             bytes=done.bytes,

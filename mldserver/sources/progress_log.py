@@ -66,7 +66,7 @@ class ProgressLog:
         self.retries += max(0, outcome.attempts - 1)
         self.skipped += outcome.skipped
         self.discarded += outcome.discarded
-        for letter in outcome.dead_letters:
+        for letter in outcome.effects.dead_letters:
             name = letter.error.partition(":")[0]
             self.failures[name if name in self.failures or len(self.failures) < _CLASSES else "other"] += 1
 
@@ -104,7 +104,7 @@ class Progress:
 
     def note(self, outcome: BatchOutcome, size: int, took_ms: int, handler_ms: int) -> None:
         """Add a batch of ``size`` bytes; an empty one, as idle shards send every second, is not worth a line."""
-        outline, rows, counts, interval = outcome.outline, outcome.rows, self._counts, self.interval
+        outline, rows, counts, interval = outcome.outline, outcome.effects.rows, self._counts, self.interval
         self.all_batches += 1
         if not outline.records:
             return

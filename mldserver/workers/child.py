@@ -32,7 +32,7 @@ from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.observe.logging import set_level
-from mldserver.records import Hook, Sequence, Shard
+from mldserver.records import Hook, Sequence, Shard, pack_sequence, unpack_sequence
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
@@ -153,7 +153,7 @@ class Child:
                 self._begin(message, self._runtime.notify(message.shard, Hook(message.hook)))
             case wire.Park():
                 keys = {
-                    key: sequence for key, data in message.keys.items() if (sequence := wire.unpacked(data))
+                    key: sequence for key, data in message.keys.items() if (sequence := unpack_sequence(data))
                 }
                 self._begin(message, self._runtime.park(message.shard, keys))
             case wire.Unpark():
@@ -202,7 +202,7 @@ class Child:
                 await asyncio.wait(before)
             done = await work
             if done is None or isinstance(done, Sequence):
-                answer = wire.Finished(request, wire.packed(done)), ()
+                answer = wire.Finished(request, pack_sequence(done)), ()
             else:
                 answer = done
         except asyncio.CancelledError as error:
@@ -224,7 +224,7 @@ class Child:
             message.shard,
             unpacked(message.form, line, message.shard),
             received_ms=message.received_ms,
-            after=wire.unpacked(message.after),
+            after=unpack_sequence(message.after),
             part=None if message.part is None else range(*message.part),
             condemned=message.condemned,
             redriven=message.redriven,
@@ -244,7 +244,9 @@ class Child:
                 outcome = self._runtime.begin(delivery)
             if os.getpid() != self._pid:
                 os._exit(1)  # the handler has forked: its child may neither answer nor go on
-            if type(outcome) is BatchOutcome and (outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES):
+            if type(outcome) is BatchOutcome and (
+                outcome.effects.rows is None or outcome.effects.rows.nbytes <= NEAR_BYTES
+            ):
                 if not self._channel.unsent:
                     self._unsent = time.monotonic()
                 self._channel.send(*_answer_of(message.id, outcome))
@@ -266,7 +268,7 @@ class Child:
         threads = self._runtime.threads(message.shard)
         try:
             outcome = await outcome_of(begun or self._runtime.process(delivery))
-            if outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES:
+            if outcome.effects.rows is None or outcome.effects.rows.nbytes <= NEAR_BYTES:
                 return _answer_of(message.id, outcome)
             return await made(partial(_answer_of, message.id, outcome), lambda answer: os.close(answer[1][0]))
         except Exception:
@@ -294,7 +296,7 @@ class Child:
 
 def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
     """Return what became of a batch as a message, and the file that goes with it."""
-    rows = outcome.rows
+    rows = outcome.effects.rows
     if rows is None:
         return wire.done_of(request, outcome), ()
     if rows.nbytes <= INLINE_ROWS:

@@ -27,7 +27,7 @@ from mldserver.base.clock import Clock, SystemClock
 from mldserver.errors import HandlerLost, InternalError, OperatorError
 from mldserver.handler.failure import Failure
 from mldserver.handler.spec import HandlerSpec
-from mldserver.records import Hook, Sequence, Shard
+from mldserver.records import Hook, Sequence, Shard, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
 from mldserver.runtime.outcome import halted
@@ -176,7 +176,7 @@ class WorkerRuntime:
                 attempts=self._policy.attempts,
             )
             return None
-        return wire.unpacked(answer.position)
+        return unpack_sequence(answer.position)
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Hold back later records of these keys in an open shard (see ``Runtime.park``)."""
@@ -441,6 +441,6 @@ class WorkerRuntime:
         (self._owing.add if outcome.owes else self._owing.discard)(shard_id)
         if self._parks:
             keys = self._parked.setdefault(shard_id, {})
-            for letter in outcome.dead_letters:
+            for letter in outcome.effects.dead_letters:
                 if letter.partition_key is not None:
                     keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)

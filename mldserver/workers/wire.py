@@ -5,31 +5,29 @@
     worker → server    Loaded, or Failed with id 0; then BeatMessage and LogLine at any time, Done once for each Process,
                        Finished once for each other request but Cancel, or for any of them Failed
 
-A sequence's number has up to 56 digits: it crosses as bytes (``packed``).
+A sequence's number has up to 56 digits: it crosses as bytes (``pack_sequence``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import pyarrow as pa
+from msgspec import structs
 
 from mldserver import errors
 from mldserver.children.channel import Descriptors, Message
+from mldserver.effects import NOTHING, Effects
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, parse_schema
-from mldserver.records import DeadLetter, Sequence
+from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.windows import Batches, Tumbling
 from mldserver.workers.shared_memory import rows_from, rows_in
-
-_SUB_BITS: Final = 64
-_SUB_MASK: Final = (1 << _SUB_BITS) - 1
 
 
 class Start(Message, frozen=True):
@@ -157,7 +155,8 @@ class Done(Message, frozen=True):
     rows_bytes: int = 0
     """Of the file; 0: there is none."""
     attempts: int = 1
-    letters: tuple[dict[str, Any], ...] = ()
+    effects: dict[str, list[Any]] = msgspec.field(default_factory=dict)
+    """All kinds except rows, as ``Effects.packed`` returns them."""
     skipped: int = 0
     discarded: int = 0
     keeps_position: bool = False
@@ -205,25 +204,9 @@ FromServer = Start | Number | Process | Open | Notify | Park | Unpark | Forget |
 FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
 
 
-def packed(sequence: Sequence | None) -> bytes | None:
-    """Return a sequence as it crosses."""
-    if sequence is None:
-        return None
-    number = sequence[0] << _SUB_BITS | sequence[1]
-    return number.to_bytes((number.bit_length() + 7) // 8)
-
-
-def unpacked(data: bytes | None) -> Sequence | None:
-    """Return what ``packed`` was given."""
-    if data is None:
-        return None
-    number = int.from_bytes(data)
-    return Sequence(number >> _SUB_BITS, number & _SUB_MASK)
-
-
 def packed_keys(keys: Mapping[str, Sequence]) -> dict[str, bytes]:
     """Return the sequences by key as they cross."""
-    return {key: data for key, sequence in keys.items() if (data := packed(sequence)) is not None}
+    return {key: data for key, sequence in keys.items() if (data := pack_sequence(sequence)) is not None}
 
 
 def loaded_of(spec: HandlerSpec) -> Loaded:
@@ -263,23 +246,23 @@ def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
 def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0) -> Done:
     """Return what became of a batch as it crosses; its rows are in ``rows``, or in a file of ``rows_bytes``."""
     outline = outcome.outline
-    first = packed(outline.first)
+    first = pack_sequence(outline.first)
     return Done(
         request,
         outline.records,
         outline.duplicates,
         first,
-        first if outline.last is outline.first else packed(outline.last),
+        first if outline.last is outline.first else pack_sequence(outline.last),
         outline.latest_arrival_ms,
         outline.millis_behind_latest,
         rows,
         rows_bytes,
         outcome.attempts,
-        tuple([_plain(letter) for letter in outcome.dead_letters]) if outcome.dead_letters else (),
+        outcome.effects.packed(),
         outcome.skipped,
         outcome.discarded,
         outcome.keeps_position,
-        packed(outcome.position),
+        pack_sequence(outcome.position),
         outcome.owes,
     )
 
@@ -293,32 +276,33 @@ def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
             rows = rows_in(file, done.rows_bytes)
         finally:
             os.close(file)
-    first = unpacked(done.first)
-    last = first if done.last == done.first else unpacked(done.last)
+    first = unpack_sequence(done.first)
+    last = first if done.last == done.first else unpack_sequence(done.last)
     return BatchOutcome(
         BatchOutline(
             done.records, done.duplicates, first, last, done.latest_arrival_ms, done.millis_behind_latest
         ),
-        rows,
-        tuple([_letter(fields) for fields in done.letters]) if done.letters else (),
+        NOTHING if rows is None and not done.effects else Effects.unpacked(rows, done.effects),
         done.attempts,
         done.skipped,
         done.discarded,
         done.keeps_position,
-        unpacked(done.position) if done.keeps_position else None,
+        unpack_sequence(done.position) if done.keeps_position else None,
         done.owes,
     )
 
 
 def joined(parts: list[BatchOutcome]) -> BatchOutcome:
     """Return one outcome of parts that stand in order."""
-    rows = [part.rows for part in parts if part.rows is not None]
+    effects = [part.effects for part in parts]
+    rows = [each.rows for each in effects if each.rows is not None]
     last = parts[-1]
     positions = [part.position for part in parts if part.position is not None]
     return BatchOutcome(
         outline=last.outline,
-        rows=pa.concat_tables(rows).combine_chunks() if rows else None,
-        dead_letters=tuple([letter for part in parts for letter in part.dead_letters]),
+        effects=structs.replace(
+            Effects.without_rows(effects), rows=pa.concat_tables(rows).combine_chunks() if rows else None
+        ),
         attempts=max(part.attempts for part in parts),
         skipped=sum(part.skipped for part in parts),
         discarded=sum(part.discarded for part in parts),
@@ -326,16 +310,6 @@ def joined(parts: list[BatchOutcome]) -> BatchOutcome:
         position=max(positions, default=None),
         owes=last.owes,
     )
-
-
-def _plain(letter: DeadLetter) -> dict[str, Any]:
-    fields = {field.name: getattr(letter, field.name) for field in dataclasses.fields(letter)}
-    return fields | {"sequence": packed(letter.sequence), "parked_behind": packed(letter.parked_behind)}
-
-
-def _letter(fields: dict[str, Any]) -> DeadLetter:
-    sequences = {name: unpacked(fields[name]) for name in ("sequence", "parked_behind")}
-    return DeadLetter(**(fields | sequences))
 
 
 def failed(request: int, error: BaseException) -> Failed:

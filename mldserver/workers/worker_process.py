@@ -27,7 +27,7 @@ from mldserver.children.channel import Channel, Descriptors, WireError
 from mldserver.children.process import ChildProcess, ending
 from mldserver.observe.logging import LineLimit
 from mldserver.protocol.messages import Line
-from mldserver.records import Sequence, Shard
+from mldserver.records import Sequence, Shard, pack_sequence
 from mldserver.runtime.interface import Delivery
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
@@ -350,7 +350,7 @@ def message_of(
         delivery.shard_id,
         form,
         delivery.received_ms,
-        wire.packed(delivery.after),
+        pack_sequence(delivery.after),
         bytes(line) if length <= INLINE_BYTES else None,
         offset,
         length,

@@ -22,6 +22,7 @@ from support.shards import accept
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.open_windows import CoordinatorRules
+from mldserver.effects import Effects
 from mldserver.output.layout import SEGMENTS
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
@@ -140,4 +141,4 @@ def _batch(shard: str, number: int, span: int, dice: random.Random) -> BatchOutc
     )
     last = Sequence(first + _ROWS - 1)
     outline = BatchOutline(_ROWS, 0, Sequence(first), last, int(times[-1]), 60_000)
-    return BatchOutcome(outline, table, ())
+    return BatchOutcome(outline, Effects(table))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from mldserver.effects import Effects
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
@@ -75,4 +76,4 @@ def _delivered(
         latest_arrival_ms=int(arrival_ms.max()),
         millis_behind_latest=1000,
     )
-    return Delivered(shard_id, BatchOutcome(outline, rows))
+    return Delivered(shard_id, BatchOutcome(outline, Effects(rows)))

@@ -68,7 +68,7 @@ def measure(rows: int, rounds: int, folder: Path) -> dict[str, float]:
     by_shard = [
         list(
             itertools.chain.from_iterable(
-                each.outcome.rows["_time"].to_pylist() for each in delivered if each.shard_id == shard
+                each.outcome.effects.rows["_time"].to_pylist() for each in delivered if each.shard_id == shard
             )
         )
         for shard in SHARDS

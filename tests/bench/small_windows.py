@@ -77,7 +77,7 @@ async def measure(
 
 async def _floor(engine: Engine, windows: int, home: Path) -> float:
     rows = windows * ROWS_A_WINDOW
-    table = pa.concat_tables(each.outcome.rows for each in deliveries(rows, closing=False))
+    table = pa.concat_tables(each.outcome.effects.rows for each in deliveries(rows, closing=False))
     store = OutputStore(str(home))
     size = store.write("segment.parquet", table.append_column("_clock", pa.array(range(rows), pa.int64())))
     window, segment = Window("all", None, None), store.uri("segment.parquet")

@@ -94,7 +94,7 @@ class Bench:
 
     def _write_file(self, delivered: Sequence[Delivered]) -> None:
         """Write the window's rows in order as the store would, all in one file."""
-        rows = pa.concat_tables([each.outcome.rows for each in delivered])
+        rows = pa.concat_tables([each.outcome.effects.rows for each in delivered])
         end = pa.scalar((START_MS + HOUR_MS) * 1000, pa.timestamp("us", tz="UTC"))
         rows = rows.filter(pa.compute.less(rows["scheduled"], end)).sort_by("_time")
         rows = rows.append_column("_clock", pa.array(range(len(rows)), pa.int64()))

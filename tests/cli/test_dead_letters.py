@@ -20,6 +20,7 @@ from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.deadletters.destinations import files
+from mldserver.effects import Effects
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import DeadLetter, Sequence
@@ -56,7 +57,7 @@ LETTERS = (
 def server(tmp_path: Path) -> Iterator[SqliteStore]:
     store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
     store.open(now_ms=0)
-    store.register(Flush((), dead_letters=LETTERS), now_ms=1)
+    store.register(Flush((), effects=Effects(dead_letters=LETTERS)), now_ms=1)
     yield store
     store.close()
 
@@ -115,7 +116,9 @@ def test_conditions_choose_letters(
 
 
 def test_every_page_of_a_long_list_is_read(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
-    server.register(Flush((), dead_letters=tuple(letter(n) for n in range(1000, 2100))), now_ms=2)
+    server.register(
+        Flush((), effects=Effects(dead_letters=tuple(letter(n) for n in range(1000, 2100)))), now_ms=2
+    )
     assert len(listed(capsys, "--limit", "5000")) == len(LETTERS) + 1100
     assert len(listed(capsys)) == len(LETTERS) + 1100, "what a program reads is whole"
 
@@ -169,7 +172,7 @@ LONG = letter(
 def test_nothing_is_cut_or_wrapped_where_no_terminal_bounds_it(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.register(Flush((), dead_letters=(LONG,)), now_ms=2)
+    server.register(Flush((), effects=Effects(dead_letters=(LONG,))), now_ms=2)
     lines = told(capsys, "show", "3.0").splitlines()
     for whole in (LONG.record, LONG.error, LONG.data.decode(), "v" * 1500):
         assert sum(line.endswith(whole) for line in lines) == 1
@@ -178,7 +181,7 @@ def test_nothing_is_cut_or_wrapped_where_no_terminal_bounds_it(
 
 
 def test_a_terminal_shows_all_of_a_letter_in_its_width(server: SqliteStore) -> None:
-    server.register(Flush((), dead_letters=(LONG,)), now_ms=2)
+    server.register(Flush((), effects=Effects(dead_letters=(LONG,))), now_ms=2)
     text = on_terminal("show", "3.0", columns=80)
     assert max(map(len, text.splitlines())) <= 80
     packed = "".join(text.split())
@@ -228,7 +231,9 @@ def test_letters_are_deleted_only_at_a_second_word(
     refused = told(capsys, "purge", "--all", code=2)
     assert "3 letters would be deleted" in refused
     assert len(server.letters()) == len(LETTERS)
-    server.register(Flush((), dead_letters=tuple(letter(n) for n in range(100, 100 + MANY))), now_ms=2)
+    server.register(
+        Flush((), effects=Effects(dead_letters=tuple(letter(n) for n in range(100, 100 + MANY)))), now_ms=2
+    )
     assert "1 letters are deleted" in told(capsys, "purge", "2.1", "--yes")
     assert len(documents(capsys, "purge", "--all", "--yes")["purged"]) == MANY + 2
     assert server.letters() == ()

@@ -230,5 +230,5 @@ def outcome_of(session: ShardSession, batch: list[Made], lag_ms: int) -> BatchOu
 
 def size_of(made: BatchOutcome) -> int:
     """Return the bytes that a batch takes in memory: its rows, and what its dead letters hold."""
-    letters = sum(len(each.data) + len(each.traceback) for each in made.dead_letters)
-    return letters + (0 if made.rows is None else made.rows.nbytes)
+    letters = sum(len(each.data) + len(each.traceback) for each in made.effects.dead_letters)
+    return letters + (0 if made.effects.rows is None else made.effects.rows.nbytes)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from mldserver.effects import Effects
 from mldserver.records import DeadLetter, Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
@@ -42,7 +43,7 @@ def outcome(
     )
     made = [each for each in fresh if rows is None or each[0] in rows]
     if not made:
-        return BatchOutcome(outline, None, tuple(letters or ()))
+        return BatchOutcome(outline, Effects(dead_letters=tuple(letters or ())))
     own = columns or {"value": pa.array([number for number, _, _ in made], pa.int64())}
     table = pa.table(
         {
@@ -54,7 +55,7 @@ def outcome(
             "_arrival": pa.array([ms for _, ms, _ in made], pa.timestamp("ms", tz="UTC")),
         }
     )
-    return BatchOutcome(outline, table, tuple(letters or ()))
+    return BatchOutcome(outline, Effects(table, tuple(letters or ())))
 
 
 def dead_letter(shard: str, number: int) -> DeadLetter:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
+from mldserver.effects import NOTHING
 from mldserver.records import Sequence
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -16,7 +17,7 @@ NONE = np.empty(0, np.int64)
 
 
 def batch(shard: str, size: int = 10) -> BufferedBatch:
-    return BufferedBatch(shard, 1, None, NONE, None, None, None, size)
+    return BufferedBatch(shard, 1, NOTHING, NONE, None, None, None, size)
 
 
 def test_a_new_buffer_is_empty() -> None:
@@ -97,7 +98,7 @@ def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_sha
 
     def add(shard: str, last: int | None, epoch: int = 1, *, ends: bool = False) -> BufferedBatch:
         sequence = None if last is None else Sequence(last)
-        added = BufferedBatch(shard, epoch, None, NONE, sequence, None, None, 10, ends_shard=ends)
+        added = BufferedBatch(shard, epoch, NOTHING, NONE, sequence, None, None, 10, ends_shard=ends)
         buffer.add(added)
         return added
 

@@ -18,6 +18,7 @@ from mldserver.coordinator.core.flush import (
     plan,
 )
 from mldserver.coordinator.core.open_windows import WindowKey
+from mldserver.effects import NOTHING, Effects
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
@@ -69,7 +70,7 @@ def rows(flush: FlushPlan) -> dict[str, list[tuple[int, int, int]]]:
 
 def test_rows_carry_effective_times_that_never_go_down_and_start_at_the_floor() -> None:
     batch = take("a", [(1, 10), (2, 5), (3, 40)], floor_ms=20)
-    assert batch.rows.column("_time").to_pylist() == [20, 20, 40]
+    assert batch.effects.rows.column("_time").to_pylist() == [20, 20, 40]
     assert batch.event_ms.tolist() == [20, 20, 40]
     assert (batch.last, batch.effective_ms, batch.latest_event_ms) == (S(3), 40, 40)
 
@@ -77,28 +78,33 @@ def test_rows_carry_effective_times_that_never_go_down_and_start_at_the_floor() 
 def test_records_without_rows_move_the_shard_all_the_same() -> None:
     result = outcome("a", [(1, 10), (2, 50)], rows=[])
     batch = buffered("a", 3, result, floor_ms=None, spec=SPEC)
-    assert batch.rows is None
+    assert batch.effects.rows is None
     assert (batch.epoch, batch.last, batch.effective_ms, batch.latest_event_ms) == (3, S(2), 50, 50)
 
 
 def test_an_empty_table_is_no_rows() -> None:
     result = outcome("a", [(1, 10)])
-    empty = type(result)(result.outline, result.rows.slice(0, 0))
-    assert buffered("a", 1, empty, floor_ms=None, spec=SPEC).rows is None
+    empty = type(result)(result.outline, Effects(result.effects.rows.slice(0, 0)))
+    assert buffered("a", 1, empty, floor_ms=None, spec=SPEC).effects.rows is None
 
 
 def test_an_empty_batch_shows_nothing() -> None:
     batch = take("a", [], floor_ms=20)
-    assert (batch.rows, batch.last, batch.effective_ms, batch.latest_event_ms) == (None, None, None, None)
+    assert (batch.effects.rows, batch.last, batch.effective_ms, batch.latest_event_ms) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_size_counts_rows_and_dead_letters() -> None:
     letter = dead_letter("a", 2)
     plain = buffered("a", 1, outcome("a", [(1, 10)]), floor_ms=None, spec=SPEC)
     with_letter = buffered("a", 1, outcome("a", [(1, 10)], letters=[letter]), floor_ms=None, spec=SPEC)
-    assert plain.bytes == plain.rows.nbytes > 0
+    assert plain.bytes == plain.effects.rows.nbytes > 0
     assert with_letter.bytes == plain.bytes + len(letter.data) + len(letter.traceback)
-    assert with_letter.dead_letters == (letter,)
+    assert with_letter.effects.dead_letters == (letter,)
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
@@ -112,7 +118,7 @@ def test_event_times_come_from_the_column_in_any_unit(unit: str, zone: str | Non
     batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
     assert batch.event_ms.tolist() == [-2000, 1_356_998_400_000]
     assert batch.latest_event_ms == 1_356_998_400_000
-    assert batch.rows.column("_time").to_pylist() == [10, 20]
+    assert batch.effects.rows.column("_time").to_pylist() == [10, 20]
 
 
 def test_event_times_before_1970_are_rounded_down() -> None:
@@ -152,10 +158,15 @@ def test_rows_that_run_further_ahead_than_they_may_say_nothing_of_how_far_the_sh
 def test_ahead_is_what_is_after_the_effective_arrival_and_the_record_is_named_in_its_aggregate() -> None:
     at = pa.array([NOON, NOON + 500], pa.timestamp("ms"))
     result = outcome("a", [(1, NOON), (2, NOON - 1000)], columns={"at": at})
-    rows = result.rows.set_column(4, "_sub_sequence", pa.array([0, 3], pa.int64()))
-    assert rows.schema.names[4] == result.rows.schema.names[4] == "_sub_sequence"
+    rows = result.effects.rows.set_column(4, "_sub_sequence", pa.array([0, 3], pa.int64()))
+    assert rows.schema.names[4] == result.effects.rows.schema.names[4] == "_sub_sequence"
     batch = buffered(
-        "a", 1, type(result)(result.outline, rows), floor_ms=None, spec=Tumbling(1000, "at"), max_ahead_ms=400
+        "a",
+        1,
+        type(result)(result.outline, Effects(rows)),
+        floor_ms=None,
+        spec=Tumbling(1000, "at"),
+        max_ahead_ms=400,
     )
     assert batch.ahead == Ahead(1, "2/3", 500)
 
@@ -164,7 +175,7 @@ def test_ahead_is_what_is_after_the_effective_arrival_and_the_record_is_named_in
 
 
 def test_nothing_plans_nothing() -> None:
-    assert planned(clock=5) == FlushPlan((), (), (), 0, 5, BatchProgress())
+    assert planned(clock=5) == FlushPlan((), (), NOTHING, 0, 5, BatchProgress())
 
 
 def test_a_handler_without_rows_moves_positions_only() -> None:
@@ -274,7 +285,7 @@ def test_dead_letters_are_stored_in_the_order_of_their_batches() -> None:
         buffered(each.shard_id, 1, outcome(each.shard_id, [], letters=[each]), floor_ms=None, spec=SPEC)
         for each in letters
     ]
-    assert planned(*batches).dead_letters == tuple(letters)
+    assert planned(*batches).effects.dead_letters == tuple(letters)
 
 
 @given(

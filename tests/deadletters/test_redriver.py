@@ -117,7 +117,7 @@ class House:
 
         assert reason == "redrive"
         for batch in self.buffer.snapshot().values():
-            flush = Flush((), dead_letters=batch.dead_letters, redriven=batch.redriven)
+            flush = Flush((), effects=batch.effects, redriven=batch.redriven)
             self.store.register(flush, now_ms=0)
 
     def redriver(self, **named: Any) -> Redriver:

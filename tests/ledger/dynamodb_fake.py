@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError, ReadTimeoutError
 
+from mldserver.effects import Effects
 from mldserver.ledger.contract import Flush, PositionUpdate, Segment, ServerState
 from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.records import Sequence
@@ -187,7 +188,9 @@ def flush(shard: str, number: int, *, files: int = 1, letters: tuple[Any, ...] =
     update = PositionUpdate(shard, 1, Sequence(number), None, None, previous=before)
     # Random names: what is registered cannot be compressed away.
     names = (f"{shard}/{number}/{n}-{os.urandom(40).hex()}" for n in range(files))
-    return Flush((update,), tuple(Segment(name, "w", 1, 9, 0, 10) for name in names), letters)
+    return Flush(
+        (update,), tuple(Segment(name, "w", 1, 9, 0, 10) for name in names), Effects(dead_letters=letters)
+    )
 
 
 async def start(ledger: DynamoLedger, *shards: str) -> DynamoLedger:

@@ -240,7 +240,7 @@ class ModelServer:
                 self.move(update, now_ms)
             for segment in flush.segments:
                 self.add(segment)
-            content.letters += len(flush.dead_letters)
+            content.letters += len(flush.effects.dead_letters)
             content.clock = max(content.clock, flush.clock)
             self.put_in(flush)
         return result

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from mldserver.effects import Effects
 from mldserver.ledger.contract import (
     Commit,
     Flush,
@@ -138,7 +139,10 @@ def play(store: SqliteStore, number: int = 0) -> Iterator[None]:
     too_late = Segment(f"l{number}", window, 1, 1, kind=SegmentKind.LATE)
     store.open_shard(shard, ("parent",))
     yield
-    store.register(Flush((move(shard),), segments, (letter(number),), clock=number * 2 + 1), now_ms=1)
+    store.register(
+        Flush((move(shard),), segments, Effects(dead_letters=(letter(number),)), clock=number * 2 + 1),
+        now_ms=1,
+    )
     yield
     for revision in (1, 2):
         store.cut((window,))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError, LedgerVersionError
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -75,7 +76,7 @@ async def test_a_flush_is_registered_whole_and_survives_a_restart(ledger_factory
         flush = Flush(
             (move(effective_ms=70, event_ms=60),),
             (seg("s1", rows=2), seg("s2", W2), late("l1"), seg("s3", rows=3)),
-            (letter(1),),
+            Effects(dead_letters=(letter(1),)),
             clock=41,
             batches=BatchStep(BatchProgress(), BatchProgress(7, 100, 99), 1000),
         )
@@ -100,7 +101,12 @@ async def test_only_the_latest_epoch_moves_a_position(ledger_factory: Factory, e
     async with opened(ledger_factory) as (ledger, _):
         for shard in ("a", "a", "b"):
             await ledger.open_shard(shard)
-        flush = Flush((move(epoch=epoch), move("b")), (seg("s1"), late("l1")), (letter(1),), clock=9)
+        flush = Flush(
+            (move(epoch=epoch), move("b")),
+            (seg("s1"), late("l1")),
+            Effects(dead_letters=(letter(1),)),
+            clock=9,
+        )
         assert (await ledger.register(flush)) == FlushResult(lost_shards=frozenset("a"))
     state = await held(ledger_factory)
     assert state == LedgerState(
@@ -116,13 +122,13 @@ async def test_a_position_goes_on_only_from_where_the_ledger_stands(
         await ledger.open_shard("a")
         await ledger.register(Flush((move(position=Sequence(10)),)))
         before = await held(ledger_factory)
-        flush = Flush((move(previous=previous),), (seg("s1"),), (letter(1),), clock=9)
+        flush = Flush((move(previous=previous),), (seg("s1"),), Effects(dead_letters=(letter(1),)), clock=9)
         assert (await ledger.register(flush)) == FlushResult(lost_shards=frozenset("a"))
     assert await held(ledger_factory) == before
 
 
 async def test_a_registration_whose_answer_was_lost_is_not_repeated(ledger_factory: Factory) -> None:
-    flush = Flush((move(),), (), (letter(1),), clock=9)
+    flush = Flush((move(),), (), Effects(dead_letters=(letter(1),)), clock=9)
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
         assert (await ledger.register(flush)).registered
@@ -271,8 +277,8 @@ BEHIND = letter(3, parked_behind=HUGE, handler_version="sha256:0123456789ab")
 async def test_dead_letters_come_back_as_they_went_in_oldest_first(ledger_factory: Factory) -> None:
     letters = (letter(1), letter(2, partition_key=None, arrival_ms=None, data=b""), BEHIND)
     async with opened(ledger_factory) as (ledger, _):
-        await ledger.register(Flush((), dead_letters=letters[:2]))
-        await ledger.register(Flush((), dead_letters=letters[2:]))
+        await ledger.register(Flush((), effects=Effects(dead_letters=letters[:2])))
+        await ledger.register(Flush((), effects=Effects(dead_letters=letters[2:])))
     async with opened(ledger_factory) as (ledger, state):
         assert state.dead_letters == 3
         assert await ledger.dead_letters() == letters
@@ -285,8 +291,8 @@ async def test_the_keys_of_a_shards_dead_letters_are_parked_behind_the_first_of_
     letters = (letter(5), letter(2), letter(3, partition_key="other"), letter(4, partition_key=None))
     async with opened(ledger_factory) as (ledger, _):
         assert await ledger.parked_keys("a") == {}
-        await ledger.register(Flush((), dead_letters=letters[:1]))
-        await ledger.register(Flush((), dead_letters=letters[1:]))
+        await ledger.register(Flush((), effects=Effects(dead_letters=letters[:1])))
+        await ledger.register(Flush((), effects=Effects(dead_letters=letters[1:])))
     async with opened(ledger_factory) as (ledger, _):
         shard, key = letters[0].shard_id, letters[0].partition_key
         assert await ledger.parked_keys(shard) == {key: letters[1].sequence, "other": letters[2].sequence}
@@ -296,7 +302,7 @@ async def test_the_keys_of_a_shards_dead_letters_are_parked_behind_the_first_of_
 async def test_no_text_of_a_handler_keeps_a_dead_letter_out(ledger_factory: Factory) -> None:
     odd = letter(1, error="E: \udc80\x00", traceback="\ud800", partition_key="k\udfff", handler="\udcfe.py")
     async with opened(ledger_factory) as (ledger, _):
-        await ledger.register(Flush((), dead_letters=(odd,)))
+        await ledger.register(Flush((), effects=Effects(dead_letters=(odd,))))
         (kept,) = await ledger.dead_letters()
     assert (kept.error, kept.traceback, kept.partition_key, kept.handler, kept.data) == (
         "E: \\udc80\x00",

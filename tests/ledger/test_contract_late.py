@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError
 from mldserver.ledger.contract import (
     Flush,
@@ -207,7 +208,12 @@ async def test_late_rows_are_refused_when_their_window_is_not_retained_or_unknow
         await ledger.published({W1: 1}, retain=False)
         await bring_to(ledger, WindowState.PUBLISHED, W2, "s2")
         before = await held(ledger_factory)
-        flush = Flush((move(),), (more("r1"), more("r2", W2), more("r3", W3)), (letter(1),), clock=9)
+        flush = Flush(
+            (move(),),
+            (more("r1"), more("r2", W2), more("r3", W3)),
+            Effects(dead_letters=(letter(1),)),
+            clock=9,
+        )
         assert await ledger.register(flush) == FlushResult(expired_windows=frozenset({W1, W3}))
         assert await held(ledger_factory) == before
         await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.ledger.contract import Flush, FlushResult
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
@@ -20,8 +21,8 @@ ALL = tuple(letter(number) for number in range(1, 6))
 
 async def stored(ledger: Ledger) -> list[str]:
     """Store five letters with two flushes; return their ids."""
-    await ledger.register(Flush((), dead_letters=ALL[:3]))
-    await ledger.register(Flush((), dead_letters=ALL[3:]))
+    await ledger.register(Flush((), effects=Effects(dead_letters=ALL[:3])))
+    await ledger.register(Flush((), effects=Effects(dead_letters=ALL[3:])))
     return [each.id for each in await ledger.letters()]
 
 
@@ -73,7 +74,7 @@ async def test_a_letter_that_is_gone_or_not_wanted_refuses_the_whole_flush(ledge
         await ledger.redrive((ids[0], ids[1]))
         assert (await ledger.register(Flush((), redriven=(ids[0],)))).registered
         before = await held(ledger_factory)
-        flush = Flush((), (seg("s1"),), (letter(9),), redriven=(ids[0], ids[1], ids[2]))
+        flush = Flush((), (seg("s1"),), Effects(dead_letters=(letter(9),)), redriven=(ids[0], ids[1], ids[2]))
         assert await ledger.register(flush) == FlushResult(gone_letters=frozenset({ids[0], ids[2]}))
         assert await numbers(ledger) == [2, 3, 4, 5]
     assert await held(ledger_factory) == before
@@ -84,7 +85,9 @@ async def test_what_fails_again_is_a_new_letter_that_nobody_wants_yet(ledger_fac
         ids = await stored(ledger)
         await ledger.redrive((ids[0],))
         again = letter(1, attempts=8)
-        assert (await ledger.register(Flush((), dead_letters=(again,), redriven=(ids[0],)))).registered
+        assert (
+            await ledger.register(Flush((), effects=Effects(dead_letters=(again,)), redriven=(ids[0],)))
+        ).registered
         page = await ledger.letters()
         assert [each.letter for each in page] == [*ALL[1:], again]
         assert page[-1].id not in ids
@@ -111,7 +114,7 @@ async def test_a_key_is_parked_behind_its_first_letter_wherever_that_is_stored(
     letters = tuple(replace(letter(1), sequence=number) for number in numbers)
     async with opened(ledger_factory) as (ledger, _):
         for each in letters:
-            await ledger.register(Flush((), dead_letters=(each,)))
+            await ledger.register(Flush((), effects=Effects(dead_letters=(each,))))
         assert await ledger.parked_keys("a") == {letters[0].partition_key: Sequence(99, 7)}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError, LedgerError, ServerBuried
 from mldserver.ledger.contract import Flush, LedgerState, ServerState, ShardState, WindowState
 from mldserver.ledger.operations import Ledger
@@ -132,7 +133,11 @@ async def test_a_beat_returns_all_that_others_did_since_the_last(ledger_factory:
 
         await beat()
         await one.open_shard("a", ("p",))
-        await one.register(Flush((move(),), (seg("s1"), seg("s2", W2), late("l1")), (letter(1),), clock=3))
+        await one.register(
+            Flush(
+                (move(),), (seg("s1"), seg("s2", W2), late("l1")), Effects(dead_letters=(letter(1),)), clock=3
+            )
+        )
         assert (await beat()).windows[W1].segments == (seg("s1"),)
         await take_to(one, WindowState.CUT)
         assert (await beat()).windows[W1].owner == "one"
@@ -351,7 +356,7 @@ async def test_tools_act_beside_a_running_server(ledger_factory: Factory) -> Non
     async with opened(ledger_factory) as (one, _), peeked(ledger_factory) as (tool, _):
         await one.open_shard("a")
         await bring_to(one, WindowState.SET_ASIDE)
-        await one.register(Flush((), dead_letters=(letter(1),)))
+        await one.register(Flush((), effects=Effects(dead_letters=(letter(1),))))
         assert await tool.decide(W1, "retry")
         assert [each.window_id for each in await one.adopt()] == [W1]
         assert await tool.dead_letters() == (letter(1),)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -47,7 +48,7 @@ async def test_a_window_that_is_cut_takes_no_more_rows(ledger_factory: Factory, 
         await ledger.open_shard("a")
         await bring_to(ledger, state)
         before = await held(ledger_factory)
-        flush = Flush((move(),), (seg("s2"), seg("s3", W2)), (letter(1),), clock=5)
+        flush = Flush((move(),), (seg("s2"), seg("s3", W2)), Effects(dead_letters=(letter(1),)), clock=5)
         assert (await ledger.register(flush)) == FlushResult(cut_windows=frozenset({W1}))
         assert await held(ledger_factory) == before
 

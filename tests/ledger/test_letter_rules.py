@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mldserver.effects import Effects
 from mldserver.ledger.contract import Flush
 from tests.ledger.samples import letter
 from tests.support.store import SqliteStore
@@ -71,7 +72,7 @@ def play(store: SqliteStore, model: Model, what: str, first: Any, second: Any) -
         model.wanted = {each: wanted for each, wanted in model.wanted.items() if each not in there}
     else:
         letters = tuple(letter(len(model.names) + n) for n in range(second))
-        result = store.register(Flush((), dead_letters=letters, redriven=chosen), now_ms=0)
+        result = store.register(Flush((), effects=Effects(dead_letters=letters), redriven=chosen), now_ms=0)
         assert result.gone_letters == {each for each in chosen if not model.wanted.get(each)}
         if result.registered:
             model.wanted = {each: wanted for each, wanted in model.wanted.items() if each not in chosen}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError, LedgerError
 from mldserver.ledger import sqlite_file
 from mldserver.ledger.contract import Flush, LedgerState, ServerState
@@ -46,7 +47,7 @@ def state_of(path: Path) -> LedgerState:
 
 
 def test_the_file_is_what_its_documentation_says(store: SqliteStore, path: Path) -> None:
-    store.register(Flush((), dead_letters=(letter(1),)), now_ms=7)
+    store.register(Flush((), effects=Effects(dead_letters=(letter(1),))), now_ms=7)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA application_id").fetchone() == (sqlite_file._APPLICATION_ID,)
         assert db.execute("SELECT * FROM meta").fetchall() == [(1, FORMAT, "p", 5)]
@@ -109,7 +110,12 @@ def test_a_full_disk_rolls_back_and_the_next_call_works_when_there_is_room(
 ) -> None:
     db = store._db
     assert db is not None
-    big = Flush((move(ended=True, previous=HUGE),), (seg("s2"),), (letter(1, data=bytes(100_000)),), clock=9)
+    big = Flush(
+        (move(ended=True, previous=HUGE),),
+        (seg("s2"),),
+        Effects(dead_letters=(letter(1, data=bytes(100_000)),)),
+        clock=9,
+    )
     pages = db.execute("PRAGMA page_count").fetchone()[0]
     db.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(LedgerError, match=r"The disk that holds the ledger is full.*rolled back.*Make room"):
@@ -117,7 +123,7 @@ def test_a_full_disk_rolls_back_and_the_next_call_works_when_there_is_room(
     assert store.open_shard("a").epoch == 2
     db.execute("PRAGMA max_page_count = 1000000")
     assert store.register(
-        Flush((move(epoch=2, previous=HUGE),), big.segments, big.dead_letters), now_ms=8
+        Flush((move(epoch=2, previous=HUGE),), big.segments, big.effects), now_ms=8
     ).registered
     store.close()
     state = state_of(path)

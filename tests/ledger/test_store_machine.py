@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError, ServerBuried
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -195,7 +196,12 @@ class LedgerMachine(RuleBasedStateMachine):
             st.none() | st.builds(self.step, st.integers(-1, 1), st.integers(-1, 1), few, few, times)
         )
         letters = tuple(letter(n) for n in range(data.draw(st.integers(0, 2))))
-        self.both(server, "register", Flush(updates, segments, letters, clock, step), now_ms=self.now)
+        self.both(
+            server,
+            "register",
+            Flush(updates, segments, Effects(dead_letters=letters), clock, step),
+            now_ms=self.now,
+        )
 
     def step(self, behind: int, missed: int, number: int, rows: int, opened_ms: int | None) -> BatchStep:
         """What a server puts in whose picture is about right."""

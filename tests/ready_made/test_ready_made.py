@@ -77,9 +77,15 @@ async def run() -> Any:
 
 
 def rows(outcome: Any) -> Any:
-    own = [] if outcome.rows is None else [name for name in outcome.rows.column_names if name[0] != "_"]
+    own = (
+        []
+        if outcome.effects.rows is None
+        else [name for name in outcome.effects.rows.column_names if name[0] != "_"]
+    )
     return (
-        [] if outcome.rows is None else [tuple(row.values()) for row in outcome.rows.select(own).to_pylist()]
+        []
+        if outcome.effects.rows is None
+        else [tuple(row.values()) for row in outcome.effects.rows.select(own).to_pylist()]
     )
 
 
@@ -131,7 +137,7 @@ async def test_readings_come_by_columns_and_those_without_a_value_are_dropped(ru
         b'{"sensor":\n "c", "celsius": 3}',
     )
     assert [row[:2] for row in rows(outcome)] == [("a", 21.5), ("c", 3.0)]
-    assert outcome.rows["_sequence"].to_pylist() == ["1", "3"]
+    assert outcome.effects.rows["_sequence"].to_pylist() == ["1", "3"]
     assert rows(outcome)[0][2] == datetime.fromtimestamp(1, UTC)
 
 
@@ -139,7 +145,7 @@ async def test_a_damaged_reading_is_one_dead_letter(run: Any) -> None:
     good = {"sensor": "a", "celsius": 1.0}
     for bad in (b"{", b"", b'{"sensor": "x"} {"sensor": "y"}'):
         outcome = await run("handlers.columns", good, bad, good)
-        assert [letter.data for letter in outcome.dead_letters] == [bad]
+        assert [letter.data for letter in outcome.effects.dead_letters] == [bad]
         assert len(rows(outcome)) == 2
 
 
@@ -151,7 +157,7 @@ async def test_raw_keeps_everything(run: Any) -> None:
 
 async def test_audit_prints_a_line_a_record_and_makes_no_rows(run: Any, capsys: Any) -> None:
     outcome = await run("handlers.audit", b"abc")
-    assert outcome.rows is None
+    assert outcome.effects.rows is None
     assert capsys.readouterr().out == "s 1 None 3 bytes\n"
 
 

@@ -226,12 +226,12 @@ class Gate:
 
 def column(outcome: BatchOutcome, name: str) -> list[Any]:
     """Return one column of an outcome's rows."""
-    return [] if outcome.rows is None else outcome.rows.column(name).to_pylist()
+    return [] if outcome.effects.rows is None else outcome.effects.rows.column(name).to_pylist()
 
 
 def dead(outcome: BatchOutcome) -> list[int]:
     """Return the sequence numbers of the dead letters."""
-    return [letter.sequence.number for letter in outcome.dead_letters]
+    return [letter.sequence.number for letter in outcome.effects.dead_letters]
 
 
 def records_of(calls: list[Any]) -> list[Any]:

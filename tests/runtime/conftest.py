@@ -92,7 +92,7 @@ class Kit:
 
     def dead(self, outcome: BatchOutcome) -> list[int]:
         """Return the sequence numbers of the dead letters."""
-        return [letter.sequence.number for letter in outcome.dead_letters]
+        return [letter.sequence.number for letter in outcome.effects.dead_letters]
 
     def delivery(
         self, *payloads: Any, after: int | None = None, version: Version = Version.V2, **more: Any
@@ -129,7 +129,7 @@ class Kit:
 
 def values(outcome: BatchOutcome, column: str) -> list[Any]:
     """Return one column of an outcome's rows."""
-    return [] if outcome.rows is None else outcome.rows.column(column).to_pylist()
+    return [] if outcome.effects.rows is None else outcome.effects.rows.column(column).to_pylist()
 
 
 @pytest.fixture

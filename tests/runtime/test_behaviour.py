@@ -49,8 +49,8 @@ async def stage(request: Any) -> AsyncIterator[Stage]:
 async def test_each_record_becomes_a_row_that_says_where_it_comes_from(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "row")
-    assert outcome.rows is not None
-    assert [dict(row, _arrival=row["_arrival"].timestamp()) for row in outcome.rows.to_pylist()] == [
+    assert outcome.effects.rows is not None
+    assert [dict(row, _arrival=row["_arrival"].timestamp()) for row in outcome.effects.rows.to_pylist()] == [
         {
             "n": n,
             "told": "row",
@@ -65,7 +65,12 @@ async def test_each_record_becomes_a_row_that_says_where_it_comes_from(stage: St
     outline = outcome.outline
     assert (outline.records, outline.duplicates, outline.first, outline.last) == (2, 0, (1, 0), (2, 0))
     assert (outline.latest_arrival_ms, outline.millis_behind_latest) == (1_002, 7)
-    assert (outcome.dead_letters, outcome.attempts, outcome.skipped, outcome.discarded) == ((), 1, 0, 0)
+    assert (outcome.effects.dead_letters, outcome.attempts, outcome.skipped, outcome.discarded) == (
+        (),
+        1,
+        0,
+        0,
+    )
     assert (outcome.keeps_position, outcome.position, outcome.owes) == (False, None, False)
 
 
@@ -76,7 +81,7 @@ async def test_duplicates_are_counted_and_never_seen(stage: Stage) -> None:
     assert column(outcome, "n") == [3]
     assert (outcome.outline.records, outcome.outline.duplicates, outcome.outline.first) == (3, 2, (1, 0))
     again = await shard.process("row", "raise ValueError", "row", first=1, after=3)
-    assert (again.rows, again.outline.duplicates, again.outline.last) == (None, 3, (3, 0))
+    assert (again.effects.rows, again.outline.duplicates, again.outline.last) == (None, 3, (3, 0))
     assert 2 not in records_of(await shard.calls())
 
 
@@ -84,7 +89,7 @@ async def test_duplicates_are_counted_and_never_seen(stage: Stage) -> None:
 async def test_an_empty_batch_calls_nothing(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process()
-    assert (outcome.rows, outcome.outline.records, outcome.attempts) == (None, 0, 1)
+    assert (outcome.effects.rows, outcome.outline.records, outcome.attempts) == (None, 0, 1)
     assert (outcome.outline.first, outcome.outline.last, outcome.outline.latest_arrival_ms) == (None,) * 3
 
 
@@ -94,7 +99,7 @@ async def test_a_record_gives_one_row_or_none_or_several_and_they_stand_in_shard
     outcome = await shard.process("rows", "nothing", "row", "rows")
     assert column(outcome, "_sequence") == ["1", "1", "3", "4", "4"]
     assert column(outcome, "told") == ["first", "second", "row", "first", "second"]
-    assert (await shard.process("nothing", "nothing")).rows is None
+    assert (await shard.process("nothing", "nothing")).effects.rows is None
 
 
 @any_hook
@@ -133,11 +138,11 @@ async def test_records_that_need_no_decoding_end_as_those_of_a_line_do(stage: St
     ]
     await shard.open()
     handed = await stage.runtime.process(Delivery(shard.id, Records(records, 7), 9_000, Sequence(1)))
-    assert handed.rows is not None
-    assert handed.rows.equals(line.rows)
+    assert handed.effects.rows is not None
+    assert handed.effects.rows.equals(line.effects.rows)
     assert handed.outline == line.outline
-    assert [replace(each, at_ms=0) for each in handed.dead_letters] == [
-        replace(each, at_ms=0) for each in line.dead_letters
+    assert [replace(each, at_ms=0) for each in handed.effects.dead_letters] == [
+        replace(each, at_ms=0) for each in line.effects.dead_letters
     ]
 
 
@@ -151,7 +156,7 @@ async def test_handed_records_keep_what_a_line_s_would(stage: Stage) -> None:
     outcome = await stage.runtime.process(Delivery(shard.id, Records(records), 9_000, None))
     assert (column(outcome, "_sub_sequence"), column(outcome, "_arrival")) == ([2], [None])
     assert outcome.outline.millis_behind_latest is None
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (letter.sequence, letter.data, letter.partition_key) == (Sequence(9), b"%%%", None)
 
 
@@ -176,8 +181,8 @@ async def test_a_module_is_one_handler_for_all_shards(stage: Stage) -> None:
 async def test_a_handler_without_a_schema_has_side_effects_only(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("nothing", "row")
-    assert outcome.rows is None
-    (letter,) = outcome.dead_letters
+    assert outcome.effects.rows is None
+    (letter,) = outcome.effects.dead_letters
     assert letter.error == "BadRow: returned (2, 'row'), but the handler declares no schema"
 
 
@@ -190,7 +195,7 @@ async def test_a_record_that_fails_for_a_while_is_tried_again_in_its_place(
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "fails 2", "row")
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3], (), 3)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.attempts) == ([1, 2, 3], (), 3)
     assert told(logged, shard, "sequence", "attempt", "level", "what") == [
         ("failed", "2", 1, "warning", "ConnectionError: away"),
         ("failed", "2", 2, "debug", "ConnectionError: away"),
@@ -204,7 +209,7 @@ async def test_a_batch_that_fails_for_a_while_is_tried_again(
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("fails 2", "row")
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2], (), 3)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.attempts) == ([1, 2], (), 3)
     assert told(logged, shard, "attempt", "what") == [
         ("failed", 1, "ConnectionError: away"),
         ("failed", 2, "ConnectionError: away"),
@@ -218,7 +223,7 @@ async def test_a_record_that_keeps_failing_is_a_dead_letter_with_all_that_is_nee
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("raise ConnectionError")
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (letter.shard_id, letter.sequence, letter.partition_key) == (shard.id, (1, 0), "key-1")
     assert (letter.data, letter.arrival_ms, letter.attempts) == (b'"raise ConnectionError"', 1_001, 3)
     assert letter.error == "ConnectionError: no good"
@@ -257,7 +262,7 @@ async def test_the_records_around_a_dead_letter_keep_their_rows(stage: Stage) ->
     shard = await stage.opened()
     outcome = await shard.process("row", "raise ValueError", "row", b"{", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3, 5], [2, 4])
-    assert "JSONDecodeError" in outcome.dead_letters[1].error
+    assert "JSONDecodeError" in outcome.effects.dead_letters[1].error
 
 
 @by_batch
@@ -280,7 +285,7 @@ async def test_one_bad_record_among_many_is_found_in_few_calls_and_the_others_ar
 async def test_a_row_that_does_not_fit_is_a_dead_letter_with_its_column_named(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "wrong", "row")
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert column(outcome, "n") == [1, 3]
     assert (letter.sequence, letter.attempts, letter.traceback) == ((2, 0), 3, "")
     assert letter.error == "BadRow: column n: 'x' is not BIGINT"
@@ -291,7 +296,7 @@ async def test_only_the_records_of_rows_that_do_not_fit_are_called_again(stage: 
     shard = await stage.opened()
     outcome = await shard.process("row", "wrong", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    assert outcome.dead_letters[0].error == "BadRow: column n: 'x' is not BIGINT"
+    assert outcome.effects.dead_letters[0].error == "BadRow: column n: 'x' is not BIGINT"
     assert await shard.calls() == ["initialize TRIM_HORIZON", [1, 2, 3], [2], [2]]
 
 
@@ -299,7 +304,7 @@ async def test_only_the_records_of_rows_that_do_not_fit_are_called_again(stage: 
 async def test_damaged_base64_is_a_dead_letter_that_keeps_what_came(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", DAMAGED, "row")
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (column(outcome, "n"), letter.sequence, letter.data) == ([1, 3], (2, 0), b"%%%")
     assert letter.error.startswith("ValueError: record 2: data is not base64")
 
@@ -334,13 +339,13 @@ async def test_what_would_end_the_server_is_a_failure_like_any_other(stage: Stag
     shard = await stage.opened()
     outcome = await shard.process("row", f"raise {error}", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    assert error in outcome.dead_letters[0].error
+    assert error in outcome.effects.dead_letters[0].error
 
 
 @any_hook
 async def test_an_error_may_say_what_no_text_can_hold(stage: Stage) -> None:
     shard = await stage.opened()
-    (letter,) = (await shard.process("mumbles", "row")).dead_letters
+    (letter,) = (await shard.process("mumbles", "row")).effects.dead_letters
     assert letter.error.encode(errors="backslashreplace") == rb"ValueError: \udc80 is no text"
 
 
@@ -349,7 +354,7 @@ async def test_an_interrupt_that_a_synchronous_hook_raises_is_a_failure_like_any
     shard = await stage.opened()
     outcome = await shard.process("row", "raise KeyboardInterrupt", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    assert outcome.dead_letters[0].error == "KeyboardInterrupt: no good"
+    assert outcome.effects.dead_letters[0].error == "KeyboardInterrupt: no good"
 
 
 @over("ByRecordAsync", "ByBatchAsync", kinds=("workers",))
@@ -377,7 +382,7 @@ async def test_a_discarded_record_leaves_no_row_and_no_letter_and_is_counted(
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "raise Discard", "row")
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.discarded) == ([1, 3], (), 1)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.discarded) == ([1, 3], (), 1)
     assert told(logged, shard, "sequence", "what")[-1] == ("discarded", "2", "Discard: no good")
 
 
@@ -385,7 +390,7 @@ async def test_a_discarded_record_leaves_no_row_and_no_letter_and_is_counted(
 async def test_a_fatal_record_has_no_more_attempts(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "raise Fatal", "row")
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (column(outcome, "n"), letter.error, letter.attempts) == ([1, 3], "Fatal: no good", 1)
     assert await shard.calls() == ["initialize TRIM_HORIZON", 1, 2, 3]
 
@@ -394,7 +399,7 @@ async def test_a_fatal_record_has_no_more_attempts(stage: Stage) -> None:
 async def test_only_the_records_that_a_batch_names_are_called_again(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "odd 2", "row", "odd 1")
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 3)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 3)
     assert await shard.calls() == ["initialize TRIM_HORIZON", [1, 2, 3, 4], [2, 4], [2]]
 
 
@@ -402,7 +407,7 @@ async def test_only_the_records_that_a_batch_names_are_called_again(stage: Stage
 async def test_records_that_a_batch_keeps_naming_are_dead_letters(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "odd 9", "row")
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (column(outcome, "n"), letter.sequence) == ([1, 3], (2, 0))
     assert (letter.error, letter.attempts, letter.traceback) == ("Failed: it is odd", 3, "")
 
@@ -416,7 +421,7 @@ async def test_a_rule_for_the_error_says_how_a_record_ends(
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "raise LookupError", "row")
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.skipped) == ([1, 3], (), 1)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.skipped) == ([1, 3], (), 1)
     with pytest.raises(HandlerHalted, match="ZeroDivisionError: no good"):
         await shard.process("raise ZeroDivisionError")
     assert [event for event in told(logged, shard, "level") if event[0] != "failed"] == [
@@ -431,7 +436,7 @@ async def test_under_skip_nothing_is_kept_of_a_record_that_failed_for_good(
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "raise ValueError", "wrong", "row")
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.skipped) == ([1, 4], (), 2)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.skipped) == ([1, 4], (), 2)
     skipped = [event for event in told(logged, shard, "sequence", "level") if event[0] == "skipped"]
     assert skipped == [("skipped", "2", "warning"), ("skipped", "3", "warning")]
 

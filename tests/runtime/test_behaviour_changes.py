@@ -46,7 +46,7 @@ async def test_each_kind_of_change_goes_to_its_hook_and_an_update_may_give_rows_
     outcome = await shard.process(INSERT, UPDATE, DELETE)
     assert column(outcome, "told") == ["on_insert a None 1", "-1", "+2.5"]
     assert column(outcome, "at") == [datetime.fromtimestamp(AT, UTC)] * 3
-    assert not outcome.dead_letters
+    assert not outcome.effects.dead_letters
 
 
 @over("changes:Deletes")
@@ -89,7 +89,7 @@ async def test_a_hook_for_batches_takes_changes_and_names_those_that_failed(stag
         "7 update a Decimal('1') Decimal('2.5')",
         "7 delete a Decimal('2.5') None",
     ]
-    assert [(letter.sequence.number, letter.error) for letter in outcome.dead_letters] == [
+    assert [(letter.sequence.number, letter.error) for letter in outcome.effects.dead_letters] == [
         (2, "Failed: no n")
     ]
 
@@ -98,7 +98,9 @@ async def test_a_hook_for_batches_takes_changes_and_names_those_that_failed(stag
 async def test_what_is_no_change_is_a_dead_letter_that_says_so_and_is_not_tried_again(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process(DELETE, b'{"order": 7}', b"%", INSERT)
-    letters = {letter.sequence.number: (letter.error, letter.attempts) for letter in outcome.dead_letters}
+    letters = {
+        letter.sequence.number: (letter.error, letter.attempts) for letter in outcome.effects.dead_letters
+    }
     told = "NotAChange: record 2 is not a change of a DynamoDB table: its eventName is None, none of INSERT, MODIFY, REMOVE"
     assert letters[2] == (told, 1)
     assert letters[3][0].startswith(
@@ -113,4 +115,4 @@ async def test_a_hook_of_changes_is_tried_again_and_gives_up_as_any_other(stage:
     outcome = await shard.process(change("REMOVE", "later"), DELETE)
     assert column(outcome, "told")[0].startswith("on_delete deleted later")
     assert len(column(outcome, "told")) == 2
-    assert not outcome.dead_letters
+    assert not outcome.effects.dead_letters

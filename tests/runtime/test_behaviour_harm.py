@@ -39,8 +39,8 @@ async def test_a_hook_that_cancels_its_task_has_failed_and_no_record_is_lost(
     shard = await stage.opened()
     outcome = await shard.process("row", payload, "waits well", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3, 4], [2])
-    assert outcome.dead_letters[0].error == error
-    assert outcome.dead_letters[0].attempts == 3
+    assert outcome.effects.dead_letters[0].error == error
+    assert outcome.effects.dead_letters[0].attempts == 3
 
 
 @over("harmful:Cancelling", concurrency=LANES)
@@ -55,7 +55,7 @@ async def test_nor_is_one_of_its_lane(stage: Stage, payload: str) -> None:
 async def test_a_hook_that_copes_with_its_own_cancellation_has_not_failed(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("times out and knows", "waits well", "cancels later", "waits well")
-    assert (column(outcome, "n"), outcome.dead_letters) == ([1, 2, 3, 4], ())
+    assert (column(outcome, "n"), outcome.effects.dead_letters) == ([1, 2, 3, 4], ())
 
 
 # Errors and rows with code of their own.
@@ -79,7 +79,7 @@ async def test_whatever_errors_and_rows_do_is_the_failure_of_their_record(
 ) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", payload, "row")
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (column(outcome, "n"), letter.sequence, letter.error) == ([1, 3], (2, 0), error)
 
 
@@ -88,7 +88,7 @@ async def test_a_row_of_a_batch_that_would_end_the_process_is_found(stage: Stage
     shard = await stage.opened()
     outcome = await shard.process("a row that is good", "a row that exits", "a row that is good")
     assert (column(outcome, "_sequence"), dead(outcome)) == (["1", "3"], [2])
-    assert outcome.dead_letters[0].error == "SystemExit: no"
+    assert outcome.effects.dead_letters[0].error == "SystemExit: no"
 
 
 @harmful_batch
@@ -96,10 +96,10 @@ async def test_so_are_names_of_failed_records_that_have_code(stage: Stage) -> No
     shard = await stage.opened()
     outcome = await shard.process("row", "names with code", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    assert outcome.dead_letters[0].error == "SystemExit: no"
+    assert outcome.effects.dead_letters[0].error == "SystemExit: no"
     outcome = await shard.process("row", "fatal with code", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([4, 6], [5])
-    assert "is none of the 1 records" in outcome.dead_letters[0].error
+    assert "is none of the 1 records" in outcome.effects.dead_letters[0].error
 
 
 @over("harmful:HarmfulBatchAsync", kinds=("workers",), policy=PARK)
@@ -114,7 +114,7 @@ async def test_a_table_whose_memory_is_damaged_is_refused(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "damaged", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    assert outcome.dead_letters[0].error.startswith("TableMismatch: the table is damaged: ")
+    assert outcome.effects.dead_letters[0].error.startswith("TableMismatch: the table is damaged: ")
 
 
 # Rows of one call each.
@@ -135,7 +135,7 @@ async def test_when_keys_are_parked_no_later_record_is_called_before_a_bad_row_i
     shard = await stage.opened()
     outcome = await shard.process("row", "wrong", "row", "row", keys=["a", "b", "b", "c"])
     assert (column(outcome, "n"), dead(outcome)) == ([1, 4], [2, 3])
-    assert outcome.dead_letters[0].error == "BadRow: column n: 'x' is not BIGINT"
-    assert outcome.dead_letters[0].attempts == 1
-    assert outcome.dead_letters[1].parked_behind == (2, 0)
+    assert outcome.effects.dead_letters[0].error == "BadRow: column n: 'x' is not BIGINT"
+    assert outcome.effects.dead_letters[0].attempts == 1
+    assert outcome.effects.dead_letters[1].parked_behind == (2, 0)
     assert (await shard.calls())[1:] == [1, 2, 4]

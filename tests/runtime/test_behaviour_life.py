@@ -49,7 +49,7 @@ def waiting(outcome: BatchOutcome) -> list[tuple[int, int | None]]:
     """Return for each dead letter its sequence, and that of the one that it waits behind."""
     return [
         (letter.sequence.number, letter.parked_behind and letter.parked_behind.number)
-        for letter in outcome.dead_letters
+        for letter in outcome.effects.dead_letters
     ]
 
 
@@ -168,7 +168,7 @@ async def test_no_record_overtakes_a_dead_letter_of_its_key(stage: Stage) -> Non
     assert (column(outcome, "n"), waiting(outcome)) == ([2, 4], [(1, None), (3, 1)])
     later = await shard.process("row", "row", keys="ab")
     assert (column(later, "n"), waiting(later), later.attempts) == ([6], [(5, 1)], 1)
-    (letter,) = later.dead_letters
+    (letter,) = later.effects.dead_letters
     assert letter.error == "Parked: it waits behind 1, a dead letter of its partition key"
     assert (letter.attempts, letter.data) == (0, b'"row"')
 
@@ -190,7 +190,7 @@ async def test_keys_are_parked_from_what_was_stored_until_the_shard_is_opened_ag
     await shard.runtime.park(shard.id, {"a": Sequence(77, 3)})
     outcome = await shard.process("row", "row", keys="ab")
     assert (column(outcome, "n"), waiting(outcome)) == ([2], [(1, 77)])
-    assert outcome.dead_letters[0].parked_behind == Sequence(77, 3)
+    assert outcome.effects.dead_letters[0].parked_behind == Sequence(77, 3)
     await shard.open()
     assert column(await shard.process("row", keys="a"), "n") == [3]
 
@@ -256,15 +256,15 @@ async def test_of_a_part_of_a_batch_only_these_records_are_processed(stage: Stag
     outline = outcome.outline
     assert (outline.records, outline.duplicates, outline.first, outline.last) == (6, 1, (1, 0), (6, 0))
     nothing = await shard.process(*["row"] * 6, first=1, part=range(0))
-    assert (nothing.rows, nothing.outline.records) == (None, 6)
+    assert (nothing.effects.rows, nothing.outline.records) == (None, 6)
 
 
 @over_waiting(*BY_RECORD, "ByBatch", "ByTable")
 async def test_condemned_records_are_dead_letters_without_a_call(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process(*["row"] * 3, part=range(1, 3), condemned="WorkerDied: of this")
-    assert (outcome.rows, dead(outcome)) == (None, [2, 3])
-    assert {letter.error for letter in outcome.dead_letters} == {"WorkerDied: of this"}
+    assert (outcome.effects.rows, dead(outcome)) == (None, [2, 3])
+    assert {letter.error for letter in outcome.effects.dead_letters} == {"WorkerDied: of this"}
     assert await shard.calls() == [BEGUN]
 
 
@@ -275,7 +275,7 @@ async def test_condemned_records_are_dead_letters_without_a_call(stage: Stage) -
 async def test_records_of_different_keys_are_processed_at_the_same_time(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("meets", "meets", "meets", keys=KEY_OF_LANE.values())
-    assert (column(outcome, "n"), outcome.dead_letters) == ([1, 2, 3], ())
+    assert (column(outcome, "n"), outcome.effects.dead_letters) == ([1, 2, 3], ())
 
 
 @in_lanes
@@ -361,7 +361,7 @@ async def test_an_asynchronous_call_beyond_its_deadline_is_cancelled_and_has_fai
     shard = await stage.opened()
     outcome = await shard.process("row", "hangs", "row")
     assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert (letter.error, letter.attempts) == (f"TimeoutError: it took longer than {DEADLINE} s", 3)
     assert "obedient.py" in letter.traceback
 
@@ -386,7 +386,7 @@ async def test_a_synchronous_call_beyond_its_deadline_is_told_and_waited_for(
         await until(lambda: ("slow", "process_record") in told(logged, shard, "hook"))
         call.close()
         outcome = await running
-    assert (column(outcome, "n"), outcome.dead_letters) == ([1, 2], ())
+    assert (column(outcome, "n"), outcome.effects.dead_letters) == ([1, 2], ())
 
 
 async def cancelled(running: asyncio.Task[Any]) -> None:

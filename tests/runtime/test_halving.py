@@ -79,9 +79,11 @@ async def over_processes(count: int, bad: set[int]) -> None:
     line: Any = None
     delivery = Delivery("s", line, received_ms=0, after=None)
     found: BatchOutcome = await Processes(count, bad)._search(delivery, line, "WorkerDied")
-    rows = [] if found.rows is None else found.rows.column("value").to_pylist()
+    rows = [] if found.effects.rows is None else found.effects.rows.column("value").to_pylist()
     assert rows == [index + 1 for index in range(count) if index not in bad]
-    assert [letter.sequence.number for letter in found.dead_letters] == [index + 1 for index in sorted(bad)]
+    assert [letter.sequence.number for letter in found.effects.dead_letters] == [
+        index + 1 for index in sorted(bad)
+    ]
 
 
 def all_in_one_process() -> None:

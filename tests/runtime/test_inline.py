@@ -173,7 +173,7 @@ async def test_a_record_that_fails_for_a_while_is_tried_again_in_its_place(
     outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=process_record)
     assert calls == [1, 2, 2, 2, 3]
     assert column(outcome, "n") == [1, 2, 3]
-    assert (outcome.dead_letters, outcome.attempts) == ((), 3)
+    assert (outcome.effects.dead_letters, outcome.attempts) == ((), 3)
     assert kit.clock.slept == [0.1, 0.2]
     failed = [event for event in logged if event["event"] == "handler.failed"]
     assert [(e["sequence"], e["attempt"], e["delay_seconds"]) for e in failed] == [
@@ -188,7 +188,7 @@ async def test_a_record_that_keeps_failing_is_a_dead_letter_and_the_shard_goes_o
     kit: Any, shard: Any, column: Any, logged: Any
 ) -> None:
     outcome = await kit.run(1, b"{", 3, schema=SCHEMA, process_record=number)
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert column(outcome, "n") == [1, 3]
     assert (letter.shard_id, letter.sequence, letter.partition_key) == (kit.shard, Sequence(2), "key-2")
     assert (letter.data, letter.arrival_ms, letter.attempts, letter.handler) == (b"{", 1_002, 1, "mine")
@@ -201,7 +201,7 @@ async def test_a_record_that_keeps_failing_is_a_dead_letter_and_the_shard_goes_o
 
 async def test_rows_that_cannot_be_taken_name_their_records(kit: Any, column: Any) -> None:
     outcome = await kit.run(1, "x", 3, schema=SCHEMA, process_record=number)
-    (letter,) = outcome.dead_letters
+    (letter,) = outcome.effects.dead_letters
     assert column(outcome, "n") == [1, 3]
     assert (letter.error, letter.attempts, letter.traceback) == ("BadRow: column n: 'x' is not INT", 1, "")
 
@@ -244,12 +244,12 @@ async def test_rows_that_fail_while_they_are_built_fail_their_records(kit: Any, 
 async def test_data_that_is_never_read_is_never_decoded(kit: Any, shard: Any) -> None:
     runtime = await kit.start(process_record=lambda record: None)
     await runtime.open(shard)
-    assert (await runtime.process(kit.line([kit.record(1, 1, data="%%%")]))).dead_letters == ()
+    assert (await runtime.process(kit.line([kit.record(1, 1, data="%%%")]))).effects.dead_letters == ()
 
 
 async def test_rows_without_a_schema_are_told_once_per_record(kit: Any) -> None:
     outcome = await kit.run(1, 2, policy=ONE, process_record=number)
-    assert [letter.error for letter in outcome.dead_letters] == [
+    assert [letter.error for letter in outcome.effects.dead_letters] == [
         "BadRow: returned (1,), but the handler declares no schema",
         "BadRow: returned (2,), but the handler declares no schema",
     ]
@@ -273,4 +273,4 @@ async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
     await runtime.open(shard)
     outcome = await clock.drive(runtime.process(kit.delivery(1, 2, 3)), step=1)
     assert column(outcome, "n") == [1, 3]
-    assert outcome.dead_letters[0].error == "TimeoutError: it took longer than 5 s"
+    assert outcome.effects.dead_letters[0].error == "TimeoutError: it took longer than 5 s"

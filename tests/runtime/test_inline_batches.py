@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from mldserver import tumbling
+from mldserver.effects import NOTHING, Effects
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, BatchResult
@@ -43,7 +44,7 @@ async def test_a_batch_gives_one_item_a_record(kit: Any, shard: Any, column: Any
 
 async def test_a_batch_may_give_no_rows_at_all(kit: Any) -> None:
     outcome = await kit.run(1, 2, schema=SCHEMA, process_records=lambda batch: None)
-    assert (outcome.rows, outcome.dead_letters) == (None, ())
+    assert (outcome.effects.rows, outcome.effects.dead_letters) == (None, ())
 
 
 WRONG_LENGTHS: dict[str, Any] = {
@@ -76,8 +77,8 @@ async def test_items_of_another_number_than_records_fail_the_call_as_a_whole(
     hook = process_records if hook == "sync" else process_records_async
     outcome = await kit.run(*range(8), schema=schema, process_records=hook)
     assert calls == [8]
-    assert (outcome.rows, len(outcome.dead_letters), kit.clock.slept) == (None, 8, [])
-    assert {letter.error.partition(":")[0] for letter in outcome.dead_letters} == {"BadRows"}
+    assert (outcome.effects.rows, len(outcome.effects.dead_letters), kit.clock.slept) == (None, 8, [])
+    assert {letter.error.partition(":")[0] for letter in outcome.effects.dead_letters} == {"BadRows"}
     with pytest.raises(HandlerHalted):
         await kit.run(*range(8), policy=HALT, schema=schema, process_records=hook)
     skipping = FailurePolicy(on_failure=OnFailure.SKIP)
@@ -94,7 +95,7 @@ async def test_a_rule_may_have_a_wrong_length_called_again(kit: Any, column: Any
 
     policy = FailurePolicy(attempts=3, failure_rules=(failure_rule("BadRows=retry"),))
     outcome = await kit.run(1, 2, policy=policy, schema=SCHEMA, process_records=process_records)
-    assert (calls, column(outcome, "n"), outcome.dead_letters) == ([2, 2, 2], [1, 2], ())
+    assert (calls, column(outcome, "n"), outcome.effects.dead_letters) == ([2, 2, 2], [1, 2], ())
 
 
 WRONG_TABLES: dict[str, Any] = {
@@ -115,8 +116,8 @@ async def test_a_table_whose_rows_are_no_records_fails_the_call_as_a_whole(kit: 
         return returns(table)
 
     outcome = await kit.run(*range(8), schema=SCHEMA, process_table=process_table)
-    assert (calls, outcome.rows, len(outcome.dead_letters)) == ([8], None, 8)
-    assert {letter.error.partition(":")[0] for letter in outcome.dead_letters} == {"TableMismatch"}
+    assert (calls, outcome.effects.rows, len(outcome.effects.dead_letters)) == ([8], None, 8)
+    assert {letter.error.partition(":")[0] for letter in outcome.effects.dead_letters} == {"TableMismatch"}
 
 
 async def test_a_generator_may_give_the_items(kit: Any, column: Any) -> None:
@@ -197,12 +198,14 @@ async def test_values_of_a_table_that_do_not_fit_name_their_records(kit: Any, co
 
     outcome = await kit.run(1, "x", 3, policy=ONE, schema=SCHEMA, process_table=process_table)
     assert column(outcome, "n") == [1, 3]
-    assert [letter.error for letter in outcome.dead_letters] == ["BadRow: column n: '\"x\"' is not INT"]
+    assert [letter.error for letter in outcome.effects.dead_letters] == [
+        "BadRow: column n: '\"x\"' is not INT"
+    ]
 
 
 async def test_a_table_of_another_shape_fails_the_call(kit: Any) -> None:
     outcome = await kit.run(1, policy=ONE, schema=SCHEMA, process_table=lambda table: pa.table({"n": [1, 2]}))
-    assert "returned 2 rows for 1 record:" in outcome.dead_letters[0].error
+    assert "returned 2 rows for 1 record:" in outcome.effects.dead_letters[0].error
 
 
 async def test_records_with_damaged_base64_are_dead_before_the_table_is_made(
@@ -239,7 +242,7 @@ async def test_what_nobody_foresaw_is_a_failure_of_the_batch(
     outcome = await kit.run(
         1, 2, schema=SCHEMA, process_records=process_records if hook == "sync" else process_records_async
     )
-    assert (column(outcome, "n"), outcome.dead_letters) == ([1, 2], ())
+    assert (column(outcome, "n"), outcome.effects.dead_letters) == ([1, 2], ())
     (failed,) = (event for event in logged if event["event"] == "handler.failed")
     assert (failed["what"], failed["attempt"]) == ("ArrowCapacityError: too much", 1)
     assert kit.clock.slept == [failed["delay_seconds"]]
@@ -252,14 +255,15 @@ async def test_when_it_does_not_end_no_record_of_the_batch_counts(
     async def process_record(record: Any) -> Any:
         return number(record)
 
-    def fail(parts: Any, *_: Any, **__: Any) -> None:
+    def fail(parts: Any, *_: Any, **__: Any) -> Effects:
         if parts:
             raise error
+        return NOTHING
 
     monkeypatch.setattr(work, "join_rows", fail)
     outcome = await kit.run(1, 2, schema=SCHEMA, process_record=process_record)
-    assert (outcome.rows, kit.dead(outcome), len(kit.clock.slept)) == (None, [1, 2], 2)
-    assert {letter.error for letter in outcome.dead_letters} == {f"{type(error).__name__}: too much"}
+    assert (outcome.effects.rows, kit.dead(outcome), len(kit.clock.slept)) == (None, [1, 2], 2)
+    assert {letter.error for letter in outcome.effects.dead_letters} == {f"{type(error).__name__}: too much"}
     with pytest.raises(HandlerHalted, match="too much"):
         await kit.run(1, 2, policy=HALT, schema=SCHEMA, process_record=number)
 
@@ -316,11 +320,11 @@ async def test_where_a_row_that_runs_too_far_ahead_is_to_fail_its_record_does_an
     outcome = await kit.run(-9, 500, [501, 0], 10**12, 7, policy=policy, **DATED, **hook)
     assert column(outcome, "n") == [-9, 500, 7]
     assert kit.dead(outcome) == [3, 4]
-    assert [letter.error for letter in outcome.dead_letters] == [
+    assert [letter.error for letter in outcome.effects.dead_letters] == [
         "BadRow: column at: it lies 0:00:00.501000 after the record's arrival",
         "BadRow: column at: it lies 11574 days, 1:46:40 after the record's arrival",
     ]
     outcome = await kit.run(10**12, policy=policy, **DATED, **hook)
-    assert (outcome.rows, kit.dead(outcome)) == (None, [1])
+    assert (outcome.effects.rows, kit.dead(outcome)) == (None, [1])
     outcome = await kit.run(10**12, policy=FailurePolicy(attempts=1), **DATED, **hook)
     assert column(outcome, "n") == [10**12], "it is kept"

@@ -71,7 +71,7 @@ async def test_a_skipped_record_is_counted_and_logged_and_nothing_of_it_is_kept(
     outcome = await kit.run(
         1, b"{", 3, policy=SKIP, schema=SCHEMA, process_record=kind(Once(0, None).__call__)
     )
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.skipped) == ([1, 3], (), 1)
+    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.skipped) == ([1, 3], (), 1)
     (event,) = events(logged, "handler.skipped")
     assert (event["level"], event["sequence"], event["attempts"]) == ("warning", "2", 1)
     assert "JSONDecodeError" in event["traceback"]
@@ -82,9 +82,9 @@ async def test_rules_hold_for_the_rows_that_the_server_refuses_too(kit: Any) -> 
         failure_rules=(failure_rule("BadRow=dead_letter"), failure_rule("BadRows=dead_letter"))
     )
     outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_record=lambda record: ("x",))
-    assert [letter.attempts for letter in outcome.dead_letters] == [1]
+    assert [letter.attempts for letter in outcome.effects.dead_letters] == [1]
     outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_records=lambda batch: 5)
-    assert [letter.attempts for letter in outcome.dead_letters] == [1]
+    assert [letter.attempts for letter in outcome.effects.dead_letters] == [1]
 
 
 async def test_a_rule_that_says_halt_stops_the_shard_at_once(kit: Any, shard: Any) -> None:
@@ -101,7 +101,7 @@ async def test_a_record_older_than_max_age_is_called_once(kit: Any) -> None:
     # The clock stands at 5,000; the records arrived at 1,001 and 1,002.
     policy = FailurePolicy(attempts=5, max_age_ms=3_999, failure_rules=(failure_rule("ValueError=retry"),))
     outcome = await kit.run(b"{", b"{", policy=policy, schema=SCHEMA, process_record=Once(0, None).__call__)
-    assert [letter.attempts for letter in outcome.dead_letters] == [1, 2]
+    assert [letter.attempts for letter in outcome.effects.dead_letters] == [1, 2]
 
 
 def result(rows: Any, failed: Any) -> Any:
@@ -120,7 +120,7 @@ def result(rows: Any, failed: Any) -> Any:
 async def test_places_may_be_numbers_of_numpy(kit: Any, column: Any, kind: Any) -> None:
     hook, calls = result([(1,), None, (3,)], lambda batch: np.flatnonzero([0, 1, 0]))
     outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_records=kind(hook))
-    assert (calls, column(outcome, "n"), outcome.dead_letters) == ([[1, 2, 3], [2]], [1, 2, 3], ())
+    assert (calls, column(outcome, "n"), outcome.effects.dead_letters) == ([[1, 2, 3], [2]], [1, 2, 3], ())
 
 
 async def test_a_batch_may_say_why_each_record_failed(kit: Any, column: Any, kind: Any) -> None:
@@ -128,7 +128,7 @@ async def test_a_batch_may_say_why_each_record_failed(kit: Any, column: Any, kin
     hook, calls = result([(9,)] * 5, lambda batch: why)
     outcome = await kit.run(1, 2, 3, 4, 5, policy=ONE, schema=SCHEMA, process_records=kind(hook))
     assert (calls, column(outcome, "n"), outcome.discarded) == ([[1, 2, 3, 4, 5]], [9], 1)
-    assert [letter.error for letter in outcome.dead_letters] == [
+    assert [letter.error for letter in outcome.effects.dead_letters] == [
         "Failed: odd",
         "Fatal: never",
         "KeyError: 'k'",
@@ -146,7 +146,7 @@ async def test_a_record_is_found_by_its_sequence_when_it_is_a_copy(kit: Any) -> 
 async def test_names_of_no_record_of_the_call_fail_it(kit: Any, wrong: Any, logged: Any) -> None:
     hook, calls = result(None, lambda batch: [wrong])
     outcome = await kit.run(1, 2, schema=SCHEMA, process_records=hook)
-    assert (calls, outcome.dead_letters) == ([[1, 2], [1], [2]], ())
+    assert (calls, outcome.effects.dead_letters) == ([[1, 2], [1], [2]], ())
     (failed,) = events(logged, "handler.failed")
     assert failed["what"].startswith("BadRows: ")
     assert failed["what"].endswith("was named as failed, but is none of the 2 records")
@@ -173,7 +173,7 @@ async def test_an_error_that_names_records_ends_these_and_the_others_are_called_
 
     outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_records=kind(process_records))
     assert (calls, column(outcome, "n"), kit.clock.slept) == ([3, 1], [2], [])
-    assert (len(outcome.dead_letters), outcome.discarded) == ((2, 0) if error is Fatal else (0, 2))
+    assert (len(outcome.effects.dead_letters), outcome.discarded) == ((2, 0) if error is Fatal else (0, 2))
 
 
 async def test_an_error_that_names_no_record_of_the_call_is_searched(kit: Any, column: Any) -> None:
@@ -184,7 +184,7 @@ async def test_an_error_that_names_no_record_of_the_call_is_searched(kit: Any, c
 
     outcome = await kit.run(1, 2, schema=SCHEMA, process_records=process_records)
     assert (column(outcome, "n"), kit.dead(outcome)) == ([1], [2])
-    assert "99 was named as failed" in outcome.dead_letters[0].error
+    assert "99 was named as failed" in outcome.effects.dead_letters[0].error
 
 
 @pytest.mark.parametrize("how", ["same length", "record column"])
@@ -211,7 +211,7 @@ async def test_values_of_records_that_a_table_names_as_failed_do_not_matter(kit:
         return BatchResult(pa.table({"n": [None, 2]}), failed={0: Discard()})
 
     outcome = await kit.run(1, 2, schema="n INT NOT NULL", process_table=process_table)
-    assert (column(outcome, "n"), outcome.discarded, outcome.dead_letters) == ([2], 1, ())
+    assert (column(outcome, "n"), outcome.discarded, outcome.effects.dead_letters) == ([2], 1, ())
 
 
 async def test_a_discard_in_a_batch_is_searched_so_that_no_other_record_goes_with_it(
@@ -251,7 +251,7 @@ async def test_one_bad_record_among_ten_thousand_is_found_in_fourteen_calls_and_
 
 async def test_a_batch_result_of_a_hook_for_one_record_is_no_row(kit: Any) -> None:
     outcome = await kit.run(1, policy=ONE, schema=SCHEMA, process_record=lambda record: BatchResult())
-    assert "is not a row" in outcome.dead_letters[0].error
+    assert "is not a row" in outcome.effects.dead_letters[0].error
 
 
 async def test_under_halt_a_fatal_record_stops_the_shard_without_further_attempts(
@@ -277,8 +277,8 @@ async def test_a_stream_of_poison_is_called_once_a_record_waits_for_nothing_and_
     outcome = await kit.run(
         *[{"n": n} for n in range(300)], schema=SCHEMA, process_record=kind(process_record)
     )
-    assert (len(outcome.dead_letters), calls, kit.clock.slept) == (300, list(range(1, 301)), [])
-    assert len({letter.traceback for letter in outcome.dead_letters}) == 1
+    assert (len(outcome.effects.dead_letters), calls, kit.clock.slept) == (300, list(range(1, 301)), [])
+    assert len({letter.traceback for letter in outcome.effects.dead_letters}) == 1
     dead = events(logged, "handler.dead_letter")
     assert [event["level"] for event in dead] == ["error"] + ["debug"] * 299
     assert [("traceback" in event, "times" in event) for event in dead[:2]] == [(True, False), (False, False)]
@@ -294,7 +294,7 @@ async def test_a_batch_of_poison_waits_for_nothing_either(kit: Any, kind: Any) -
     outcome = await kit.run(
         *[{"n": n} for n in range(300)], schema=SCHEMA, process_records=kind(process_records)
     )
-    assert (len(outcome.dead_letters), kit.clock.slept) == (300, [])
+    assert (len(outcome.effects.dead_letters), kit.clock.slept) == (300, [])
     assert len(calls) < 2 * 300 + 20
 
 
@@ -326,7 +326,7 @@ async def test_rows_between_failures_are_built_at_once_and_stand_in_order(
         *payloads, schema=SCHEMA, process_record=kind(lambda record: (record.json() + 0,))
     )
     assert column(outcome, "n") == [n for n in range(40) if n % 2]
-    assert (len(outcome.dead_letters), built) == (20, [1])
+    assert (len(outcome.effects.dead_letters), built) == (20, [1])
 
 
 # Records that wait behind a dead letter of their key.
@@ -341,7 +341,8 @@ def keyed(kit: Any, *records: Any, start: int = 1) -> Any:
 
 def parked(outcome: Any) -> Any:
     return [
-        (letter.sequence.number, letter.attempts, letter.parked_behind) for letter in outcome.dead_letters
+        (letter.sequence.number, letter.attempts, letter.parked_behind)
+        for letter in outcome.effects.dead_letters
     ]
 
 
@@ -434,7 +435,7 @@ async def test_a_log_without_messages_quotes_no_record(
             await run
         assert SECRET not in f"{halted.value} {halted.value.where}"
     else:
-        letters = (await run).dead_letters
+        letters = (await run).effects.dead_letters
         assert all(SECRET in letter.error for letter in letters), "those who ask for it see it"
     assert SECRET not in str(logged)
     failed = [event for event in logged if event["event"].startswith("handler.") and "what" in event]

@@ -87,7 +87,7 @@ async def test_a_batch_of_one_lane_needs_no_other(kit: Any, column: Any) -> None
     runtime = await kit.start(schema=SCHEMA, concurrency=4, process_record=process_record)
     await runtime.open(Shard(kit.shard))
     assert column(await runtime.process(records(kit, [None, None, None])), "n") == [1, 2, 3]
-    assert (await runtime.process(kit.line([]))).rows is None
+    assert (await runtime.process(kit.line([]))).effects.rows is None
     assert threads == ["mldserver-handler"] * 3
 
 
@@ -276,8 +276,12 @@ class World:
         self.take(await runtime.process(delivery), expected)
 
     def take(self, outcome: Any, expected: Any) -> None:
-        rows = [] if outcome.rows is None else [int(n) for n in outcome.rows.column("_sequence").to_pylist()]
-        letters = {letter.sequence.number: letter.parked_behind for letter in outcome.dead_letters}
+        rows = (
+            []
+            if outcome.effects.rows is None
+            else [int(n) for n in outcome.effects.rows.column("_sequence").to_pylist()]
+        )
+        letters = {letter.sequence.number: letter.parked_behind for letter in outcome.effects.dead_letters}
         assert (rows, letters, outcome.discarded) == expected[:3]
         assert not self.busy, "a batch is done when all its lanes are"
         for seen in self.order.values():

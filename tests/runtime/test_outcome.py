@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mldserver.effects import NOTHING
 from mldserver.errors import PeerError
 from mldserver.handler.failure import Failure
 from mldserver.protocol.batch_decoder import BatchDecoder
@@ -70,7 +71,7 @@ def test_the_time_of_receipt_stands_in_for_arrivals_that_v1_does_not_send(kit: A
     records = [{"data": "YQ==", "partitionKey": "k", "sequenceNumber": "1"}]
     taken = take(kit.line(records, version=Version.V1))
     assert (taken.times_ms().tolist(), taken.outline.latest_arrival_ms) == ([9_000], 9_000)
-    assert join_rows([built([0], n=[1])], taken, shard_id="s").column("_arrival").to_pylist() == [None]
+    assert join_rows([built([0], n=[1])], taken, shard_id="s").rows.column("_arrival").to_pylist() == [None]
 
 
 def test_it_stands_in_where_only_some_records_have_no_arrival(kit: Any) -> None:
@@ -89,7 +90,7 @@ def test_a_line_that_is_no_batch_is_the_peers_fault(kit: Any) -> None:
 
 def test_rows_carry_where_they_come_from(kit: Any) -> None:
     taken = take(kit.delivery("a", "b", "c"))
-    rows = join_rows([built([0, 2, 2], n=[10, 20, 21])], taken, shard_id="s")
+    rows = join_rows([built([0, 2, 2], n=[10, 20, 21])], taken, shard_id="s").rows
     assert rows.column_names == ["n", *(name for name in META_COLUMNS if name != "_clock")]
     assert rows.select(["n", "_time", "_shard", "_sequence", "_sub_sequence"]).to_pylist()[-1] == {
         "n": 21,
@@ -103,8 +104,8 @@ def test_rows_carry_where_they_come_from(kit: Any) -> None:
 
 
 def test_no_rows_are_none(kit: Any) -> None:
-    assert join_rows([], take(kit.delivery("a")), shard_id="s") is None
-    assert join_rows([Built()], take(kit.delivery("a")), shard_id="s") is None
+    assert join_rows([], take(kit.delivery("a")), shard_id="s") is NOTHING
+    assert join_rows([Built()], take(kit.delivery("a")), shard_id="s") is NOTHING
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4).map(sorted), max_size=5))
@@ -113,7 +114,7 @@ def test_rows_of_several_calls_come_in_the_order_of_their_records(parts: Any) ->
     taken = FreshBatch(records, BatchOutline(6, 0, None, None, None, None), range(6))
     label = iter(range(1_000))
     tables = [built(part, n=pa.array([next(label) for _ in part], pa.int64())) for part in parts]
-    rows = join_rows(tables, taken, shard_id="s")
+    rows = join_rows(tables, taken, shard_id="s").rows
     expected = sorted(
         (record, n) for t in tables for record, n in zip(t.records, t.table["n"].to_pylist(), strict=True)
     )

@@ -137,8 +137,8 @@ class WatchedBuffer(Buffer):
 
 
 def _weigh(batch: BufferedBatch) -> int:
-    letters = sum(len(each.data) + len(each.traceback) for each in batch.dead_letters)
-    return letters + (0 if batch.rows is None else batch.rows.nbytes)
+    letters = sum(len(each.data) + len(each.traceback) for each in batch.effects.dead_letters)
+    return letters + (0 if batch.effects.rows is None else batch.effects.rows.nbytes)
 
 
 @dataclass

@@ -118,7 +118,7 @@ class Outputs:
             self._published(argument, now_ms)
 
     def _registered(self, flush: Flush, now_ms: int) -> None:
-        self.letters_ever |= {key_of(letter) for letter in flush.dead_letters}
+        self.letters_ever |= {key_of(letter) for letter in flush.effects.dead_letters}
         held = self._held_ahead(now_ms)
         for segment in flush.segments:
             name = segment.window_id

@@ -86,7 +86,7 @@ class FakeRuntime:
             latest_arrival_ms=None,
             millis_behind_latest=batch.millis_behind_latest,
         )
-        return BatchOutcome(outline, None)
+        return BatchOutcome(outline)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         self.calls.append((str(hook), shard_id))

@@ -29,7 +29,7 @@ DONE = ["began", "accept"]
 
 def outcome_of(first: int, last: int | None = None) -> BatchOutcome:
     places = Sequence(first), Sequence(first if last is None else last)
-    return BatchOutcome(BatchOutline(1, 0, *places, None, 0), None)
+    return BatchOutcome(BatchOutline(1, 0, *places, None, 0))
 
 
 def line_of(*numbers: int) -> bytes:

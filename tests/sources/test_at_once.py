@@ -26,7 +26,7 @@ SHARD = "shardId-000000000000"
 
 def outcome_of(last: int, **more: Any) -> BatchOutcome:
     place = Sequence(last)
-    return BatchOutcome(BatchOutline(1, 0, place, place, None, 0), None, **more)
+    return BatchOutcome(BatchOutline(1, 0, place, place, None, 0), **more)
 
 
 class AtOnce:

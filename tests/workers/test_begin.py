@@ -98,7 +98,7 @@ async def test_a_shard_that_was_idle_when_its_process_died_is_opened_again_for_i
         os.kill(died.pid, signal.SIGKILL)
         await until(lambda: worker.ready not in {None, died})
         outcome = await outcome_of(runtime.begin(delivery("a", "x")))
-        assert (outcome.outline.records, outcome.attempts, outcome.dead_letters) == (1, 1, ())
+        assert (outcome.outline.records, outcome.attempts, outcome.effects.dead_letters) == (1, 1, ())
     assert len(named(logged, "shard.reopened")) == 1
 
 
@@ -142,8 +142,8 @@ async def test_a_process_whose_descriptors_are_used_up_leaves_its_batch_to_the_n
         await runtime.open(Shard("a"))
         for text in ("with what is imported late", "all"):
             outcome = await runtime.process(delivery("a", text))
-        assert outcome.rows is not None
-        assert outcome.rows.num_rows == 1
+        assert outcome.effects.rows is not None
+        assert outcome.effects.rows.num_rows == 1
     (lost,) = named(logged, "worker.lost")
     assert "The rows of a batch cannot be handed over" in lost["stacks"]
 

@@ -75,8 +75,8 @@ def one(runtime: WorkerRuntime) -> WorkerRuntime:
 
 
 def row(outcome: BatchOutcome) -> dict[str, int]:
-    assert outcome.rows is not None, outcome.dead_letters
-    (found,) = outcome.rows.select(["version", "pid", "calls"]).to_pylist()
+    assert outcome.effects.rows is not None, outcome.effects.dead_letters
+    (found,) = outcome.effects.rows.select(["version", "pid", "calls"]).to_pylist()
     return dict(found)
 
 

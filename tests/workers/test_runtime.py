@@ -77,7 +77,7 @@ class Opened:
     done = 0
 
     async def ask(self, *_: Any, **__: Any) -> BatchOutcome:
-        return BatchOutcome(BatchOutline(0, 0, None, None, None, 0), None)
+        return BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
 
 
 @pytest.mark.parametrize("suspected", [False, True], ids=["others may have been at work", "it was alone"])
@@ -305,8 +305,8 @@ async def test_shards_are_spread_over_the_workers_and_stay_where_they_are(
         homes: dict[str, set[int]] = {}
         for shard in "abcd" * 3:
             outcome = await runtime.process(delivery(shard, "x", "y"))
-            assert outcome.rows is not None
-            homes.setdefault(shard, set()).update(outcome.rows["pid"].to_pylist())
+            assert outcome.effects.rows is not None
+            homes.setdefault(shard, set()).update(outcome.effects.rows["pid"].to_pylist())
     assert all(len(pids) == 1 for pids in homes.values())
     assert sorted(Counter(pid for pids in homes.values() for pid in pids).values()) == [2, 2]
 

@@ -219,8 +219,12 @@ def line_of(kinds: list[tuple[str, int]], first: int) -> bytes:
 
 def plain(outcome: BatchOutcome) -> dict[str, Any]:
     """Return an outcome so that two can be compared; when it happened is left out."""
-    letters = [dataclasses.replace(letter, at_ms=0) for letter in outcome.dead_letters]
-    rows = None if outcome.rows is None else (outcome.rows.schema, outcome.rows.to_pylist())
+    letters = [dataclasses.replace(letter, at_ms=0) for letter in outcome.effects.dead_letters]
+    rows = (
+        None
+        if outcome.effects.rows is None
+        else (outcome.effects.rows.schema, outcome.effects.rows.to_pylist())
+    )
     fields = {name: getattr(outcome, name) for name in outcome.__struct_fields__}
     return fields | {"rows": rows, "dead_letters": letters}
 

@@ -60,8 +60,8 @@ async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handle
             os.kill(present, signal.SIGKILL)
             assert await started(generation + 1) == standby
             outcome = await runtime.process(delivery("s", "x"))
-            assert outcome.rows is not None
-            assert outcome.rows["pid"].to_pylist() == [standby]
+            assert outcome.effects.rows is not None
+            assert outcome.effects.rows["pid"].to_pylist() == [standby]
 
 
 PACKAGE = {
@@ -104,8 +104,8 @@ async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_lo
 ) -> None:
     async def row() -> dict[str, Any]:
         outcome = await runtime.process(delivery("s", "x"))
-        assert outcome.rows is not None, outcome.dead_letters
-        (found,) = outcome.rows.select(["pid", "here", "early", "late", "beside"]).to_pylist()
+        assert outcome.effects.rows is not None, outcome.effects.dead_letters
+        (found,) = outcome.effects.rows.select(["pid", "here", "early", "late", "beside"]).to_pylist()
         return dict(found)
 
     deploy("one")
@@ -148,7 +148,7 @@ async def test_dead_letters_name_the_version_that_ran(runtime: WorkerRuntime) ->
         await until(lambda: bool(runtime._standby._ready))
         fail_with("IndexError")
         for _ in range(3):
-            (letter,) = (await runtime.process(delivery("s", "x"))).dead_letters
+            (letter,) = (await runtime.process(delivery("s", "x"))).effects.dead_letters
             assert (letter.error, letter.handler_version) == ("KeyError", runtime.spec.version)
             await until(lambda: bool(runtime._standby._ready))
             os.kill((await runtime._workers[0].process()).pid, signal.SIGKILL)

@@ -68,9 +68,9 @@ async def process_record(record):
             await runtime.open(Shard(shard))
         beside = asyncio.create_task(runtime.process(delivery("b", "slow")))
         outcome = await runtime.process(delivery("a", "good", "bad"))
-        assert [letter.sequence.number for letter in outcome.dead_letters] == [2]
-        assert outcome.dead_letters[0].error.startswith("WorkerDied")
-        assert (await beside).dead_letters == ()
+        assert [letter.sequence.number for letter in outcome.effects.dead_letters] == [2]
+        assert outcome.effects.dead_letters[0].error.startswith("WorkerDied")
+        assert (await beside).effects.dead_letters == ()
 
 
 @pytest.mark.usefixtures("logged")
@@ -90,9 +90,11 @@ def process_record(record):
     async with running(runtime_of(text, policy)) as runtime, asyncio.timeout(800):
         await runtime.open(Shard("s"))
         outcome = await runtime.process(batch)
-    assert outcome.rows is not None
-    assert outcome.rows["n"].to_pylist() == ["other"]
-    assert [(letter.sequence.number, letter.error.partition(":")[0]) for letter in outcome.dead_letters] == [
+    assert outcome.effects.rows is not None
+    assert outcome.effects.rows["n"].to_pylist() == ["other"]
+    assert [
+        (letter.sequence.number, letter.error.partition(":")[0]) for letter in outcome.effects.dead_letters
+    ] == [
         (1, "ValueError"),
         (2, "WorkerDied"),
         (3, "WorkerDied"),
@@ -175,5 +177,9 @@ def process_record(record):
         await runtime.open(Shard("a"))
         for texts in ("fork", "x"), ("y",), ("fork",), ("z",):
             outcome = await runtime.process(delivery("a", *texts))
-            assert (outcome.outline.records, outcome.attempts, outcome.dead_letters) == (len(texts), 1, ())
+            assert (outcome.outline.records, outcome.attempts, outcome.effects.dead_letters) == (
+                len(texts),
+                1,
+                (),
+            )
     assert named(logged, "worker.lost", "worker.garbled") == []

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from mldserver import errors
 from mldserver.children.channel import WireError, decode, encode
+from mldserver.effects import Effects
 from mldserver.errors import HandlerHalted, InternalError, PeerError
-from mldserver.records import DeadLetter, Sequence
+from mldserver.records import DeadLetter, Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.workers import wire
@@ -62,22 +63,22 @@ def frame(message: Any) -> bytes:
 
 @given(outlines)
 def test_outlines_cross(outline: BatchOutline) -> None:
-    outcome = BatchOutcome(outline, None)
+    outcome = BatchOutcome(outline)
     assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
 
 
 @given(letters)
 def test_dead_letters_cross(letter: DeadLetter) -> None:
-    outcome = BatchOutcome(BatchOutline(1, 0, None, None, None, None), None, (letter,))
+    outcome = BatchOutcome(BatchOutline(1, 0, None, None, None, None), Effects(dead_letters=(letter,)))
     assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
 
 
 @given(st.none() | sequences)
 def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None) -> None:
     outline = BatchOutline(0, 0, None, None, None, None)
-    outcome = BatchOutcome(outline, None, position=position, keeps_position=True)
+    outcome = BatchOutcome(outline, position=position, keeps_position=True)
     assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
-    assert wire.unpacked(wire.packed(position)) == position
+    assert unpack_sequence(pack_sequence(position)) == position
 
 
 def test_a_policy_crosses_with_all_its_rules() -> None:
@@ -118,9 +119,9 @@ def test_what_messagepack_does_not_know_crosses_as_text() -> None:
         "list": [[1, "\\udfff"]],
         "small": -1,
     }
-    letters: Any = ({"data": b"\xff\x00", "error": "\ud800"},)
-    done = crossed(wire.Done(1, 0, 0, None, None, None, None, b"\x00", letters=letters))
-    assert done.letters == ({"data": b"\xff\x00", "error": "\\ud800"},)
+    effects: Any = {"dead_letters": [{"data": b"\xff\x00", "error": "\ud800"}]}
+    done = crossed(wire.Done(1, 0, 0, None, None, None, None, b"\x00", effects=effects))
+    assert done.effects == {"dead_letters": [{"data": b"\xff\x00", "error": "\\ud800"}]}
     assert done.rows == b"\x00"
 
 

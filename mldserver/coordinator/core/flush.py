@@ -23,8 +23,9 @@ import numpy as np
 import pyarrow as pa
 
 from mldserver.coordinator.core.open_windows import WindowKey, assign
+from mldserver.effects import NOTHING, Effects
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
-from mldserver.records import DeadLetter, Sequence
+from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
 
@@ -52,8 +53,8 @@ class BufferedBatch(msgspec.Struct):
 
     shard_id: str
     epoch: int
-    rows: pa.Table | None = None
-    """With final ``_time``, without ``_clock``."""
+    effects: Effects = NOTHING
+    """Its rows have their final ``_time``, and no ``_clock``."""
     event_ms: NDArray[np.int64] = _NO_TIMES
     """Event time of each row."""
     last: Sequence | None = None
@@ -63,7 +64,7 @@ class BufferedBatch(msgspec.Struct):
     latest_event_ms: int | None = None
     """Latest event time the batch has shown, rows that run ahead aside: where its shard's watermark goes on."""
     bytes: int = 0
-    dead_letters: tuple[DeadLetter, ...] = ()
+    """Of its effects."""
     ends_shard: bool = False
     redriven: tuple[str, ...] = ()
     """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
@@ -98,16 +99,16 @@ class FlushPlan:
 
     files: tuple[WindowRows, ...]
     positions: tuple[PositionUpdate, ...]
-    dead_letters: tuple[DeadLetter, ...]
-    """Of records that come from their shards."""
+    effects: Effects
+    """Of records that come from their shards, except rows."""
     rows: int
     """In all files, late ones included."""
     clock: int
     progress: BatchProgress
     redriven: tuple[str, ...] = ()
     """Ids of dead letters that end with this flush."""
-    failed_again: tuple[DeadLetter, ...] = ()
-    """Dead letters that failed again: they stay in the ledger, even if new dead letters go elsewhere."""
+    redriven_effects: Effects = NOTHING
+    """Of those dead letters, except rows: what failed again stays in the ledger, even if new dead letters go elsewhere."""
 
 
 def effective_times(times_ms: NDArray[np.int64], floor_ms: int | None) -> NDArray[np.int64]:
@@ -152,30 +153,18 @@ def buffered(
     """
     effective = last_effective_ms(outcome.outline, floor_ms)
     column = spec.on if isinstance(spec, Tumbling) else None
-    rows, event, ahead = outcome.rows or None, _NO_TIMES, None
+    effects = outcome.effects
+    rows, event, ahead = effects.rows or None, _NO_TIMES, None
     latest = effective if column is None else None
-    size = 0
-    if outcome.dead_letters:
-        size = sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
     if rows is not None:
         event = times = effective_times(rows.column("_time").to_numpy(), floor_ms)
         rows = rows.set_column(rows.schema.get_field_index("_time"), "_time", pa.array(times, pa.int64()))
         if column is not None:
             event = milliseconds(rows.column(column))
             latest, ahead = _latest(event, times, rows, max_ahead_ms)
-        size += rows.nbytes
-    return BufferedBatch(
-        shard_id,
-        epoch,
-        rows,
-        event,
-        outcome.outline.last,
-        effective,
-        latest,
-        size,
-        outcome.dead_letters,
-        ahead=ahead,
-    )
+    effects = msgspec.structs.replace(effects, rows=rows)
+    last, size = outcome.outline.last, effects.nbytes
+    return BufferedBatch(shard_id, epoch, effects, event, last, effective, latest, size, ahead=ahead)
 
 
 def _latest(
@@ -237,7 +226,9 @@ class Buffer:
         """
         number = self._moves.get(shard_id)
         if number is None or (batch := self._batches[number]).epoch != epoch:
-            batch = BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, effective_ms, latest_event_ms)
+            batch = BufferedBatch(
+                shard_id, epoch, NOTHING, _NO_TIMES, position, effective_ms, latest_event_ms
+            )
             self._moves[shard_id] = self.add(batch)
             return
         if position is not None:
@@ -326,7 +317,7 @@ def plan(
     ``clock``: the next value of the merge clock. ``durable``: each shard's position in the ledger, which its update goes
     on from. ``kind``: what rows for a window are for, since it may be cut already.
     """
-    with_rows = [(batch.rows, batch.event_ms) for batch in batches if batch.rows is not None]
+    with_rows = [(rows, batch.event_ms) for batch in batches if (rows := batch.effects.rows) is not None]
     files: tuple[WindowRows, ...] = ()
     if with_rows and spec is not None:
         files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
@@ -334,12 +325,12 @@ def plan(
     return FlushPlan(
         files,
         _positions(batches, durable),
-        tuple(letter for batch in batches if not batch.redriven for letter in batch.dead_letters),
+        Effects.without_rows([batch.effects for batch in batches if not batch.redriven]),
         rows,
         clock + rows,
         progress,
         tuple(letter_id for batch in batches for letter_id in batch.redriven),
-        tuple(letter for batch in batches if batch.redriven for letter in batch.dead_letters),
+        Effects.without_rows([batch.effects for batch in batches if batch.redriven]),
     )
 
 

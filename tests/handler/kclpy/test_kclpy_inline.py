@@ -140,7 +140,7 @@ async def test_a_failing_batch_is_called_again_and_the_bad_record_is_found_by_ha
 
     runtime = await kit.start(It, attempts=2)
     outcome = await runtime.process(delivery(*range(1, 9)))
-    assert [letter.sequence.number for letter in outcome.dead_letters] == [6]
+    assert [letter.sequence.number for letter in outcome.effects.dead_letters] == [6]
     assert position(outcome) == 8
     assert It.seen[:2] == [list(range(1, 9))] * 2
     done = [call for call in It.seen if 6 not in call]
@@ -160,7 +160,7 @@ async def test_what_was_checkpointed_before_a_failure_is_not_called_again(kit: K
     runtime = await kit.start(It)
     outcome = await runtime.process(delivery(1, 2, 3, 4))
     assert It.seen == [[1, 2, 3, 4], [3, 4]]
-    assert (position(outcome), outcome.dead_letters) == (4, ())
+    assert (position(outcome), outcome.effects.dead_letters) == (4, ())
 
 
 async def test_under_halt_the_first_failure_for_good_stops_the_shard(kit: Kit) -> None:

@@ -75,7 +75,7 @@ class Story:
             batch = range(following, min(following + self.dice.randint(1, 12), RECORDS + 1))
             following = batch.stop
             outcome = await self.runtime.process(delivery(*batch))
-            self.dead |= {letter.sequence.number for letter in outcome.dead_letters}
+            self.dead |= {letter.sequence.number for letter in outcome.effects.dead_letters}
             place.accept(outcome.outline.last)
             self.flush(place, outcome.position)
         if self.dice.random() < 0.5:
