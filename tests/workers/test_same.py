@@ -220,12 +220,9 @@ def line_of(kinds: list[tuple[str, int]], first: int) -> bytes:
 def plain(outcome: BatchOutcome) -> dict[str, Any]:
     """Return an outcome so that two can be compared; when it happened is left out."""
     letters = [dataclasses.replace(letter, at_ms=0) for letter in outcome.effects.dead_letters]
-    rows = (
-        None
-        if outcome.effects.rows is None
-        else (outcome.effects.rows.schema, outcome.effects.rows.to_pylist())
-    )
-    fields = {name: getattr(outcome, name) for name in outcome.__struct_fields__}
+    table = outcome.effects.rows
+    rows = None if table is None else (table.schema, table.to_pylist())
+    fields = {name: getattr(outcome, name) for name in outcome.__struct_fields__ if name != "effects"}
     return fields | {"rows": rows, "dead_letters": letters}
 
 
