@@ -40,9 +40,9 @@ class Sink(Protocol):
         """Find out at the start what a window would fail on. Raises OperatorError, and what Spark raises."""
 
     def own(self, spark: SparkSession, sink: SinkSpec, owner: Owner, /, *, new_ledger: bool) -> None:
-        """Store the table's owner at the start, after ``check``; if the table does not exist yet, on creation.
+        """Store the table's owner at the start, after ``check``, with the table or where the table will be.
 
-        ``sink.must_note`` decides, and raises OperatorError when the table is another's. Stored with the table.
+        ``sink.must_note`` decides, and raises OperatorError when the table is another's, also before its first window.
         """
 
     def publish(self, spark: SparkSession, sink: SinkSpec, job: PublishJob, /) -> None:

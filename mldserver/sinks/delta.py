@@ -17,10 +17,12 @@ from mldserver.sinks.sink import (
     WINDOW,
     Owner,
     SinkSpec,
+    add_columns,
     check_made_here,
     existing,
-    own_by_properties,
+    own_table,
     owner_of,
+    quoted,
     refuse_table,
     staged,
 )
@@ -66,24 +68,26 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
 
 
 def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
-    """Note whose the table is among its properties, if there is a table. Raises OperatorError as ``must_note``."""
-    if _table(spark, sink) is not None:
-        _own(spark, sink, owner, new_ledger=new_ledger)
+    """Store whose the table is among its properties; create the table if needed. Raises OperatorError as ``must_note``."""
+    _own(spark, sink, owner, new_ledger=new_ledger)
 
 
-def _own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
-    name = sink.target.replace("`", "``")
-    own_by_properties(spark, f"delta.`{name}`", owner, sink.target, new_ledger=new_ledger)
+def _own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> DataFrame:
+    return own_table(spark, sink, _name(sink), owner, lambda: _table(spark, sink), new_ledger=new_ledger)
+
+
+def _name(sink: SinkSpec) -> str:
+    return f"delta.{quoted(sink.target)}"
 
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
-    owner, table = owner_of(job), _table(spark, sink)
-    if table is not None:
-        _own(spark, sink, owner)
-    elif not job.files:
-        return
-    rows = staged(spark, job) if job.files or table is None else table.limit(0)
+    owner = owner_of(job)
+    table = _own(spark, sink, owner)
+    rows = table.limit(0)
+    if job.files:
+        rows = staged(spark, job)
+        add_columns(spark, _name(sink), table, rows)
     (
         rows.write.format("delta")
         .mode("overwrite")
@@ -94,8 +98,6 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         .partitionBy(WINDOW)
         .save(sink.target)
     )
-    if table is None:
-        _own(spark, sink, owner)
 
 
 def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:

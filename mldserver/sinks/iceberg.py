@@ -19,9 +19,10 @@ from mldserver.sinks.sink import (
     WINDOW,
     Owner,
     SinkSpec,
+    add_columns,
     check_made_here,
     existing,
-    own_by_properties,
+    own_table,
     owner_of,
     refuse_table,
     staged,
@@ -68,9 +69,12 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
 
 
 def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
-    """Note whose the table is among its properties, if there is a table. Raises OperatorError as ``must_note``."""
-    if _table(spark, sink) is not None:
-        own_by_properties(spark, sink.target, owner, sink.target, new_ledger=new_ledger)
+    """Store whose the table is among its properties; create the table if needed. Raises OperatorError as ``must_note``."""
+    _own(spark, sink, owner, new_ledger=new_ledger)
+
+
+def _own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> DataFrame:
+    return own_table(spark, sink, sink.target, owner, lambda: _table(spark, sink), new_ledger=new_ledger)
 
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
@@ -80,19 +84,21 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
 
-    window, owner, table = job.window, owner_of(job), _table(spark, sink)
+    window, owner = job.window, owner_of(job)
+    table = _own(spark, sink, owner)
     # From metadata only: the last snapshot's id (None: there is none), and the window's highest revision (0: none).
     last, written = None, 0
-    if table is not None:
-        own_by_properties(spark, sink.target, owner, sink.target)
-        snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
-        for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
-            last, summary = int(row["snapshot_id"]), row["summary"] or {}
-            if (summary.get(LEDGER), summary.get(_WINDOW)) == (owner.ledger, window.id):
-                written = max(written, int(summary.get(_REVISION) or 0))
-    if written >= window.revision or (table is None and not job.files):
+    snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
+    for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
+        last, summary = int(row["snapshot_id"]), row["summary"] or {}
+        if (summary.get(LEDGER), summary.get(_WINDOW)) == (owner.ledger, window.id):
+            written = max(written, int(summary.get(_REVISION) or 0))
+    if written >= window.revision:
         return
-    rows = staged(spark, job) if job.files or table is None else table.limit(0)
+    rows = table.limit(0)
+    if job.files:
+        rows = staged(spark, job)
+        add_columns(spark, sink.target, table, rows)
     writer = rows.writeTo(sink.target).options(**sink.options)
     for name, value in (
         (PIPELINE, owner.pipeline),
@@ -101,10 +107,6 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         (_REVISION, str(window.revision)),
     ):
         writer = writer.option(f"snapshot-property.{name}", value)
-    if table is None:
-        writer = writer.using("iceberg").partitionedBy(F.col(WINDOW))
-        writer.tableProperty(PIPELINE, owner.pipeline).tableProperty(LEDGER, owner.ledger).create()
-        return
     if last is not None:
         writer = writer.option("isolation-level", "serializable")
         writer = writer.option("validate-from-snapshot-id", str(last))

@@ -17,6 +17,7 @@ from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType
 
 WINDOW: Final = "_window"
 """Column of the window's id, text."""
@@ -91,22 +92,75 @@ def must_note(found: Owner | None, owner: Owner, where: str, *, new_ledger: bool
     )
 
 
-def own_by_properties(
-    spark: SparkSession, table: str, owner: Owner, where: str, *, new_ledger: bool = False
-) -> None:
-    """Compare an existing table's properties with ``owner``, and note it there. Raises OperatorError as ``must_note``.
+def own_table(
+    spark: SparkSession,
+    sink: SinkSpec,
+    name: str,
+    owner: Owner,
+    load: Callable[[], DataFrame | None],
+    *,
+    new_ledger: bool = False,
+) -> DataFrame:
+    """Store ``owner`` among the properties of a table; return the table. Raises OperatorError as ``must_note``.
 
-    ``table``: its name as SQL takes it.
+    A table that does not exist is created, without rows: from the first start on, each other pipeline finds an owner. It
+    has the columns of window and revision only (see ``add_columns``).
+
+    ``name``: the table's name in SQL. ``load``: returns the table; None if it does not exist.
     """
-    rows = spark.sql(f"SHOW TBLPROPERTIES {table}").collect()
+    table = load()
+    if table is None:
+        from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
+
+        empty = spark.createDataFrame([], f"{WINDOW} STRING, {REVISION} INT")
+        writer = empty.writeTo(name).using(sink.format).partitionedBy(F.col(WINDOW))
+        try:
+            writer.tableProperty(PIPELINE, owner.pipeline).tableProperty(LEDGER, owner.ledger).create()
+        except Exception:
+            # Another server may have created it at the same moment.
+            if (table := load()) is None:
+                raise
+        else:
+            table = load()
+            assert table is not None, "it was created"
+    rows = spark.sql(f"SHOW TBLPROPERTIES {name}").collect()
     properties = {str(row["key"]): str(row["value"]) for row in rows}
     found = Owner(properties.get(PIPELINE, ""), properties[LEDGER]) if LEDGER in properties else None
-    if must_note(found, owner, where, new_ledger=new_ledger):
+    if must_note(found, owner, sink.target, new_ledger=new_ledger):
         pairs = ", ".join(
-            f"'{name}' = {_literal(value)}"
-            for name, value in ((PIPELINE, owner.pipeline), (LEDGER, owner.ledger))
+            f"'{key}' = {_literal(value)}"
+            for key, value in ((PIPELINE, owner.pipeline), (LEDGER, owner.ledger))
         )
-        spark.sql(f"ALTER TABLE {table} SET TBLPROPERTIES ({pairs})")
+        spark.sql(f"ALTER TABLE {name} SET TBLPROPERTIES ({pairs})")
+    return table
+
+
+def add_columns(spark: SparkSession, name: str, table: DataFrame, rows: DataFrame) -> None:
+    """Give a table that ``own_table`` created the columns of its first output. ``name``: its name in SQL."""
+    if {*table.columns} != {WINDOW, REVISION}:
+        return
+    columns = (field for field in rows.schema if field.name not in {WINDOW, REVISION})
+    listed = ", ".join(f"{quoted(field.name)} {_sql_type(field.dataType)}" for field in columns)
+    spark.sql(f"ALTER TABLE {name} ADD COLUMNS ({listed})")
+
+
+def quoted(name: str) -> str:
+    """Return a name in Spark's quotation marks."""
+    return f"`{name.replace('`', '``')}`"
+
+
+def _sql_type(kind: DataType) -> str:
+    """Return a type in SQL. Spark's own ``simpleString`` does not quote the names of a structure's fields."""
+    from pyspark.sql.types import ArrayType, MapType, StructType  # noqa: PLC0415  # only the driver pays for pyspark
+
+    match kind:
+        case ArrayType():
+            return f"array<{_sql_type(kind.elementType)}>"
+        case MapType():
+            return f"map<{_sql_type(kind.keyType)},{_sql_type(kind.valueType)}>"
+        case StructType():
+            return f"struct<{','.join(f'{quoted(each.name)}:{_sql_type(each.dataType)}' for each in kind)}>"
+    return kind.simpleString()
 
 
 def _literal(text: str) -> str:

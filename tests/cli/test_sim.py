@@ -247,5 +247,5 @@ def test_with_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
         == 0
     )
-    assert "2000 durable" in capsys.readouterr().out
+    assert "2,000 rows durable" in capsys.readouterr().out
     assert len(list(out.glob("window=*"))) == 3

@@ -162,7 +162,7 @@ async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the
             with server.session() as session:
                 assert session.ask("SELECT count(*) FROM events__windows WHERE stage <> 'none'") == ["0"]
                 names = session.ask("SELECT tablename FROM pg_tables WHERE schemaname = 'public' ORDER BY 1")
-                assert names == ["events", "events__windows"]
+                assert names == ["events", "events__owner", "events__windows"]
                 for line in session.ask("SELECT row_to_json(events) FROM events"):
                     row = orjson.loads(line)
                     for name in ("at", "_arrival"):

@@ -7,6 +7,7 @@ not what Delta and Iceberg make of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,12 +20,21 @@ from mldserver.engine_jobs import PublishJob
 from mldserver.errors import OperatorError
 from mldserver.sinks import find, jdbc
 from mldserver.sinks.database import connected
-from mldserver.sinks.sink import Owner, SinkSpec, must_note, staged
+from mldserver.sinks.sink import (
+    Owner,
+    SinkSpec,
+    add_columns,
+    existing,
+    must_note,
+    own_table,
+    staged,
+)
 from mldserver.spark.session import Session
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 pytestmark = pytest.mark.slow
 
@@ -410,13 +420,35 @@ def test_jdbc_a_window_without_rows_makes_no_table_that_could_be_missed(place: P
 class Recorder:
     """Stands for a session, a frame and a writer: notes every call and returns itself."""
 
-    def __init__(self, snapshots: list[dict[str, Any]] | None = None) -> None:
+    def __init__(self, snapshots: list[dict[str, Any]] | None = None, *, there: bool = True) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.read = self.write = self
-        self.schema = None
-        self.columns = ["name", "_window", "_revision"]
-        self.snapshots = snapshots
+        self.columns = ["name", "_window", "_revision"] if there else []
+        self.snapshots = snapshots or []
         self.properties: dict[str, str] = {}
+        self.claimed: dict[str, str] = {}
+        """The properties of a table that another server creates in the same instant."""
+        self.there = there
+        self._wanted: dict[str, str] = {}
+
+    @property
+    def schema(self) -> StructType:
+        from pyspark.sql.types import (  # pyspark is heavy
+            ArrayType,
+            IntegerType,
+            StringType,
+            StructField,
+            StructType,
+        )
+
+        parts = StructType([StructField("odd name", IntegerType())])
+        types = {
+            "name": StringType(),
+            "list": ArrayType(parts),
+            "_window": StringType(),
+            "_revision": IntegerType(),
+        }
+        return StructType([StructField(name, kind) for name, kind in types.items()])
 
     def __getattr__(self, name: str) -> Any:
         def call(*values: Any, **named: Any) -> Recorder:
@@ -425,13 +457,32 @@ class Recorder:
 
         return call
 
+    def load(self, path: str) -> Any:
+        self.calls.append(("load", path))
+        if not self.there:
+            raise LookupError("[PATH_NOT_FOUND] The path does not exist.")
+        return self
+
     def table(self, name: str) -> Any:
-        if self.snapshots is None:
+        if not self.there:
             raise LookupError("[TABLE_OR_VIEW_NOT_FOUND] The table cannot be found.")
         if not name.endswith(".snapshots"):
             return self
         rows = SimpleNamespace(collect=lambda: self.snapshots)
         return SimpleNamespace(select=lambda *_: rows)
+
+    def tableProperty(self, name: str, value: str) -> Any:  # noqa: N802  # Spark's name
+        self._wanted[name] = value
+        return self
+
+    def create(self) -> None:
+        self.calls.append(("create",))
+        if not self.there:
+            self.there, self.columns = True, ["_window", "_revision"]
+            self.snapshots = [{"committed_at": 1, "snapshot_id": 1, "summary": {}}]
+            self.properties = self.claimed or self._wanted
+        if self.properties is not self._wanted:
+            raise LookupError("[TABLE_OR_VIEW_ALREADY_EXISTS] The table exists.")
 
     def sql(self, text: str) -> Any:
         self.calls.append(("sql", text))
@@ -501,24 +552,13 @@ def test_iceberg_is_asked_to_overwrite_one_window_since_the_last_snapshot() -> N
 
 
 @pytest.mark.usefixtures("spark")
-def test_iceberg_makes_the_table_partitioned_by_window() -> None:
-    lake = Recorder()
-    publish(lake, ICEBERG, HANDED)  # type: ignore[arg-type]  # stands for a session
-    assert lake.called("using", "partitionedBy", "create", "overwrite") == [
-        ("using", "iceberg"),
-        ("partitionedBy", "Column<'_window'>"),
-        ("create",),
-    ]
-
-
-@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize(
     ("job", "snapshots"),
-    [(HANDED, [snapshot(8, 2)]), (HANDED, [snapshot(8, 3)]), (EMPTY, None)],
-    ids=["the same revision", "a later one", "nothing, and no table"],
+    [(HANDED, [snapshot(8, 2)]), (HANDED, [snapshot(8, 3)])],
+    ids=["the same revision", "a later one"],
 )
 def test_iceberg_is_asked_for_nothing_when_the_table_has_it(
-    job: PublishJob, snapshots: list[dict[str, Any]] | None
+    job: PublishJob, snapshots: list[dict[str, Any]]
 ) -> None:
     lake = Recorder(snapshots)
     publish(lake, ICEBERG, job)  # type: ignore[arg-type]  # stands for a session
@@ -532,10 +572,95 @@ def test_iceberg_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
     assert [call[0] for call in lake.called("limit", "parquet", "overwrite")] == ["limit", "overwrite"]
 
 
-@pytest.mark.parametrize("sink", [SinkSpec("delta", "/lake/`events`"), ICEBERG], ids=["delta", "iceberg"])
-def test_a_lake_s_table_says_among_its_properties_whose_it_is(sink: SinkSpec) -> None:
+LAKES = pytest.mark.parametrize(
+    ("sink", "name"),
+    [(SinkSpec("delta", "/lake/`events`"), "delta.`/lake/``events```"), (ICEBERG, "lake.db.events")],
+    ids=["delta", "iceberg"],
+)
+
+
+@pytest.mark.usefixtures("spark")
+@LAKES
+def test_of_a_lake_s_table_that_is_not_there_yet_the_second_pipeline_is_refused_at_its_start(
+    sink: SinkSpec, name: str
+) -> None:
+    lake: Any = Recorder(there=False)
+    own(lake, sink, OURS)
+    assert lake.called("createDataFrame", "writeTo", "using", "partitionedBy", "create") == [
+        ("createDataFrame", "[]", "_window STRING, _revision INT"),
+        ("writeTo", name),
+        ("using", sink.format),
+        ("partitionedBy", "Column<'_window'>"),
+        ("create",),
+    ]
+    assert lake.properties == {"mldserver.pipeline": "flights", "mldserver.ledger": LEDGER}
+    own(lake, sink, OURS)
+    with pytest.raises(OperatorError, match="belongs to pipeline flights; this is pipeline trains"):
+        own(lake, sink, THEIRS)
+    assert len(lake.called("create")) == 1
+
+
+@pytest.mark.usefixtures("spark")
+@LAKES
+def test_of_two_first_claims_of_a_lake_s_table_one_wins(sink: SinkSpec, name: str) -> None:
+    for other, is_refused in ((THEIRS, True), (OURS, False)):
+        lake: Any = Recorder(there=False)
+        lake.claimed = {"mldserver.pipeline": other.pipeline, "mldserver.ledger": other.ledger}
+        with (
+            pytest.raises(OperatorError, match="belongs to pipeline trains") if is_refused else nullcontext()
+        ):
+            own(lake, sink, OURS)
+        assert not [call for call in lake.called("sql") if "ALTER" in call[1]], name
+
+
+@pytest.mark.usefixtures("spark")
+@LAKES
+def test_a_lake_s_table_gets_the_columns_of_the_first_output(sink: SinkSpec, name: str) -> None:
+    lake: Any = Recorder(there=False)
+    publish(lake, sink, EMPTY)
+    publish(lake, sink, HANDED)
+    changes = [call[1] for call in lake.called("sql") if "ALTER" in call[1]]
+    assert changes == [
+        f"ALTER TABLE {name} ADD COLUMNS (`name` string, `list` array<struct<`odd name`:int>>)"
+    ]
+    lake.columns = ["_window", "_revision", "name", "list"]
+    publish(lake, sink, HANDED)
+    assert len([call for call in lake.called("sql") if "ALTER" in call[1]]) == 1
+    assert len(lake.called("save", "overwrite")) == 3
+
+
+def test_spark_creates_a_table_with_its_owner_and_adds_the_columns_of_the_first_output(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A table of Spark's own catalog stands for those of a lake: what they are asked is valid."""
+    name, sink = "lakehouse.claimed", SinkSpec("parquet", "claimed")
+
+    def load() -> DataFrame | None:
+        return existing(lambda: spark.table(name), {"TABLE_OR_VIEW_NOT_FOUND"}, {}, "")
+
+    spark.sql(f"CREATE DATABASE lakehouse LOCATION '{tmp_path}'")
+    try:
+        table = own_table(spark, sink, name, Owner("o'hare", LEDGER), load)
+        assert (sorted(table.columns), table.count()) == (["_revision", "_window"], 0)
+        with pytest.raises(OperatorError, match="belongs to pipeline o'hare; this is pipeline trains"):
+            own_table(spark, sink, name, THEIRS, load)
+        columns = "`odd name` STRING, list ARRAY<STRUCT<`odd-name`: INT>>, map MAP<STRING, DECIMAL(10, 2)>"
+        rows = spark.createDataFrame([], f"{columns}, _window STRING, _revision INT")
+        add_columns(spark, name, table, rows)
+        table = own_table(spark, sink, name, Owner("renamed", LEDGER), load)
+        types = {field.name: field.dataType for field in rows.schema}
+        assert {field.name: field.dataType for field in table.schema} == types
+        add_columns(spark, name, table, rows)
+        assert [
+            row["value"] for row in spark.sql(f"SHOW TBLPROPERTIES {name}('mldserver.pipeline')").collect()
+        ] == ["renamed"]
+    finally:
+        spark.sql("DROP DATABASE lakehouse CASCADE")
+
+
+@LAKES
+def test_a_lake_s_table_says_among_its_properties_whose_it_is(sink: SinkSpec, name: str) -> None:
     lake: Any = Recorder([])
-    name = {"delta": "delta.`/lake/``events```", "iceberg": "lake.db.events"}[sink.format]
     own(lake, sink, Owner("o'hare", LEDGER))
     assert lake.called("sql") == [
         ("sql", f"SHOW TBLPROPERTIES {name}"),
