@@ -150,7 +150,7 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
 def _tables(document: dict[str, Any]) -> list[Any]:
     """Return a report as text: a row for each section and one for all, then every case that did not pass."""
     sections = document["sections"]
-    sections |= {"all": {grade: sum(row[grade] for row in sections.values()) for grade in Grade}}
+    sections = sections | {"all": {grade: sum(row[grade] for row in sections.values()) for grade in Grade}}
     rows = [{"section": name, "cases": sum(row.values())} | row for name, row in sections.items()]
     others = [case for case in document["cases"] if case["verdict"] != Grade.PASS]
     return [table(rows), *(["", table(others, "number verdict title why source")] if others else [])]

@@ -156,44 +156,36 @@ class Section:
 
     def add(
         self,
+        daemon: Daemon,
         title: str,
         source: str,
         /,
         *steps: Step,
-        form: Form = KCL3,
         strict: bool = True,
         patience: float = 1.0,
     ) -> None:
         """Add a case; its title names a form other than KCL 2 and 3. A case without an end ends with ``HangUp``."""
-        told = title if form is KCL3 else f"{title} ({FORM_NAMES[form]})"
+        full = title if daemon.form is KCL3 else f"{title} ({FORM_NAMES[daemon.form]})"
         number = f"{self.letter}{len(self.cases) + 1:02d}"
         ended = steps if isinstance(steps[-1], HangUp) else (*steps, HangUp())
-        self.cases.append(Case(number, self.name, told, source, ended, form, strict, patience))
+        self.cases.append(Case(number, self.name, full, source, ended, daemon.form, strict, patience))
 
+    def life(
+        self,
+        daemon: Daemon,
+        title: str,
+        source: str,
+        /,
+        *steps: Step,
+        begin: Ask | None = None,
+        end: Ask | None = None,
+        strict: bool = True,
+        patience: float = 1.0,
+    ) -> None:
+        """Add a case that begins with ``initialize`` and ends with the loss of the lease, unless others are given."""
+        whole = begin or daemon.initialize(), *steps, end or daemon.lease_lost()
+        self.add(daemon, title, source, *whole, strict=strict, patience=patience)
 
-# Where it stands: classes of KCL 3.1.3 but where another is named, and what was captured from it (tests/transcripts/).
-
-WRITER: Final = "MessageWriter"
-READER: Final = "LineReaderTask, GetNextMessageTask"
-PROTOCOL: Final = "MultiLangProtocol"
-PROCESSOR: Final = "MultiLangShardRecordProcessor"
-RECORD: Final = "JsonFriendlyRecord"
-INITIALIZE: Final = "InitializeMessage"
-BATCH: Final = "ProcessRecordsMessage"
-CHECKPOINT: Final = "CheckpointMessage"
-CHECKPOINTER: Final = "ShardRecordProcessorCheckpointer"
-SENTINELS: Final = "SentinelCheckpoint"
-ENDS: Final = "LeaseLostMessage, ShardEndedMessage, ShutdownRequestedMessage"
-DRAIN: Final = "DrainChildSTDOUTTask"
-KCL1: Final = "ShutdownMessage (KCL 1.x)"
-OLD: Final = "CheckpointMessage, InitializeMessage (KCL before 1.7.1)"
-KPL: Final = "UserRecord (KCL 1.x), KPL's aggregation format"
-AGGREGATOR: Final = "AggregatorUtil"
-DYNAMODB: Final = "DynamoDB Streams API: sequence numbers of 21 to 40 digits"
-KINESIS: Final = "Kinesis API"
-NEVER: Final = "MultiLangProtocol asks one at a time, in this order only: no daemon sends it"
-MALFORMED: Final = "MessageWriter writes whole messages only: no daemon sends it"
-FUTURE: Final = "no version writes it so; a later one, or another JSON library, may"
 
 # The daemon's lines.
 
@@ -223,58 +215,69 @@ def record(
     }
 
 
-def plain(place: int, form: Form) -> dict[str, Any]:
-    """Return a record that came in no aggregate: KCL 2 and 3 number it 0, KCL 1.x not at all."""
-    return record(place, 0 if form is KCL3 else None)
-
-
 _V1_KEYS: Final = ("data", "partitionKey", "sequenceNumber")
 
 
-def batch(
-    *records: dict[str, Any],
-    form: Form = KCL3,
-    behind: int | None = 0,
-    line_of: Callable[[dict[str, Any]], bytes] = line,
-    **ask: Any,
-) -> Ask:
-    """Return a batch; ``behind`` in milliseconds, not in V1. ``line_of`` writes it in another way than the daemon does."""
-    shown = [{key: each[key] for key in _V1_KEYS} for each in records] if form is V1 else records
-    message: dict[str, Any] = {"action": "processRecords", "records": shown}
-    if form is not V1:
-        message["millisBehindLatest"] = behind
-    places = tuple(Place(each["sequenceNumber"], each.get("subSequenceNumber") or 0) for each in records)
-    return Ask(line=line_of(message), action="processRecords", places=places, **ask)
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """Writes the requests of one generation of the daemon."""
+
+    form: Form = KCL3
+
+    def batch(
+        self,
+        *records: dict[str, Any] | int,
+        behind: int | None = 0,
+        line_of: Callable[[dict[str, Any]], bytes] = line,
+        **ask: Any,
+    ) -> Ask:
+        """Return a batch of records, or of the shard's n-th records that came in no aggregate.
+
+        ``behind`` in milliseconds, not in V1. ``line_of`` writes the message in another way than the daemon does.
+        """
+        # KCL 2 and 3 number a record that came in no aggregate 0, KCL 1.x not at all.
+        sub = 0 if self.form is KCL3 else None
+        whole = [record(each, sub) if isinstance(each, int) else each for each in records]
+        shown = [{key: each[key] for key in _V1_KEYS} for each in whole] if self.form is V1 else whole
+        message: dict[str, Any] = {"action": "processRecords", "records": shown}
+        if self.form is not V1:
+            message["millisBehindLatest"] = behind
+        places = tuple(Place(each["sequenceNumber"], each.get("subSequenceNumber") or 0) for each in shown)
+        return Ask(line=line_of(message), action="processRecords", places=places, **ask)
+
+    def initialize(self, start: str | None = "TRIM_HORIZON", sub: int | None = 0, **ask: Any) -> Ask:
+        """Return the first request, which says where the daemon starts."""
+        message: dict[str, Any] = {"action": "initialize", "shardId": SHARD}
+        if self.form is not V1:
+            message |= {"sequenceNumber": start, "subSequenceNumber": sub}
+        place = TRIM_HORIZON if start is None or self.form is V1 else Place(start, sub or 0)
+        return Ask(line=line(message), action="initialize", start=place, checkpointable=False, **ask)
+
+    def shutdown_requested(self, **ask: Any) -> Ask:
+        """Return the request before the lease goes elsewhere, or the daemon stops."""
+        return Ask(line=line({"action": "shutdownRequested"}), action="shutdownRequested", **ask)
+
+    def lease_lost(self, **ask: Any) -> Ask:
+        """Return the end that takes the lease away."""
+        return self._end("leaseLost", "ZOMBIE", checkpointable=False, **ask)
+
+    def shard_ended(self, **ask: Any) -> Ask:
+        """Return the end of a shard that was read to its end."""
+        return self._end("shardEnded", "TERMINATE", ends=True, **ask)
+
+    def _end(self, action: str, reason: str, **ask: Any) -> Ask:
+        if self.form is KCL3:
+            return Ask(line=line({"action": action}), action=action, **ask)
+        return Ask(line=line({"action": "shutdown", "reason": reason}), action="shutdown", **ask)
+
+    def provoke(self, *replies: str | bytes | None, **more: Any) -> Provoke:
+        """Return batches until the child has got these replies to its checkpoints; without any, one success."""
+        return Provoke(self.form, replies or (None,), **more)
 
 
-def initialize(form: Form = KCL3, start: str | None = "TRIM_HORIZON", sub: int | None = 0, **ask: Any) -> Ask:
-    """Return the first request, which says where the daemon starts."""
-    message: dict[str, Any] = {"action": "initialize", "shardId": SHARD}
-    if form is not V1:
-        message |= {"sequenceNumber": start, "subSequenceNumber": sub}
-    place = TRIM_HORIZON if start is None or form is V1 else Place(start, sub or 0)
-    return Ask(line=line(message), action="initialize", start=place, checkpointable=False, **ask)
-
-
-def shutdown_requested(**ask: Any) -> Ask:
-    """Return the request before the lease goes elsewhere, or the daemon stops."""
-    return Ask(line=line({"action": "shutdownRequested"}), action="shutdownRequested", **ask)
-
-
-def lease_lost(form: Form = KCL3, **ask: Any) -> Ask:
-    """Return the end that takes the lease away."""
-    return _end(form, "leaseLost", "ZOMBIE", checkpointable=False, **ask)
-
-
-def shard_ended(form: Form = KCL3, **ask: Any) -> Ask:
-    """Return the end of a shard that was read to its end."""
-    return _end(form, "shardEnded", "TERMINATE", ends=True, **ask)
-
-
-def _end(form: Form, action: str, reason: str, **ask: Any) -> Ask:
-    if form is KCL3:
-        return Ask(line=line({"action": action}), action=action, **ask)
-    return Ask(line=line({"action": "shutdown", "reason": reason}), action="shutdown", **ask)
+NEW: Final = Daemon(KCL3)
+DAEMONS: Final = (NEW, Daemon(V2), Daemon(V1))
+"""The newest generation first."""
 
 
 def odd(

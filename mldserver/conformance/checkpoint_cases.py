@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
+from mldserver.conformance import origin
 from mldserver.conformance.cases import (
-    CHECKPOINT,
-    CHECKPOINTER,
-    ENDS,
-    FUTURE,
-    KCL3,
-    MALFORMED,
-    NEVER,
-    OLD,
-    PROCESSOR,
-    PROTOCOL,
+    DAEMONS,
+    NEW,
     V1,
-    V2,
-    Provoke,
     Quiet,
     Reopen,
     Resume,
     Section,
     Want,
-    batch,
-    initialize,
-    lease_lost,
     line,
-    plain,
     record,
     sequence,
-    shard_ended,
-    shutdown_requested,
 )
 
 GONE: Final = "ShutdownException"
@@ -48,175 +33,96 @@ ERRORS: Final = {
 }
 """What a reply may hold in place of null, and what it means."""
 _PASSING: Final = (THROTTLED, "KinesisClientLibDependencyException")
+_SLOW: Final = 1.0
 
 
 def _checkpoints() -> Section:
     section = Section("F", "checkpoints")
-    for form in (KCL3, V2, V1):
-        source = OLD if form is V1 else CHECKPOINT
-        section.add(
-            "a checkpoint under a batch has exactly the keys of its version",
-            source,
-            *(initialize(form), Provoke(form), lease_lost(form)),
-            form=form,
-        )
-        section.add(
-            "checkpoints under batches never go back",
-            CHECKPOINTER,
-            *(initialize(form), Provoke(form, (None,) * 3), lease_lost(form)),
-            form=form,
-        )
-        section.add(
-            "nothing is asked for between two requests",
-            f"{PROTOCOL}: what comes early is taken for the next answer",
-            *(initialize(form), Provoke(form), Quiet(1.0), batch(form=form), Quiet(0.5), lease_lost(form)),
-            form=form,
-        )
-        section.add(
-            "the shard's end is checkpointed though its last record was already",
-            f"{CHECKPOINTER}: the same place again stores nothing, and reports success",
-            *(initialize(form), Provoke(form), batch(form=form), shard_ended(form)),
-            form=form,
-        )
-        section.add(
-            "the next child begins at the checkpoint, and goes on from there",
-            f"{PROCESSOR}: initialize contains the lease's checkpoint",
-            *(initialize(form), Provoke(form), Resume(form), Provoke(form), lease_lost(form)),
-            form=form,
-        )
-    for form in (KCL3, V2):
-        section.add(
-            "before the lease goes all that was delivered is checkpointed",
-            ENDS,
-            *(initialize(form), batch(plain(1, form), plain(2, form), form=form)),
-            *(shutdown_requested(checkpoint=True, covers=True), lease_lost(form)),
-            form=form,
-            strict=False,
-        )
-    section.add(
-        "before the lease goes an aggregate is checkpointed to its last record",
-        CHECKPOINTER,
-        *(initialize(), batch(*(record(1, sub) for sub in range(4)))),
-        *(shutdown_requested(checkpoint=True, covers=True), lease_lost()),
-        strict=False,
-    )
-    section.add(
-        "the first checkpoint after a start at a record does not go behind it",
-        CHECKPOINTER,
-        *(initialize(start=sequence(5)), batch(record(6)), shutdown_requested(checkpoint=True), lease_lost()),
-    )
-    section.add(
-        "an empty batch behind the start moves no checkpoint",
-        CHECKPOINTER,
-        *(initialize(start=sequence(5)), batch(), batch(), shutdown_requested(), lease_lost()),
-    )
-    slow = 1.0
-    section.add(
-        "a slow reply under a batch is waited for, and not asked for twice",
-        PROTOCOL,
-        *(initialize(), Provoke(KCL3, reply_after=slow), lease_lost()),
-    )
-    section.add(
-        "a slow reply before the lease goes is waited for",
-        PROTOCOL,
-        *(
-            initialize(),
-            batch(record(1)),
-            shutdown_requested(checkpoint=True, reply_after=slow),
-            lease_lost(),
-        ),
-    )
-    for form in (KCL3, V2, V1):
-        section.add(
-            "a slow reply at the shard's end is waited for",
-            PROTOCOL,
-            *(initialize(form), batch(plain(1, form), form=form), shard_ended(form, reply_after=slow)),
-            form=form,
-        )
+    for d in DAEMONS:
+        source = origin.OLD if d.form is V1 else origin.CHECKPOINT
+        title = "a checkpoint under a batch has exactly the keys of its version"
+        section.life(d, title, source, d.provoke())
+        again = d.provoke(None, None, None)
+        section.life(d, "checkpoints under batches never go back", origin.CHECKPOINTER, again)
+        source = f"{origin.PROTOCOL}: what comes early is taken for the next answer"
+        steps = d.provoke(), Quiet(1.0), d.batch(), Quiet(0.5)
+        section.life(d, "nothing is asked for between two requests", source, *steps)
+        title = "the shard's end is checkpointed though its last record was already"
+        source = f"{origin.CHECKPOINTER}: the same place again stores nothing, and reports success"
+        section.life(d, title, source, d.provoke(), d.batch(), end=d.shard_ended())
+        title = "the next child begins at the checkpoint, and goes on from there"
+        source = f"{origin.PROCESSOR}: initialize contains the lease's checkpoint"
+        section.life(d, title, source, d.provoke(), Resume(d.form), d.provoke())
+    last = NEW.shutdown_requested(checkpoint=True, covers=True)
+    for d in DAEMONS[:2]:
+        title = "before the lease goes all that was delivered is checkpointed"
+        section.life(d, title, origin.ENDS, d.batch(1, 2), last, strict=False)
+    title = "before the lease goes an aggregate is checkpointed to its last record"
+    aggregate = NEW.batch(*(record(1, sub) for sub in range(4)))
+    section.life(NEW, title, origin.CHECKPOINTER, aggregate, last, strict=False)
+    begin = NEW.initialize(start=sequence(5))
+    title = "the first checkpoint after a start at a record does not go behind it"
+    asked = NEW.shutdown_requested(checkpoint=True)
+    section.life(NEW, title, origin.CHECKPOINTER, NEW.batch(6), asked, begin=begin)
+    title = "an empty batch behind the start moves no checkpoint"
+    empty = NEW.batch()
+    section.life(NEW, title, origin.CHECKPOINTER, empty, empty, NEW.shutdown_requested(), begin=begin)
+    title = "a slow reply under a batch is waited for, and not asked for twice"
+    section.life(NEW, title, origin.PROTOCOL, NEW.provoke(reply_after=_SLOW))
+    title = "a slow reply before the lease goes is waited for"
+    asked = NEW.shutdown_requested(checkpoint=True, reply_after=_SLOW)
+    section.life(NEW, title, origin.PROTOCOL, NEW.batch(1), asked)
+    for d in DAEMONS:
+        end = d.shard_ended(reply_after=_SLOW)
+        section.life(d, "a slow reply at the shard's end is waited for", origin.PROTOCOL, d.batch(1), end=end)
     return section
 
 
 def _errors() -> Section:
     section = Section("G", "checkpoint errors")
     for name, meaning in ERRORS.items():
-        told, source = name or "an empty name", f"{CHECKPOINT}: {meaning}"
-        for form in (KCL3, V2, V1):
-            section.add(
-                f"under a batch: after {told} processing goes on",
-                source,
-                *(initialize(form), Provoke(form, (name,)), batch(plain(2_000, form), form=form)),
-                lease_lost(form),
-                form=form,
-            )
-        for form in (KCL3, V2):
-            section.add(
-                f"before the lease goes: {told} is answered all the same",
-                source,
-                *(initialize(form), batch(plain(1, form), form=form)),
-                *(shutdown_requested(checkpoint=True, replies=(name,)), lease_lost(form)),
-                form=form,
-            )
-        for form in (KCL3, V2, V1):
-            what = "is answered all the same" if name == GONE else "is not taken for stored"
-            section.add(
-                f"at the shard's end: {told} {what}",
-                source if name == GONE else f"{source}; {CHECKPOINTER}: there is one chance",
-                *(initialize(form), batch(plain(1, form), form=form)),
-                shard_ended(form, replies=(name,), want=Want.STATUS if name == GONE else Want.EITHER),
-                form=form,
-            )
-    for name in ERRORS:
-        if name == GONE:
-            continue
-        section.add(
-            f"under a batch: the next checkpoint after {name or 'an empty name'} is stored",
-            f"{CHECKPOINTER}: an error ends nothing",
-            *(initialize(), Provoke(KCL3, (name, None)), lease_lost()),
-        )
-        section.add(
-            f"at the shard's end: {name or 'an empty name'} three times is not taken for stored",
-            f"{PROTOCOL}, {CHECKPOINTER}: there is one chance",
-            *(initialize(), batch(record(1)), shard_ended(replies=(name,) * 3, want=Want.EITHER)),
-            patience=2,
-        )
+        called, source = name or "an empty name", f"{origin.CHECKPOINT}: {meaning}"
+        for d in DAEMONS:
+            title = f"under a batch: after {called} processing goes on"
+            section.life(d, title, source, d.provoke(name), d.batch(2_000))
+        for d in DAEMONS[:2]:
+            title = f"before the lease goes: {called} is answered all the same"
+            last = d.shutdown_requested(checkpoint=True, replies=(name,))
+            section.life(d, title, source, d.batch(1), last)
+        what = "is answered all the same" if name == GONE else "is not taken for stored"
+        if name != GONE:
+            source += f"; {origin.CHECKPOINTER}: there is one chance"
+        for d in DAEMONS:
+            end = d.shard_ended(replies=(name,), want=Want.STATUS if name == GONE else Want.EITHER)
+            section.life(d, f"at the shard's end: {called} {what}", source, d.batch(1), end=end)
+    for name in list(ERRORS)[1:]:
+        called = name or "an empty name"
+        title = f"under a batch: the next checkpoint after {called} is stored"
+        source = f"{origin.CHECKPOINTER}: an error ends nothing"
+        section.life(NEW, title, source, NEW.provoke(name, None))
+        title = f"at the shard's end: {called} three times is not taken for stored"
+        source = f"{origin.PROTOCOL}, {origin.CHECKPOINTER}: there is one chance"
+        end = NEW.shard_ended(replies=(name,) * 3, want=Want.EITHER)
+        section.life(NEW, title, source, NEW.batch(1), end=end, patience=2)
     for name in _PASSING:
-        section.add(
-            f"at the shard's end: after {name} the checkpoint is tried again until it is stored",
-            "KCL's documentation: back off and retry",
-            *(initialize(), batch(record(1)), shard_ended(replies=(name,) * 2)),
-            strict=False,
-        )
+        title = f"at the shard's end: after {name} the checkpoint is tried again until it is stored"
+        source = "KCL's documentation: back off and retry"
+        section.life(NEW, title, source, NEW.batch(1), end=NEW.shard_ended(replies=(name,) * 2), strict=False)
     for name in (*_PASSING, "InvalidStateException"):
-        section.add(
-            f"under a batch: {name} for ever ends in a status",
-            "the daemon waits for the status while the lease table is away",
-            *(
-                initialize(),
-                Provoke(KCL3, (name,)),
-                batch(record(2_000), replies=(name,) * 100),
-                lease_lost(),
-            ),
-            patience=3,
-        )
-        section.add(
-            f"at the shard's end: {name} for ever never ends in a status",
-            f"{PROTOCOL}, {CHECKPOINTER}: there is one chance",
-            *(initialize(), batch(record(1)), shard_ended(replies=(name,) * 100, want=Want.NO_STATUS)),
-        )
-    section.add(
-        "two different errors come one after the other",
-        CHECKPOINT,
-        *(initialize(), Provoke(KCL3, (THROTTLED, "IllegalArgumentException", None)), lease_lost()),
-    )
-    for name, more in {
-        "an empty batch": (batch(),),
-        "shutdownRequested": (shutdown_requested(),),
-    }.items():
-        section.add(
-            f"once the lease is gone, {name} is answered without a checkpoint",
-            "capture kcl313-moto-conn-002: every checkpoint fails until leaseLost comes",
-            *(initialize(), Provoke(KCL3, (GONE,)), *more, lease_lost()),
-        )
+        title = f"under a batch: {name} for ever ends in a status"
+        source = "the daemon waits for the status while the lease table is away"
+        steps = NEW.provoke(name), NEW.batch(2_000, replies=(name,) * 100)
+        section.life(NEW, title, source, *steps, patience=3)
+        title = f"at the shard's end: {name} for ever never ends in a status"
+        source = f"{origin.PROTOCOL}, {origin.CHECKPOINTER}: there is one chance"
+        end = NEW.shard_ended(replies=(name,) * 100, want=Want.NO_STATUS)
+        section.life(NEW, title, source, NEW.batch(1), end=end)
+    errors = NEW.provoke(THROTTLED, "IllegalArgumentException", None)
+    section.life(NEW, "two different errors come one after the other", origin.CHECKPOINT, errors)
+    for name, more in {"an empty batch": NEW.batch(), "shutdownRequested": NEW.shutdown_requested()}.items():
+        title = f"once the lease is gone, {name} is answered without a checkpoint"
+        source = "capture kcl313-moto-conn-002: every checkpoint fails until leaseLost comes"
+        section.life(NEW, title, source, NEW.provoke(GONE), more)
     return section
 
 
@@ -229,37 +135,25 @@ def _replies() -> Section:
         "the keys of a reply stand in another order": line(dict(reversed(more.items()))),
         "a reply comes behind a blank line": b"\n" + line(more),
     }.items():
-        section.add(
-            name,
-            CHECKPOINT if "null" in name else FUTURE,
-            *(initialize(), Provoke(KCL3, (raw,)), batch(record(2_000)), lease_lost()),
-            strict="null" in name,
-        )
-    section.add(
-        "a reply in the form of V1 echoes null",
-        OLD,
-        *(initialize(V1), Provoke(V1, (line({"action": "checkpoint", "checkpoint": None, "error": None}),))),
-        lease_lost(V1),
-        form=V1,
-    )
+        source = origin.CHECKPOINT if "null" in name else origin.FUTURE
+        section.life(NEW, name, source, NEW.provoke(raw), NEW.batch(2_000), strict="null" in name)
+    old = DAEMONS[2]
+    echo = old.provoke(line({"action": "checkpoint", "checkpoint": None, "error": None}))
+    section.life(old, "a reply in the form of V1 echoes null", origin.OLD, echo)
     wrong = {
-        "a reply without the field error": line(
-            {key: value for key, value in more.items() if key != "error"}
-        ),
+        "a reply without the field error": line({key: more[key] for key in list(more)[:3]}),
         "a reply whose error is a number": line({**more, "error": 7}),
         "a reply that is no JSON": b'{"action":"checkpoint"\n',
-        "a batch in place of a reply": batch(record(7)).line,
-        "an initialize in place of a reply": initialize().line,
-        "leaseLost in place of a reply": lease_lost().line,
+        "a batch in place of a reply": NEW.batch(7).line,
+        "an initialize in place of a reply": NEW.initialize().line,
+        "leaseLost in place of a reply": NEW.lease_lost().line,
         "a status in place of a reply": line({"action": "status", "responseFor": "shardEnded"}),
     }
     for name, data in wrong.items():
-        section.add(
-            f"at the shard's end comes {name}",
-            NEVER if "place" in name else MALFORMED,
-            *(initialize(), batch(record(1)), shard_ended(replies=(data,), want=Want.REFUSAL)),
-            *(Reopen(), initialize(), lease_lost()),
-        )
+        source = origin.NEVER if "place" in name else origin.MALFORMED
+        refused = NEW.shard_ended(replies=(data,), want=Want.REFUSAL)
+        steps = NEW.batch(1), refused, Reopen(), NEW.initialize()
+        section.life(NEW, f"at the shard's end comes {name}", source, *steps)
     return section
 
 

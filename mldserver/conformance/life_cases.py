@@ -4,168 +4,133 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from mldserver.conformance import origin
 from mldserver.conformance.cases import (
-    BATCH,
-    DRAIN,
-    ENDS,
-    INITIALIZE,
-    KCL1,
-    KCL3,
-    MALFORMED,
-    NEVER,
-    PROCESSOR,
-    PROTOCOL,
-    READER,
+    DAEMONS,
+    NEW,
     SHARD,
     V1,
-    V2,
     EndsItself,
     HangUp,
-    Provoke,
     Quiet,
     Reopen,
     Section,
     Step,
     Want,
     Write,
-    batch,
-    initialize,
-    lease_lost,
     line,
     odd,
-    plain,
     record,
-    shard_ended,
-    shutdown_requested,
 )
 
-_ALIVE: Final = (Reopen(), initialize(), batch(record(1)), lease_lost())
+_BEGIN: Final = NEW.initialize()
+_FULL: Final = NEW.batch(1)
+_ALIVE: Final = (Reopen(), _BEGIN, _FULL, NEW.lease_lost())
 """A child that received lines that no daemon sends still serves the next shard."""
 
 
 def _answers() -> Section:
     section = Section("I", "answers")
     pause = Quiet(0.3)
-    for form in (KCL3, V2, V1):
-        start, lost = initialize(form), lease_lost(form)
-        full = batch(plain(1, form), form=form)
-        ends: dict[str, tuple[str, tuple[Step, ...]]] = {
-            "initialize": (INITIALIZE, (start, pause, lost)),
-            "processRecords": (BATCH, (start, full, pause, full, pause, lost)),
-            "processRecords without records": (
-                BATCH,
-                (start, batch(form=form), pause, batch(form=form), pause, lost),
-            ),
-            "the loss of the lease": (ENDS if form is KCL3 else KCL1, (start, full, lost, pause)),
-            "the shard's end": (ENDS if form is KCL3 else KCL1, (start, full, shard_ended(form), pause)),
+    for d in DAEMONS:
+        start, lost, full, empty = d.initialize(), d.lease_lost(), d.batch(1), d.batch()
+        ending = origin.ENDS if d is NEW else origin.KCL1
+        steps: dict[str, tuple[str, tuple[Step, ...]]] = {
+            "initialize": (origin.INITIALIZE, (start, pause, lost)),
+            "processRecords": (origin.BATCH, (start, full, pause, full, pause, lost)),
+            "processRecords without records": (origin.BATCH, (start, empty, pause, empty, pause, lost)),
+            "the loss of the lease": (ending, (start, full, lost, pause)),
+            "the shard's end": (ending, (start, full, d.shard_ended(), pause)),
         }
-        if form is not V1:
-            ends["shutdownRequested"] = (ENDS, (start, full, shutdown_requested(), pause, lost))
-        for name, (source, steps) in ends.items():
-            section.add(f"{name} is answered once, and by its name", source, *steps, form=form)
+        if d.form is not V1:
+            steps["shutdownRequested"] = (origin.ENDS, (start, full, d.shutdown_requested(), pause, lost))
+        for name, (source, whole) in steps.items():
+            section.add(d, f"{name} is answered once, and by its name", source, *whole)
+    second = DAEMONS[1]
     requested = odd({"action": "shutdown", "reason": "REQUESTED"}, want=Want.STATUS)
-    section.add(
-        "shutdown with REQUESTED is answered once, and by its name",
-        KCL1,
-        *(initialize(V2), batch(plain(1, V2), form=V2), requested, pause, lease_lost(V2)),
-        form=V2,
-    )
+    title = "shutdown with REQUESTED is answered once, and by its name"
+    section.life(second, title, origin.KCL1, second.batch(1), requested, pause)
     return section
 
 
 def _ends() -> Section:
     section = Section("J", "endings")
-    for form in (KCL3, V2, V1):
-        full, empty = batch(plain(1, form), form=form), batch(form=form)
+    for d in DAEMONS:
+        full = d.batch(1)
         before: dict[str, tuple[Step, ...]] = {
             "right after initialize": (),
             "after a batch": (full,),
-            "after an empty batch": (empty,),
-            "after a checkpoint": (Provoke(form),),
+            "after an empty batch": (d.batch(),),
+            "after a checkpoint": (d.provoke(),),
         }
-        if form is not V1:
-            before["after shutdownRequested"] = (full, shutdown_requested())
-            before["after shutdownRequested without any batch"] = (shutdown_requested(),)
-        source = ENDS if form is KCL3 else KCL1
+        if d.form is not V1:
+            before["after shutdownRequested"] = (full, d.shutdown_requested())
+            before["after shutdownRequested without any batch"] = (d.shutdown_requested(),)
+        source = origin.ENDS if d is NEW else origin.KCL1
         for name, steps in before.items():
             if name != "after a checkpoint":  # so cases of checkpoints end
-                lost = lease_lost(form)
-                section.add(f"the lease is lost {name}", source, initialize(form), *steps, lost, form=form)
-            section.add(
-                f"the shard ends {name}", source, initialize(form), *steps, shard_ended(form), form=form
-            )
-        for end in (lease_lost(form), shard_ended(form)):
-            name = "the lease is lost" if not end.ends else "the shard has ended"
-            section.add(
-                f"when {name} the output ends by itself: some bridges end by nothing else",
-                "nc and others leave the daemon's pipe open until their peer closes",
-                *(initialize(form), full, end, EndsItself()),
-                form=form,
-            )
-    drains = f"{DRAIN}: without a time limit"
+                section.life(d, f"the lease is lost {name}", source, *steps)
+            section.life(d, f"the shard ends {name}", source, *steps, end=d.shard_ended())
+        for name, end in {
+            "the lease is lost": d.lease_lost(),
+            "the shard has ended": d.shard_ended(),
+        }.items():
+            title = f"when {name} the output ends by itself: some bridges end by nothing else"
+            source = "nc and others leave the daemon's pipe open until their peer closes"
+            section.add(d, title, source, d.initialize(), full, end, EndsItself())
     hang_ups: dict[str, tuple[Step, ...]] = {
         "before initialize": (HangUp(),),
-        "after initialize": (initialize(),),
-        "after a batch": (initialize(), batch(record(1))),
-        "after shutdownRequested, at SIGTERM": (initialize(), batch(record(1)), shutdown_requested()),
-        "inside a line": (initialize(), Write(b'{"action":"processRec')),
-        "before the line feed of a batch": (initialize(), Write(batch(record(1)).line[:-1])),
-        "while a batch is worked on": (initialize(), Write(batch(record(1)))),
-        "while shardEnded is worked on": (initialize(), Write(shard_ended(want=Want.EITHER))),
+        "after initialize": (_BEGIN,),
+        "after a batch": (_BEGIN, _FULL),
+        "after shutdownRequested, at SIGTERM": (_BEGIN, _FULL, NEW.shutdown_requested()),
+        "inside a line": (_BEGIN, Write(b'{"action":"processRec')),
+        "before the line feed of a batch": (_BEGIN, Write(_FULL.line[:-1])),
+        "while a batch is worked on": (_BEGIN, Write(_FULL)),
+        "while shardEnded is worked on": (_BEGIN, Write(NEW.shard_ended(want=Want.EITHER))),
     }
     for name, steps in hang_ups.items():
-        section.add(
-            f"the daemon closes {name}", drains, *steps, strict="inside" not in name and "feed" not in name
-        )
+        strict = "inside" not in name and "feed" not in name
+        source = f"{origin.DRAIN}: without a time limit"
+        section.add(NEW, f"the daemon closes {name}", source, *steps, strict=strict)
     for name in ("after a batch", "while a batch is worked on", "inside a line"):
-        section.add(
-            f"the connection is reset {name}, and the next one is served",
-            "a JVM that exits, or is killed, resets its children's pipes",
-            *(*hang_ups[name], Reopen(cut=True)),
-            *(initialize(), batch(record(1)), lease_lost()),
-        )
+        title = f"the connection is reset {name}, and the next one is served"
+        source = "a JVM that exits, or is killed, resets its children's pipes"
+        steps = (*hang_ups[name], Reopen(cut=True), _BEGIN, _FULL, NEW.lease_lost())
+        section.add(NEW, title, source, *steps)
     return section
 
 
 def _orders() -> Section:
     section = Section("K", "orders that are not allowed")
-    begin = initialize()
-    full = batch(record(1))
-    reply = odd({"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None, "error": None})
+    reply = {"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None, "error": None}
     requests = {
-        "processRecords": odd(full.line, "processRecords", places=full.places),
+        "processRecords": odd(_FULL.line, "processRecords", places=_FULL.places),
         "shutdownRequested": odd({"action": "shutdownRequested"}),
         "leaseLost": odd({"action": "leaseLost"}),
         "shardEnded": odd({"action": "shardEnded"}),
         "shutdown": odd({"action": "shutdown", "reason": "ZOMBIE"}),
-        "a reply to no checkpoint": reply,
-        "initialize": odd(begin.line, "initialize"),
+        "a reply to no checkpoint": odd(reply),
+        "initialize": odd(_BEGIN.line, "initialize"),
     }
-    for name, request in requests.items():
-        if name != "initialize":
-            section.add(f"{name} comes before initialize", NEVER, request, *_ALIVE)
-    after: dict[str, tuple[Step, ...]] = {
-        "initialize": (begin,),
-        "a batch": (begin, full),
-        "shutdownRequested": (begin, full, shutdown_requested()),
-        "leaseLost": (begin, full, lease_lost()),
-        "shardEnded": (begin, full, shard_ended()),
+    ends = {"leaseLost", "shardEnded", "shutdown"}
+    going_on = ends | {"processRecords", "shutdownRequested"}
+    after: dict[str, tuple[tuple[Step, ...], set[str]]] = {
+        "before initialize": ((), {"initialize"}),
+        "after initialize": ((_BEGIN,), going_on),
+        "after a batch": ((_BEGIN, _FULL), going_on),
+        "after shutdownRequested": ((_BEGIN, _FULL, NEW.shutdown_requested()), ends),
+        "after leaseLost": ((_BEGIN, _FULL, NEW.lease_lost()), set()),
+        "after shardEnded": ((_BEGIN, _FULL, NEW.shard_ended()), set()),
     }
-    allowed = {"processRecords", "shutdownRequested", "leaseLost", "shardEnded", "shutdown"}
-    for name, steps in after.items():
-        for other, request in requests.items():
-            over = name in {"leaseLost", "shardEnded"}
-            if (other in allowed and not over and name != "shutdownRequested") or (
-                name == "shutdownRequested" and other in {"leaseLost", "shardEnded", "shutdown"}
-            ):
-                continue
-            section.add(f"{other} comes after {name}", NEVER, *steps, request, *_ALIVE)
+    for when, (steps, allowed) in after.items():
+        for name, request in requests.items():
+            if name not in allowed:
+                section.add(NEW, f"{name} comes {when}", origin.NEVER, *steps, request, *_ALIVE)
     return section
 
 
 def _malformed() -> Section:
     section = Section("L", "malformed messages")
-    full = batch(record(1))
     begin = {"action": "initialize", "shardId": SHARD, "sequenceNumber": "LATEST", "subSequenceNumber": 0}
     first: dict[str, Any] = {
         "no JSON": b"initialize\n",
@@ -188,7 +153,7 @@ def _malformed() -> Section:
         "initialize whose sub-sequence is text": {**begin, "subSequenceNumber": "7"},
     }
     for name, message in first.items():
-        section.add(f"the first line is {name}", MALFORMED, odd(message, "initialize"), *_ALIVE)
+        section.add(NEW, f"the first line is {name}", origin.MALFORMED, odd(message, "initialize"), *_ALIVE)
     whole = {"action": "processRecords", "records": [record(1)], "millisBehindLatest": 0}
 
     def one(**changes: Any) -> dict[str, Any]:
@@ -220,49 +185,34 @@ def _malformed() -> Section:
         "with another message behind it on its line": line(whole)[:-1] + line({"action": "leaseLost"}),
     }
     for name, message in later.items():
-        request = odd(message, "processRecords", places=full.places)
-        section.add(f"a batch {name}", MALFORMED, initialize(), request, *_ALIVE)
+        request = odd(message, "processRecords", places=_FULL.places)
+        section.add(NEW, f"a batch {name}", origin.MALFORMED, _BEGIN, request, *_ALIVE)
     for name, message in {
         "shutdown without a reason": {"action": "shutdown"},
         "shutdown with an unknown reason": {"action": "shutdown", "reason": "WHATEVER"},
         "shutdown whose reason is null": {"action": "shutdown", "reason": None},
         "a status": {"action": "status", "responseFor": "processRecords"},
     }.items():
-        section.add(f"there comes {name}", MALFORMED, initialize(), odd(message), *_ALIVE)
-    section.add(
-        "a record's data is not base64",
-        f"{MALFORMED}; the suite does not judge what the handler makes of it",
-        *(initialize(), odd(one(data="***"), places=full.places, want=Want.EITHER), *_ALIVE),
-    )
+        section.add(NEW, f"there comes {name}", origin.MALFORMED, _BEGIN, odd(message), *_ALIVE)
+    source = f"{origin.MALFORMED}; the suite does not judge what the handler makes of it"
+    request = odd(one(data="***"), places=_FULL.places, want=Want.EITHER)
+    section.add(NEW, "a record's data is not base64", source, _BEGIN, request, *_ALIVE)
     return section
 
 
 def _time() -> Section:
     section = Section("M", "time")
     idle = "an idle shard gets no calls unless callProcessRecordsEvenForEmptyRecordList is set"
-    wait = Quiet(3.0)
-    section.add("nothing comes for a while before initialize", PROCESSOR, wait, initialize(), lease_lost())
-    section.add(
-        "nothing comes for a while after initialize", idle, initialize(), wait, batch(record(1)), lease_lost()
-    )
-    section.add(
-        "nothing comes for a while after a batch", idle, *(initialize(), batch(record(1))), wait, lease_lost()
-    )
-    section.add(
-        "nothing comes for a while after shutdownRequested",
-        "shutdownGraceMillis, gracefulLeaseHandoffTimeoutMillis",
-        *(initialize(), batch(record(1)), shutdown_requested(), wait, lease_lost()),
-    )
-    section.add(
-        "a batch takes three seconds to arrive",
-        READER,
-        *(initialize(), batch(*(record(n) for n in range(50)), piece=500, pause=0.2), lease_lost()),
-    )
-    section.add(
-        "a checkpoint's reply takes three seconds",
-        PROTOCOL,
-        *(initialize(), batch(record(1)), shard_ended(reply_after=3.0)),
-    )
+    wait, nothing = Quiet(3.0), "nothing comes for a while"
+    section.add(NEW, f"{nothing} before initialize", origin.PROCESSOR, wait, _BEGIN, NEW.lease_lost())
+    section.life(NEW, f"{nothing} after initialize", idle, wait, _FULL)
+    section.life(NEW, f"{nothing} after a batch", idle, _FULL, wait)
+    source = "shutdownGraceMillis, gracefulLeaseHandoffTimeoutMillis"
+    section.life(NEW, f"{nothing} after shutdownRequested", source, _FULL, NEW.shutdown_requested(), wait)
+    slow = NEW.batch(*range(50), piece=500, pause=0.2)
+    section.life(NEW, "a batch takes three seconds to arrive", origin.READER, slow)
+    end = NEW.shard_ended(reply_after=3.0)
+    section.life(NEW, "a checkpoint's reply takes three seconds", origin.PROTOCOL, _FULL, end=end)
     return section
 
 

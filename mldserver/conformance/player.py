@@ -24,6 +24,7 @@ from mldserver.conformance.cases import (
     SHARD,
     Ask,
     Case,
+    Daemon,
     EndsItself,
     HangUp,
     Provoke,
@@ -33,9 +34,6 @@ from mldserver.conformance.cases import (
     Step,
     Want,
     Write,
-    batch,
-    initialize,
-    plain,
 )
 from mldserver.conformance.judge import Judge
 from mldserver.testing.daemon_session import abort, connect
@@ -217,7 +215,7 @@ class Play:
             case Resume(form):
                 place = self.judge.checkpointer.last
                 await self._reopen()
-                await self._ask(initialize(form, place.number, place.sub))
+                await self._ask(Daemon(form).initialize(place.number, place.sub))
         if self.judge.faults:
             raise _Over
 
@@ -297,12 +295,8 @@ class Play:
         stored = judge.checkpointer.last.number
         place = int(stored) - FIRST + 1 if stored.isdigit() else _PROVOKING
         while left:
-            ask = batch(
-                plain(place, step.form),
-                form=step.form,
-                replies=tuple(left),
-                reply_after=step.reply_after,
-                want=step.want,
+            ask = Daemon(step.form).batch(
+                place, replies=tuple(left), reply_after=step.reply_after, want=step.want
             )
             await self._ask(ask)
             if judge.faults or self._child.ended:

@@ -6,43 +6,28 @@ import base64
 import functools
 import hashlib
 import json
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
+from mldserver.conformance import origin
 from mldserver.conformance.cases import (
-    AGGREGATOR,
-    BATCH,
-    DYNAMODB,
-    FUTURE,
-    INITIALIZE,
-    KCL3,
-    KINESIS,
-    KPL,
-    OLD,
-    PROCESSOR,
-    RECORD,
-    SENTINELS,
+    DAEMONS,
+    NEW,
     SHARD,
     SHARD_ID_LENGTH,
     V1,
-    V2,
-    WRITER,
     Ask,
+    Daemon,
     Quiet,
     Reopen,
     Section,
     Step,
     Want,
-    batch,
-    initialize,
-    lease_lost,
     line,
     odd,
-    plain,
     record,
     sequence,
-    shutdown_requested,
 )
-from mldserver.testing.daemon import Form
 
 _ODD_KEYS: Final = {
     "two-byte, three-byte and four-byte characters": "é中😀",
@@ -65,63 +50,65 @@ _ODD_KEYS: Final = {
 }
 
 
-def _life(*batches: Ask, form: Form = KCL3) -> tuple[Step, ...]:
-    """Deliver batches between a beginning and an end that shows what was read: by a checkpoint, if the child asks."""
-    last = () if form is V1 else (shutdown_requested(),)
-    return (initialize(form), *batches, *last, lease_lost(form))
+_SECOND, _OLD = DAEMONS[1:]
+_LATEST: Final[dict[str, Any]] = {
+    "action": "initialize",
+    "shardId": SHARD,
+    "sequenceNumber": "LATEST",
+    "subSequenceNumber": 0,
+}
 
 
-def _shown(*batches: Ask, begin: Ask | None = None) -> tuple[Step, ...]:
-    """Do the same where a checkpoint must show it: in the batch, or when the lease is about to go."""
-    return (begin or initialize(), *batches, shutdown_requested(checkpoint=True), lease_lost())
+def _read(section: Section, title: str, source: str, *batches: Step, d: Daemon = NEW, **more: Any) -> None:
+    """Add a case whose end shows what was read: by a checkpoint, if the child asks for one."""
+    last = () if d.form is V1 else (d.shutdown_requested(),)
+    section.life(d, title, source, *batches, *last, **more)
+
+
+def _shown(section: Section, title: str, source: str, *batches: Step, **more: Any) -> None:
+    """Add a case that nothing but a checkpoint shows: in a batch, or when the lease is about to go."""
+    section.life(NEW, title, source, *batches, NEW.shutdown_requested(checkpoint=True), **more)
 
 
 def _framing() -> Section:
     section = Section("A", "framing")
-    plain = batch(record(1), record(2))
-    section.add("initialize arrives byte by byte", WRITER, initialize(piece=1), lease_lost())
+    two = NEW.batch(1, 2)
+    section.life(NEW, "initialize arrives byte by byte", origin.WRITER, begin=NEW.initialize(piece=1))
     for piece in (1, 3, 64):
-        one = batch(record(1, partitionKey="é中😀"), record(2), piece=piece)
-        section.add(f"a batch arrives in pieces of {piece} bytes, cut inside characters", WRITER, *_life(one))
-    length = len(line({"action": "leaseLost"}))
-    section.add(
-        "the line feed arrives after its line",
-        WRITER,
-        *(initialize(), plain, lease_lost(piece=length - 1, pause=0.3)),
-    )
-    section.add("a line arrives slowly", WRITER, *_life(batch(record(1), record(2), piece=40, pause=0.2)))
+        title = f"a batch arrives in pieces of {piece} bytes, cut inside characters"
+        cut = NEW.batch(record(1, partitionKey="é中😀"), 2, piece=piece)
+        _read(section, title, origin.WRITER, cut)
+    end = NEW.lease_lost(piece=len(NEW.lease_lost().line) - 1, pause=0.3)
+    section.life(NEW, "the line feed arrives after its line", origin.WRITER, two, end=end)
+    _read(section, "a line arrives slowly", origin.WRITER, NEW.batch(1, 2, piece=40, pause=0.2))
     for name, key in _ODD_KEYS.items():
-        section.add(
-            f"a partition key is {name}", WRITER, *_life(batch(record(1, partitionKey=key), record(2)))
-        )
-    begin = {"action": "initialize", "shardId": SHARD, "sequenceNumber": "LATEST", "subSequenceNumber": 0}
-    tolerated: dict[str, tuple[Step, ...]] = {
-        "a line ends with CR LF": _life(batch(record(1), line_of=lambda m: line(m)[:-1] + b"\r\n")),
-        "blank lines come between two messages": _life(batch(record(1), line_of=lambda m: b"\n\n" + line(m))),
-        "white space stands before a message": _life(batch(record(1), line_of=lambda m: b" \t" + line(m))),
-        "white space stands inside a message": _life(
-            batch(record(1), line_of=lambda m: json.dumps(m).encode() + b"\n")
-        ),
-        "characters that are not ASCII are escaped": _life(
-            batch(record(1, partitionKey="é中😀"), line_of=lambda m: json.dumps(m).encode() + b"\n")
-        ),
-        "slashes are escaped": _life(
-            batch(record(1, data=b"\xff" * 6), line_of=lambda m: line(m).replace(b"/", b"\\/"))
-        ),
-        "the action comes last in a message": _life(
-            batch(record(1), line_of=lambda m: line(dict(reversed(m.items()))))
-        ),
-        "the action comes first in a record": _life(batch(dict(reversed(record(1).items())))),
-        "initialize has a field more": (odd({**begin, "epoch": 1}, want=Want.STATUS), lease_lost()),
-        "a record has a field more": _life(batch(record(1, explicitHashKey="7", schema=None))),
-        "a batch has a field more": _life(batch(record(1), line_of=lambda m: line({**m, "childShards": []}))),
-        "an end has a field more": (
-            initialize(),
-            odd({"action": "leaseLost", "reason": "x"}, want=Want.STATUS),
-        ),
+        _read(section, f"a partition key is {name}", origin.WRITER, NEW.batch(record(1, partitionKey=key), 2))
+    styles: dict[str, Callable[[dict[str, Any]], bytes]] = {
+        "a line ends with CR LF": lambda m: line(m)[:-1] + b"\r\n",
+        "blank lines come between two messages": lambda m: b"\n\n" + line(m),
+        "white space stands before a message": lambda m: b" \t" + line(m),
+        "white space stands inside a message": lambda m: json.dumps(m).encode() + b"\n",
+        "characters that are not ASCII are escaped": lambda m: json.dumps(m).encode() + b"\n",
+        "slashes are escaped": lambda m: line(m).replace(b"/", b"\\/"),
+        "the action comes last in a message": lambda m: line(dict(reversed(m.items()))),
+        "the action comes first in a record": line,
+        "a record has a field more": line,
+        "a batch has a field more": lambda m: line({**m, "childShards": []}),
     }
-    for title, steps in tolerated.items():
-        section.add(title, FUTURE, *steps, strict=False)
+    records = {
+        "characters that are not ASCII are escaped": record(1, partitionKey="é中😀"),
+        "slashes are escaped": record(1, data=b"\xff" * 6),
+        "the action comes first in a record": dict(reversed(record(1).items())),
+        "a record has a field more": record(1, explicitHashKey="7", schema=None),
+    }
+    for title, line_of in styles.items():
+        if title == "a record has a field more":
+            first = odd({**_LATEST, "epoch": 1}, want=Want.STATUS)
+            section.life(NEW, "initialize has a field more", origin.FUTURE, begin=first, strict=False)
+        one = NEW.batch(records.get(title, 1), line_of=line_of)
+        _read(section, title, origin.FUTURE, one, strict=False)
+    end = odd({"action": "leaseLost", "reason": "x"}, want=Want.STATUS)
+    section.life(NEW, "an end has a field more", origin.FUTURE, end=end, strict=False)
     return section
 
 
@@ -139,52 +126,25 @@ def _initialize() -> Section:
         "the number 0": ("0", 0),
         "a number of 129 digits": ("9" * 129, 0),
     }
-    for name, (start, sub) in starts.items():
-        source = SENTINELS if start and not start.isdigit() else INITIALIZE
-        section.add(
-            f"the daemon starts at {name}",
-            source,
-            *(initialize(start=start, sub=sub), batch(), shutdown_requested(), lease_lost()),
-        )
-    for name in ("TRIM_HORIZON", "a record", "null, sub-sequence null"):
-        start, sub = starts[name]
-        section.add(
-            f"the daemon starts at {name}",
-            INITIALIZE,
-            *(initialize(V2, start=start, sub=sub), batch(form=V2), shutdown_requested(), lease_lost(V2)),
-            form=V2,
-        )
-    section.add(
-        "the daemon does not say where it starts",
-        OLD,
-        *(initialize(V1), batch(form=V1), batch(form=V1), lease_lost(V1)),
-        form=V1,
-    )
-    ids = {
+    for d, names in ((NEW, starts), (_SECOND, ("TRIM_HORIZON", "a record", "null, sub-sequence null"))):
+        for name in names:
+            start, sub = starts[name]
+            sentinel = d is NEW and start and not start.isdigit()
+            source = origin.SENTINELS if sentinel else origin.INITIALIZE
+            begin = d.initialize(start, sub)
+            _read(section, f"the daemon starts at {name}", source, d.batch(), d=d, begin=begin)
+    title = "the daemon does not say where it starts"
+    section.life(_OLD, title, origin.OLD, _OLD.batch(), _OLD.batch())
+    for name, shard_id in {
         "of 128 characters": SHARD + "a" * (128 - SHARD_ID_LENGTH),
         "of DynamoDB": f"{SHARD}-abcdef01",
         "with every kind of character that is allowed": f"{SHARD}_.-zZ9",
-    }
-    for name, shard_id in ids.items():
-        begin = {
-            "action": "initialize",
-            "shardId": shard_id,
-            "sequenceNumber": "LATEST",
-            "subSequenceNumber": 0,
-        }
-        section.add(
-            f"the shard's id is one {name}",
-            KINESIS,
-            odd(begin, want=Want.STATUS),
-            batch(record(1)),
-            lease_lost(),
-        )
-    section.add(
-        "a shard begins, loses its lease and begins again",
-        PROCESSOR,
-        *(initialize(), batch(record(1)), lease_lost(), Reopen()),
-        *(initialize(), batch(record(1)), lease_lost()),
-    )
+    }.items():
+        begin = odd({**_LATEST, "shardId": shard_id}, want=Want.STATUS)
+        section.life(NEW, f"the shard's id is one {name}", origin.KINESIS, NEW.batch(1), begin=begin)
+    title = "a shard begins, loses its lease and begins again"
+    again = NEW.batch(1), NEW.lease_lost(), Reopen(), NEW.initialize(), NEW.batch(1)
+    section.life(NEW, title, origin.PROCESSOR, *again)
     return section
 
 
@@ -204,15 +164,11 @@ def _records() -> Section:
         "of 70 KB, longer than a pipe's buffer": b"x" * 70_000,
     }
     for name, data in payloads.items():
-        section.add(f"the data is {name}", RECORD, *_life(batch(record(1, data=data), record(2))))
-    section.add(
-        "the data is null in every record", RECORD, *_life(batch(*(record(n, data=None) for n in range(3))))
-    )
-    section.add(
-        "the partition key is null, as in DynamoDB Streams",
-        RECORD,
-        *_life(batch(record(1, partitionKey=None))),
-    )
+        _read(section, f"the data is {name}", origin.RECORD, NEW.batch(record(1, data=data), 2))
+    nulls = NEW.batch(*(record(n, data=None) for n in range(3)))
+    _read(section, "the data is null in every record", origin.RECORD, nulls)
+    title = "the partition key is null, as in DynamoDB Streams"
+    _read(section, title, origin.RECORD, NEW.batch(record(1, partitionKey=None)))
     for name, arrival in {
         "null": None,
         "0": 0,
@@ -220,17 +176,10 @@ def _records() -> Section:
         "in the year 2100": 4_102_444_800_000,
         "before the one of the record before it": 1_795_000_000_000,
     }.items():
-        records = record(1), record(2, approximateArrivalTimestamp=arrival)
-        section.add(f"the arrival time is {name}", RECORD, *_life(batch(*records)))
-    section.add(
-        "every field is null that may be",
-        RECORD,
-        *_life(
-            batch(
-                record(1, None, data=None, partitionKey=None, approximateArrivalTimestamp=None), behind=None
-            )
-        ),
-    )
+        two = NEW.batch(1, record(2, approximateArrivalTimestamp=arrival))
+        _read(section, f"the arrival time is {name}", origin.RECORD, two)
+    empty = record(1, None, data=None, partitionKey=None, approximateArrivalTimestamp=None)
+    _read(section, "every field is null that may be", origin.RECORD, NEW.batch(empty, behind=None))
     numbers = {
         "1": "1",
         "beyond a double's 53 bits": str(2**53 + 1),
@@ -243,37 +192,18 @@ def _records() -> Section:
         "padded with zeros, as of DynamoDB Local": "000000000000000000001",
     }
     for name, number in numbers.items():
-        source = DYNAMODB if "2" in name[:5] or "40" in name or "Dynamo" in name else KINESIS
-        section.add(
-            f"a sequence number {name} comes back in the checkpoint",
-            source,
-            *_shown(batch(record(number))),
-        )
-    section.add(
-        "neighbours that differ in their last digit alone are told apart",
-        KINESIS,
-        *_shown(batch(*(record(n) for n in range(1, 10)))),
-    )
+        source = origin.DYNAMODB if "2" in name[:5] or "40" in name or "Dynamo" in name else origin.KINESIS
+        title = f"a sequence number {name} comes back in the checkpoint"
+        _shown(section, title, source, NEW.batch(record(number)))
+    title = "neighbours that differ in their last digit alone are told apart"
+    _shown(section, title, origin.KINESIS, NEW.batch(*range(1, 10)))
     for sub in (1, 2**31, 2**63 - 1):
-        section.add(f"a sub-sequence number is {sub}", RECORD, *_shown(batch(record(1, sub))))
-    section.add(
-        "the sub-sequence is null",
-        RECORD,
-        *_life(batch(record(1, None), record(2, None)), form=V2),
-        form=V2,
-    )
-    section.add(
-        "records have no sub-sequence and no arrival time",
-        OLD,
-        *_life(batch(record(1), record(2), form=V1), form=V1),
-        form=V1,
-    )
-    section.add(
-        "data and partition key are null",
-        OLD,
-        *_life(batch(record(1, data=None, partitionKey=None), form=V1), form=V1),
-        form=V1,
-    )
+        _shown(section, f"a sub-sequence number is {sub}", origin.RECORD, NEW.batch(record(1, sub)))
+    _read(section, "the sub-sequence is null", origin.RECORD, _SECOND.batch(1, 2), d=_SECOND)
+    title = "records have no sub-sequence and no arrival time"
+    _read(section, title, origin.OLD, _OLD.batch(1, 2), d=_OLD)
+    nulls = _OLD.batch(record(1, data=None, partitionKey=None))
+    _read(section, "data and partition key are null", origin.OLD, nulls, d=_OLD)
     for name, behind in {
         "null": None,
         "1 ms": 1,
@@ -281,90 +211,62 @@ def _records() -> Section:
         "a year": 31_536_000_000,
         "2**63-1 ms": 2**63 - 1,
     }.items():
-        section.add(f"the lag is {name}", BATCH, *_life(batch(record(1), behind=behind)))
-    section.add("the lag is null in an empty batch", BATCH, *_life(batch(behind=None)))
+        _read(section, f"the lag is {name}", origin.BATCH, NEW.batch(1, behind=behind))
+    _read(section, "the lag is null in an empty batch", origin.BATCH, NEW.batch(behind=None))
     return section
 
 
 def _batches() -> Section:
     section = Section("D", "batches")
-    section.add("an empty batch comes first", BATCH, *_life(batch(), batch(record(1))))
-    section.add(
-        "an empty batch comes behind one with records",
-        BATCH,
-        *_life(batch(record(1)), batch(), batch(record(2))),
-    )
-    section.add("100 empty batches come in a row", BATCH, *_life(*[batch()] * 100))
-    section.add(
-        "50 batches of one record come in a row", BATCH, *_life(*(batch(record(n)) for n in range(50)))
-    )
-    for form in (KCL3, V2, V1):
-        three = [batch(*(plain(10 * n + m, form) for m in range(10)), form=form) for n in range(3)]
-        section.add("three batches of ten records", BATCH, *_life(*three, form=form), form=form)
-        around = (batch(form=form), batch(plain(1, form), form=form), batch(form=form))
-        section.add("empty batches come around one of a record", BATCH, *_life(*around, form=form), form=form)
-    section.add("a batch of 1,000 records", BATCH, *_life(batch(*(record(n) for n in range(1000)))))
-    section.add(
-        "sequence numbers have wide gaps",
-        KINESIS,
-        *_shown(batch(record(1), record(10**30)), batch(record(10**40))),
-    )
-    whole = [record(1, sub) for sub in range(5)]
-    section.add("the records of an aggregate share a sequence number", AGGREGATOR, *_shown(batch(*whole)))
-    section.add(
-        "two aggregates with plain records between them",
-        AGGREGATOR,
-        *_shown(batch(*whole, record(2), *(record(3, sub) for sub in range(3)), record(4))),
-    )
-    section.add(
-        "an aggregate is cut by a batch's border", AGGREGATOR, *_shown(batch(*whole[:2]), batch(*whole[2:]))
-    )
-    section.add(
-        "a batch begins inside an aggregate, where the last worker had checkpointed",
-        AGGREGATOR,
-        *_shown(batch(*whole[3:]), begin=initialize(start=sequence(1), sub=2)),
-    )
-    section.add(
-        "an aggregate of 2,000 records", AGGREGATOR, *_shown(batch(*(record(1, sub) for sub in range(2000))))
-    )
-    section.add(
-        "aggregated and plain records, these without a sub-sequence",
-        AGGREGATOR,
-        *_life(batch(record(1, 0), record(1, 1), record(2, None)), form=V2),
-        form=V2,
-    )
+    empty, one, two = NEW.batch(), NEW.batch(1), NEW.batch(1, 2)
+    _read(section, "an empty batch comes first", origin.BATCH, empty, one)
+    title = "an empty batch comes behind one with records"
+    _read(section, title, origin.BATCH, one, empty, NEW.batch(2))
+    _read(section, "100 empty batches come in a row", origin.BATCH, *[empty] * 100)
+    _read(section, "50 batches of one record come in a row", origin.BATCH, *map(NEW.batch, range(50)))
+    for d in DAEMONS:
+        tens = [d.batch(*range(10 * n, 10 * n + 10)) for n in range(3)]
+        _read(section, "three batches of ten records", origin.BATCH, *tens, d=d)
+        around = d.batch(), d.batch(1), d.batch()
+        _read(section, "empty batches come around one of a record", origin.BATCH, *around, d=d)
+    _read(section, "a batch of 1,000 records", origin.BATCH, NEW.batch(*range(1000)))
+    wide = NEW.batch(1, 10**30), NEW.batch(10**40)
+    _shown(section, "sequence numbers have wide gaps", origin.KINESIS, *wide)
+    five, three = ([record(n, sub) for sub in range(subs)] for n, subs in ((1, 5), (3, 3)))
+    aggregated: dict[str, tuple[Ask, ...]] = {
+        "the records of an aggregate share a sequence number": (NEW.batch(*five),),
+        "two aggregates with plain records between them": (NEW.batch(*five, 2, *three, 4),),
+        "an aggregate is cut by a batch's border": (NEW.batch(*five[:2]), NEW.batch(*five[2:])),
+        "a batch begins inside an aggregate, where the last worker had checkpointed": (NEW.batch(*five[3:]),),
+        "an aggregate of 2,000 records": (NEW.batch(*(record(1, sub) for sub in range(2000))),),
+    }
+    for title, batches in aggregated.items():
+        begin = NEW.initialize(sequence(1), 2) if "inside" in title else None
+        _shown(section, title, origin.AGGREGATOR, *batches, begin=begin)
+    title = "aggregated and plain records, these without a sub-sequence"
+    mixed = _SECOND.batch(record(1, 0), record(1, 1), 2)
+    _read(section, title, origin.AGGREGATOR, mixed, d=_SECOND)
     packed = aggregate(3)
+    broken = packed[:-1] + bytes([packed[-1] ^ 1])
     for name, data in {
         "an aggregate comes whole": packed,
-        "an aggregate's checksum is wrong, which makes it a plain record": packed[:-1]
-        + bytes([packed[-1] ^ 1]),
+        "an aggregate's checksum is wrong, which makes it a plain record": broken,
         "data begins like an aggregate and is none": packed[:4],
         "an aggregate of no records": aggregate(0),
     }.items():
-        one = batch(record(1), record(2, data=data), record(3), form=V1)
-        section.add(name, KPL, *_life(one, form=V1), form=V1)
+        _read(section, name, origin.KPL, _OLD.batch(1, record(2, data=data), 3), d=_OLD)
     for name, again in {
-        "the same records": [batch(record(1), record(2))],
-        "the same records in other batches, and more": [batch(record(1)), batch(record(2), record(3))],
-        "fewer records": [batch(record(1))],
+        "the same records": [two],
+        "the same records in other batches, and more": [one, NEW.batch(2, 3)],
+        "fewer records": [one],
     }.items():
-        section.add(
-            f"the connection was lost, and there come {name}",
-            PROCESSOR,
-            *(initialize(), batch(record(1), record(2)), Reopen()),
-            *(initialize(), *again, shutdown_requested(), lease_lost()),
-        )
-    section.add(
-        "a batch comes again on a third connection, each cut by a reset",
-        PROCESSOR,
-        *(initialize(), batch(record(1), record(2)), Reopen(cut=True)) * 2,
-        *(initialize(), batch(record(1), record(2)), shutdown_requested(), lease_lost()),
-    )
-    section.add(
-        "a batch waits for a while behind its neighbour",
-        BATCH,
-        *(initialize(), batch(record(1)), Quiet(0.5), batch(record(2)), lease_lost()),
-    )
+        title = f"the connection was lost, and there come {name}"
+        _read(section, title, origin.PROCESSOR, two, Reopen(), NEW.initialize(), *again)
+    title = "a batch comes again on a third connection, each cut by a reset"
+    cut = two, Reopen(cut=True), NEW.initialize()
+    _read(section, title, origin.PROCESSOR, *cut, *cut, two)
+    title = "a batch waits for a while behind its neighbour"
+    section.life(NEW, title, origin.BATCH, one, Quiet(0.5), NEW.batch(2))
     return section
 
 
@@ -383,38 +285,28 @@ def aggregate(count: int) -> bytes:
 
 def _limits() -> Section:
     section = Section("E", "limits")
-    overhead = len(batch(record(1, data=None, partitionKey="")).line)
+    overhead = len(NEW.batch(record(1, data=None, partitionKey="")).line)
     for length in (2**16 - 1, 2**16, 2**16 + 1, 2**17):
-        key = "k" * (length + 1 - overhead)
-        section.add(
-            f"a line of {length:,} bytes",
-            "MessageWriter sets no limit; readers of lines do (64 KiB in asyncio)",
-            *_life(batch(record(1, data=None, partitionKey=key))),
-        )
-    sizes = {
+        long = NEW.batch(record(1, data=None, partitionKey="k" * (length + 1 - overhead)))
+        source = "MessageWriter sets no limit; readers of lines do (64 KiB in asyncio)"
+        _read(section, f"a line of {length:,} bytes", source, long)
+    for title, (count, size) in {
         "one record of 1 MiB, the most that Kinesis took until 2025": (1, 2**20),
         "one record of 10 MiB, the most that Kinesis takes": (1, 10 * 2**20),
-        "10,000 records of 100 bytes": (10_000, 100),
-        "10,000 records of 1 KiB: 15.7 MB": (10_000, 1024),
-        "64 records of 700 KiB: 60 MB": (64, 700 * 1024),
-    }
-    for name, (count, size) in sizes.items():
-        places = batch(*map(record, range(count))).places
+        "a batch of 10,000 records of 100 bytes": (10_000, 100),
+        "a batch of 10,000 records of 1 KiB: 15.7 MB": (10_000, 1024),
+        "a batch of 64 records of 700 KiB: 60 MB": (64, 700 * 1024),
+    }.items():
         lazy = functools.partial(_long_line, count, size)
-        section.add(
-            f"a batch of {name}" if count > 1 else name,
-            "GetRecords gives 10,000 records or 10 MiB, and aggregates grow when they are undone",
-            initialize(),
-            Ask(make=lazy, action="processRecords", places=places),
-            lease_lost(),
-            patience=6,
-        )
+        long = Ask(make=lazy, action="processRecords", places=NEW.batch(*range(count)).places)
+        source = "GetRecords gives 10,000 records or 10 MiB, and aggregates grow when they are undone"
+        section.life(NEW, title, source, long, patience=6)
     return section
 
 
 def _long_line(count: int, size: int) -> bytes:
     data = b"x" * size
-    return batch(*(record(n, data=data) for n in range(count))).line
+    return NEW.batch(*(record(n, data=data) for n in range(count))).line
 
 
 SECTIONS: Final = (_framing, _initialize, _records, _batches, _limits)
