@@ -109,7 +109,7 @@ def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
     return DynamoLedger(place.table, region=region, endpoint_url=place.endpoint_url, **common)
 
 
-class Surroundings(NamedTuple):
+class Dependencies(NamedTuple):
     """What a server works with, besides its settings."""
 
     engine: Engine | None
@@ -127,7 +127,7 @@ class Surroundings(NamedTuple):
     """To drain the pipeline is all the server does."""
 
 
-async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[str], None]) -> Parts:
+async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[str], None]) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
     The handler is loaded in a worker, unless the settings say otherwise. ``step`` receives what is pending. Cancelled,
@@ -168,7 +168,7 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
         raise
 
 
-async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime, spec: HandlerSpec) -> Parts:
+async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec) -> Parts:
     clock, rng, engine = around.clock, around.rng, around.engine
     store = await run_in_daemon_thread(partial(store_of, settings), name="mldserver-output")
     made_up = f"{DRAIN if around.drain else ''}{socket.gethostname()}:{os.getpid()}:{around.unique()}"

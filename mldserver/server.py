@@ -38,7 +38,7 @@ from mldserver.admin.acts import carry_out
 from mldserver.admin.document import Status
 from mldserver.admin.endpoint_keeper import AdminEndpoint
 from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
-from mldserver.assembly import Parts, Surroundings, assemble, exposed
+from mldserver.assembly import Dependencies, Parts, assemble, exposed
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.service import Service, ServiceReport, handling
@@ -101,7 +101,7 @@ class Server:
         """
         self.settings = replace(settings, server_id=None) if drain else settings
         self._clock = clock or SystemClock()
-        self._around = Surroundings(
+        self._around = Dependencies(
             engine=engine,
             kinesis=kinesis,
             source=source,

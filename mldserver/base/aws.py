@@ -16,7 +16,7 @@ from mldserver.errors import ConfigError
 
 _ANY_REGION: Final = "us-east-1"
 
-PASSING: Final = frozenset(
+RETRYABLE: Final = frozenset(
     [
         *("InternalServerError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException"),
         *("ProvisionedThroughputExceeded", "ProvisionedThroughputExceededException"),
@@ -64,7 +64,7 @@ def error_code(error: Exception) -> str:
     )
 
 
-def passes(error: Exception) -> bool:
+def is_retryable(error: Exception) -> bool:
     """Whether a request that met an error may be sent again as it is: throttled, out of reach, half an answer, a fault of AWS."""
     from botocore.exceptions import ClientError, HTTPClientError  # noqa: PLC0415  # as above
     from botocore.exceptions import ConnectionError as NotConnectedError  # noqa: PLC0415  # as above
@@ -73,7 +73,7 @@ def passes(error: Exception) -> bool:
     if not isinstance(error, ClientError):
         return isinstance(error, HTTPClientError | NotConnectedError | ResponseParserError)
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    return status >= _SERVER_FAULT or error_code(error) in PASSING
+    return status >= _SERVER_FAULT or error_code(error) in RETRYABLE
 
 
 async def require_aws(stream: str, *, region: str | None) -> None:

@@ -46,7 +46,7 @@ class TokenBucket:
         self._due_ms = float("-inf")
         """When the next call would be, had there been no pause."""
 
-    def take(self, now_ms: int) -> float:
+    def reserve(self, now_ms: int) -> float:
         """Take a token and return the seconds to wait until it may be used. ``now_ms``: steady time."""
         due_ms = max(self._due_ms, now_ms - self._slack_ms)
         self._due_ms = due_ms + self._interval_ms

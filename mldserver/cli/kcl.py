@@ -27,6 +27,7 @@ from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.kcl.launch import Files, bridge_command, find_jars, find_java, prepare, private_files
+from mldserver.kcl.lease_worker import LeaseWorker, host_worker
 from mldserver.kcl.properties import (
     DaemonSettings,
     daemon_properties,
@@ -35,7 +36,6 @@ from mldserver.kcl.properties import (
     start_of,
 )
 from mldserver.kcl.supervisor import Supervisor, answers
-from mldserver.kcl.worker import Worker, host_worker
 from mldserver.observe.logging import logging_to, reopen
 from mldserver.protocol.connection import CLOSE_SECONDS
 
@@ -236,7 +236,7 @@ async def _run(
         chance=random.SystemRandom().random,
         server=settings.listen,
         answers=partial(answers, settings.listen, tls),
-        worker=Worker(properties, clock),
+        worker=LeaseWorker(properties, clock),
         told=told,
     )
     loop = asyncio.get_running_loop()

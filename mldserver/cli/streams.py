@@ -122,7 +122,7 @@ async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Descripti
         except NotThereYet:
             newest = ""
         tree = ShardTree()
-        tree.learn(described.shards, whole=True)
+        tree.add_listing(described.shards, whole=True)
         known = {} if held is None else held.shards
         rows = [_Row(shard, known.get(shard.id)) for _, shard in tree.walk()]
         gone = [entry for entry in sorted(known.items()) if entry[0] not in tree and not entry[1].ended]

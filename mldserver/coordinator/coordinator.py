@@ -244,7 +244,7 @@ class Coordinator:
         company = (state.claims, frozenset(state.servers) - await self._membership.bury())
         inherit = company != self._company
         if self._runner is not None:
-            self._runner.learn(state)
+            self._runner.apply_decisions(state)
             await take_over(
                 state.under_way, working, self._ledger, self._store, self._runner, inherit=inherit
             )

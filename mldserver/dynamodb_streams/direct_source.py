@@ -17,11 +17,11 @@ import structlog
 from mldserver.base.backoff import Backoff, backoff
 from mldserver.base.clock import Clock, first_of
 from mldserver.base.kill_points import kill_point
-from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Page, Reading, ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree, StreamShard
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
+from mldserver.dynamodb_streams.stream_listing import AGAIN_SECONDS, StreamListing
 from mldserver.dynamodb_streams.streams_api import READABLE, MakeClient, NoStream, StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
 from mldserver.records import Hook, Shard
@@ -90,7 +90,7 @@ class DirectSource:
         self._unread = Unread(round(forsaken_seconds * 1000))
         self._progress = ProgressLog(clock=clock, seconds=look_seconds)
         self._arn = ""
-        self._listing = Listing(self._api, "", clock=clock)
+        self._listing = StreamListing(self._api, "", clock=clock)
         self._first = False
         """Whether nothing was read yet when this server began."""
         self._first_ms = 0  # the time of day at which it began, at the earliest
@@ -182,7 +182,7 @@ class DirectSource:
         self._arn = await self._api.resolve(self._stream)
         # By AWS's clock, which stamps the records: no record from now on is earlier.
         self._first_ms = self._api.now_ms() - CLOCKS_APART_MS
-        self._listing = listing = Listing(self._api, self._arn, clock=self._clock)
+        self._listing = listing = StreamListing(self._api, self._arn, clock=self._clock)
         while not await listing.refresh():
             await self._clock.sleep(self._poll_seconds)
         listed, seen = listing.tree.listing(), self._intake.seen()
@@ -275,7 +275,7 @@ class DirectSource:
             return
         self._lost = None
         if is_over:
-            listing = Listing(self._api, newest, clock=self._clock)
+            listing = StreamListing(self._api, newest, clock=self._clock)
             if await listing.refresh():
                 log.warning("stream.gap_accepted", stream=self._arn, newest=newest)
                 self._arn, self._listing = newest, listing

@@ -172,7 +172,7 @@ class ShardReader:
         """Return the next page, even without records."""
         unknown = _Unknown(self._clock.steady_ms())
         while not self._ended:
-            await self._clock.sleep(self._bucket.take(self._clock.steady_ms()))
+            await self._clock.sleep(self._bucket.reserve(self._clock.steady_ms()))
             began_ms, now_ms = self._begin()
             try:
                 if self._iterator is None:

@@ -95,7 +95,7 @@ class ShardTree:
     def __contains__(self, shard_id: str) -> bool:
         return shard_id in self._nodes
 
-    def learn(self, shards: Iterable[StreamShard], *, whole: bool) -> tuple[str, ...]:
+    def add_listing(self, shards: Iterable[StreamShard], *, whole: bool) -> tuple[str, ...]:
         """Take in what an answer names; return the shards that were not known, in the order of their ids.
 
         ``whole``: it was read to its last page, and names all shards as far as AWS knows just now.

@@ -25,7 +25,6 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.change import Change
-from mldserver.dynamodb_streams.listing import AGAIN_SECONDS, Listing
 from mldserver.dynamodb_streams.merge import Merge
 from mldserver.dynamodb_streams.positions import Position, ReadPosition, Token, parse_position
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Page, ShardReader
@@ -38,6 +37,7 @@ from mldserver.dynamodb_streams.shard_tree import (
     Since,
     StreamShard,
 )
+from mldserver.dynamodb_streams.stream_listing import AGAIN_SECONDS, StreamListing
 from mldserver.dynamodb_streams.streams_api import MakeClient, StreamsApi, streams_client
 from mldserver.errors import MldserverError, NotThereYet
 from mldserver.records import Record
@@ -198,7 +198,7 @@ class _StreamReading:
         self._new_reader = partial(
             ShardReader, api, arn, clock=clock, random=random, poll_seconds=poll_seconds
         )
-        self._listing = Listing(api, arn, clock=clock)
+        self._listing = StreamListing(api, arn, clock=clock)
         self._tree = self._listing.tree
         self._merge: Merge[Record] = Merge()
         self._positions: dict[str, ReadPosition] = {}

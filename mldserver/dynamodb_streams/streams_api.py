@@ -23,7 +23,7 @@ import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from mldserver.base.aws import aws_client, error_code, passes
+from mldserver.base.aws import aws_client, error_code, is_retryable
 from mldserver.base.backoff import Backoff, TokenBucket
 from mldserver.base.clock import Clock
 from mldserver.dynamodb_streams.shard_tree import After, At, Sentinel, Since, Start, StreamShard
@@ -356,7 +356,7 @@ class StreamsApi:
         failures, began_ms = Backoff(_BASE_SECONDS, _CAP_SECONDS), self._clock.steady_ms()
         while True:
             if action == "describe_stream":
-                await self._clock.sleep(self._describes.take(self._clock.steady_ms()))
+                await self._clock.sleep(self._describes.reserve(self._clock.steady_ms()))
             try:
                 answer: dict[str, Any] = await getattr(self._client, action)(**request)
                 self._aws_time.date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
@@ -371,7 +371,7 @@ class StreamsApi:
                     raise _FilterRefused from error
                 if code in _OURS:
                     raise _OURS[code](str(error)) from error
-                if not passes(error):
+                if not is_retryable(error):
                     raise self._refused(action, error) from error
                 delay = failures.failed(self._random())
                 if action == "get_records":

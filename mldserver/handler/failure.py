@@ -28,7 +28,7 @@ _VALUES: Final = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
 _OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 
 
-class Wish(enum.StrEnum):
+class Requested(enum.StrEnum):
     """What the handler asked for, by the exception that it raised."""
 
     RETRY = "retry"
@@ -36,7 +36,7 @@ class Wish(enum.StrEnum):
     FATAL = "fatal"
 
 
-_WISHES: Final = {Retry: Wish.RETRY, Discard: Wish.DISCARD, Fatal: Wish.FATAL}
+_REQUESTED: Final = {Retry: Requested.RETRY, Discard: Requested.DISCARD, Fatal: Requested.FATAL}
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Failure(msgspec.Struct, frozen=True):
     """The user's frames only; empty when the server refused the returned value."""
     names: tuple[str, ...] = ()
     """The dotted names of the error's class and of its bases, nearest first: failure rules match them."""
-    wish: Wish | None = None
+    requested: Requested | None = None
     after_seconds: float | None = None
     """With RETRY: how long to wait; None: as long as the back-off says."""
     records: tuple[Any, ...] | None = None
@@ -70,7 +70,7 @@ class Failure(msgspec.Struct, frozen=True):
 
         ``messages``: whether the log may quote what errors say.
         """
-        shown = self.traceback and self.wish not in {Wish.RETRY, Wish.DISCARD}
+        shown = self.traceback and self.requested not in {Requested.RETRY, Requested.DISCARD}
         told = {"what": self.error, **({"traceback": self.traceback} if shown else {})}
         if messages:
             return told
@@ -122,11 +122,11 @@ def describe(error: BaseException) -> Failure:
         text = f"{summary}\n"
     if not isinstance(error, Verdict):
         return Failure(summary, text, cls.names, frames=frames)
-    wish = next((wish for kind, wish in _WISHES.items() if isinstance(error, kind)), None)
+    requested = next((each for kind, each in _REQUESTED.items() if isinstance(error, kind)), None)
     # A subclass may hold something else there than a number of seconds, or some of the records.
     after = _safely(lambda: _after(error), None)
     records = _safely(lambda: None if error.records is None else tuple(error.records), None)
-    return Failure(summary, text, cls.names, wish, after, records, frames)
+    return Failure(summary, text, cls.names, requested, after, records, frames)
 
 
 def _class_of(error: BaseException) -> _Class:

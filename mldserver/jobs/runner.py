@@ -202,7 +202,7 @@ class WindowRunner:
         self.took = Durations()
         """Windows from being taken up until their output was visible."""
 
-    def learn(self, state: LedgerState) -> None:
+    def apply_decisions(self, state: LedgerState) -> None:
         """Take in what operators decided about halted windows: each is looked at again at once."""
         for window_id, life in self.halted.items():
             entry = state.windows.get(window_id)

@@ -26,7 +26,7 @@ from mldserver.base.java_properties import as_text
 from mldserver.children import parent_death
 from mldserver.config.kinds import Address
 from mldserver.errors import ConfigError, InternalError, JavaError, OperatorError
-from mldserver.kcl.digest import LOGBACK_XML
+from mldserver.kcl.log_filter import LOGBACK_XML
 from mldserver.spark.java import Java, probe
 
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"

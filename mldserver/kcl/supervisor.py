@@ -30,10 +30,10 @@ from mldserver.children.process import ChildProcess
 from mldserver.children.supervise import Exit, supervise
 from mldserver.config.kinds import Address, UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, ConfigError, NotThereYet, OperatorError
-from mldserver.kcl.digest import ENDS_ITSELF, Digest, DigestEvent, LogEvent, LogParser, verbatim
+from mldserver.kcl.log_filter import ENDS_ITSELF, FilteredEvent, LogEvent, LogFilter, LogParser, verbatim
 
 if TYPE_CHECKING:
-    from mldserver.kcl.worker import Worker
+    from mldserver.kcl.lease_worker import LeaseWorker
 
 log = structlog.get_logger("mldserver")
 
@@ -72,11 +72,11 @@ class Supervisor:
     server: Address
     answers: Callable[[], Awaitable[bool]]
     """Whether the server can be connected to now."""
-    worker: Worker
+    worker: LeaseWorker
     """The KCL worker that each daemon in turn acts as."""
     told: Mapping[str, Any]
     """The fields of the event ``kcl.starting``."""
-    _digest: Digest = field(default_factory=Digest)
+    _filter: LogFilter = field(default_factory=LogFilter)
     _parser: LogParser = field(default_factory=LogParser)
     _joining: asyncio.TimerHandle | None = None
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,14 +114,14 @@ class Supervisor:
                 counts.cancel()
         finally:
             self.worker.close()
-            _write(self._digest.due(math.inf))
+            _write(self._filter.due(math.inf))
         return EXIT_FORCED if self._forced.is_set() else code
 
     async def _tell_counts(self) -> None:
         """Tell how often lines came again, however quiet the log is."""
         while True:
             await self.clock.sleep(COUNTS_SECONDS)
-            _write(self._digest.due(self.clock.steady_ms() / 1000))
+            _write(self._filter.due(self.clock.steady_ms() / 1000))
 
     async def _keep_running(self) -> int:
         """Run one daemon after another until stopped; return the exit code."""
@@ -282,7 +282,7 @@ class Supervisor:
         now = self.clock.steady_ms() / 1000
         for event in events:
             # What a daemon says while it falls is the same fault again, from each of its shards.
-            lines = [verbatim(event)] if self._doomed.is_set() else self._digest.take(event, now)
+            lines = [verbatim(event)] if self._doomed.is_set() else self._filter.filter(event, now)
             self._leased = self._leased or any(line.event == "kcl.lease_gained" for line in lines)
             _write(lines)
             if event.text == ENDS_ITSELF and not self._stopping.is_set():
@@ -315,6 +315,6 @@ async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
         return False
 
 
-def _write(lines: Iterable[DigestEvent]) -> None:
+def _write(lines: Iterable[FilteredEvent]) -> None:
     for line in lines:
         getattr(log, line.level)(line.event, **line.fields)

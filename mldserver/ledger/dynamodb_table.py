@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from botocore.exceptions import ClientError
 
-from mldserver.base.aws import PASSING, error_code, passes
+from mldserver.base.aws import RETRYABLE, error_code, is_retryable
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import Clock
 from mldserver.errors import LedgerError, LedgerUnusable
@@ -78,7 +78,7 @@ _VERDICTS: Final = {
     "ResourceNotFoundException": ErrorMeaning.ABSENT,
     "ResourceInUseException": ErrorMeaning.EXISTS,
 } | dict.fromkeys(
-    (*PASSING, "TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
+    (*RETRYABLE, "TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
     ErrorMeaning.AGAIN,
 )
 """By the codes of errors, and of a cancelled transaction's reasons."""
@@ -94,7 +94,7 @@ _ADVICE: Final = {
 
 def judge(error: Exception) -> ErrorMeaning:
     """Return what an error of a call means."""
-    if passes(error):
+    if is_retryable(error):
         return ErrorMeaning.AGAIN
     if not isinstance(error, ClientError):
         return ErrorMeaning.FATAL

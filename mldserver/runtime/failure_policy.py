@@ -19,7 +19,7 @@ from typing import Final
 from mldserver.base.backoff import backoff
 from mldserver.config.kinds import FailureRule, OnFailure, OnKeyFailure, failure_rule
 from mldserver.config.settings import FailureSettings
-from mldserver.handler.failure import Failure, Wish
+from mldserver.handler.failure import Failure, Requested
 
 __all__ = ["FailureRule", "OnFailure", "OnKeyFailure", "failure_rule"]  # what a policy is made of
 
@@ -85,7 +85,7 @@ class FailurePolicy(FailureSettings):
 
     def ending(self, failure: Failure, *, calls: int, age_ms: int) -> Ending | None:
         """Return how a record ends whose ``calls`` so far have all failed, now with ``failure``; None: call it again."""
-        if failure.wish is Wish.DISCARD:
+        if failure.requested is Requested.DISCARD:
             return Ending.DISCARD
         rule = None
         for dotted in failure.names if self.failure_rules else ():
@@ -102,9 +102,9 @@ class FailurePolicy(FailureSettings):
             nearest = next(
                 (name for name in failure.names if name in REPEATING or name == _OSERROR), _OSERROR
             )
-            hopeless = rule is None and failure.wish is None and nearest != _OSERROR
+            hopeless = rule is None and failure.requested is None and nearest != _OSERROR
             attempts = 1 if hopeless else self.attempts
         too_old = self.max_age_ms is not None and age_ms >= self.max_age_ms
-        if failure.wish is Wish.FATAL or calls >= attempts or too_old:
+        if failure.requested is Requested.FATAL or calls >= attempts or too_old:
             return Ending(self.on_failure)
         return None

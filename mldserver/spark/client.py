@@ -33,7 +33,7 @@ from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotTher
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks import is_tested
 from mldserver.sinks.sink import Owner, SinkSpec
-from mldserver.spark.driver_messages import Start
+from mldserver.spark.driver_messages import StartSession
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, probe
 from mldserver.spark.session import environment, is_connect, is_local
@@ -113,7 +113,7 @@ class SparkEngine:
     def __post_init__(self) -> None:
         """Prepare; nothing is started."""
         python_path = (str(Path.cwd()),) if self.python_path is None else tuple(self.python_path)
-        self._setup = Start(
+        self._setup = StartSession(
             self.handler_path,
             self.schema_ddl,
             self.master,
@@ -411,7 +411,7 @@ class SparkEngine:
 
     def _plan(
         self, java: Java | None, *, train: Path | None = None
-    ) -> tuple[Start, dict[str, str], Path | None]:
+    ) -> tuple[StartSession, dict[str, str], Path | None]:
         """Return how to start a driver, its environment, and the class archive that is wanted but not there yet.
 
         ``train``: the archive that the driver is only to make. Raises OSError when its files cannot be written.
@@ -451,7 +451,9 @@ class SparkEngine:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-async def train(start: Start, command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> None:
+async def train(
+    start: StartSession, command: Sequence[str], environment: Mapping[str, str], clock: Clock
+) -> None:
     """Make the class archive ``start.archive``: a driver of its own starts, warms up, and exits.
 
     Whatever goes wrong is logged only: nothing needs the file.

@@ -41,7 +41,7 @@ from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.health import CLOSED, STOPPED, JobWatch
 from mldserver.spark.java import keep
-from mldserver.spark.session import Session, open_session
+from mldserver.spark.session import DriverSession, open_session
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _HookCall:
 
 @dataclass(slots=True)
 class _DriverJob:
-    run: wire.Run | wire.Publish
+    run: wire.RunWindows | wire.Publish
     group: str
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
@@ -82,9 +82,9 @@ class _DriverJob:
 
 @dataclass(kw_only=True)
 class Jobs:
-    """Runs what the server asks for, ``concurrency`` at a time, and answers each Run exactly once."""
+    """Runs what the server asks for, ``concurrency`` at a time, and answers each message exactly once."""
 
-    session: Session
+    session: DriverSession
     schema: str
     pipeline: Pipeline
     send: Callable[[wire.Message], None]
@@ -100,7 +100,7 @@ class Jobs:
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
 
-    def start(self, run: wire.Run | wire.Publish) -> None:
+    def start(self, run: wire.RunWindows | wire.Publish) -> None:
         """Take a job; it begins when a thread is free."""
         job = _DriverJob(run, f"mldserver-{run.id}-{run.job.window.id}")
         with self._lock:
@@ -149,7 +149,7 @@ class Jobs:
             if not (self.session.is_local or job.cancelled):
                 from mldserver.spark.counts import advice_on, where_failed  # noqa: PLC0415  # as in `_compute`
 
-                jobs = job.run.jobs if isinstance(job.run, wire.Run) else ()
+                jobs = job.run.jobs if isinstance(job.run, wire.RunWindows) else ()
                 segments = [path for each in jobs for path in each.segments]
                 said = wire.text_of(error)
                 advice = " ".join(filter(None, [where_failed(self.session.spark), advice_on(said, segments)]))
@@ -170,8 +170,8 @@ class Jobs:
         if closed:
             self.stopped()
 
-    def _compute(self, job: _DriverJob) -> wire.Done:
-        from mldserver.spark.nearby import suits, through_disk  # noqa: PLC0415  # pyarrow, as below
+    def _compute(self, job: _DriverJob) -> wire.JobDone:
+        from mldserver.spark.local_staging import can_stage_locally, compute_via_local_disk  # noqa: PLC0415  # pyarrow, as below
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
         spark, window = self.session.spark, job.run.job.window
@@ -179,11 +179,11 @@ class Jobs:
             spark.addTag(job.group)
         else:
             # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
-            count = len(job.run.jobs) if isinstance(job.run, wire.Run) else 1
+            count = len(job.run.jobs) if isinstance(job.run, wire.RunWindows) else 1
             others = f" and {count - 1} more" if count > 1 else ""
             spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
-            if isinstance(job.run, wire.Run):
+            if isinstance(job.run, wire.RunWindows):
                 cores = self.session.slots()
 
                 pipeline = replace(self.pipeline, around=partial(self._calling, job))
@@ -193,12 +193,14 @@ class Jobs:
 
                 # A local master's tasks are on this machine, and can take what this process fetches for them.
                 jobs = job.run.jobs
-                near = self.session.is_local and suits(jobs[0].out, self.session.hadoop)
-                return wire.Done(job.run.id, through_disk(jobs, compute) if near else compute(jobs))
+                near = self.session.is_local and can_stage_locally(jobs[0].out, self.session.hadoop)
+                return wire.JobDone(
+                    job.run.id, compute_via_local_disk(jobs, compute) if near else compute(jobs)
+                )
             if self.sink is None:
                 raise ValueError("no table was named to publish into")
             find(self.sink.format).publish(spark, self.sink, job.run.job)
-            return wire.Done(job.run.id, ())
+            return wire.JobDone(job.run.id, ())
         finally:
             if self.session.connect:
                 spark.removeTag(job.group)
@@ -221,7 +223,7 @@ class Jobs:
                 continue
             call.due_seconds *= 2
             line = wire.line_of(sys._current_frames().get(call.thread), self.pipeline.on_window)  # noqa: SLF001  # the only way
-            self.send(wire.Slow(job.run.id, call.window, round(seconds, 1), line))
+            self.send(wire.HookSlow(job.run.id, call.window, round(seconds, 1), line))
 
     def report(self) -> None:
         """Send the progress of running jobs, where it has changed; on Spark Connect, nothing."""
@@ -240,16 +242,16 @@ class Jobs:
                 progress = len(stages), tasks, done
                 if stages and progress != job.progress:
                     job.progress = progress
-                    self.send(wire.Progress(job.run.id, *progress))
+                    self.send(wire.JobProgress(job.run.id, *progress))
 
 
 @dataclass(eq=False, repr=False)  # what it was started with holds secrets
 class Driver:
-    """One driver's life: Start, jobs, Stop."""
+    """One driver's life: StartSession, jobs, Stop."""
 
     _sock: socket.socket
-    _start: wire.Start | None = None
-    _session: Session | None = None
+    _start: wire.StartSession | None = None
+    _session: DriverSession | None = None
     _jobs: Jobs | None = None
     _stopping: bool = False
 
@@ -273,13 +275,13 @@ class Driver:
 
     def _take(self, message: wire.FromServer) -> None:
         match message:
-            case wire.Start():
+            case wire.StartSession():
                 self._start = message
                 entitle(message.app_name.removeprefix("mldserver: "), "Spark driver")
                 threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
-            case wire.Run() | wire.Publish() if self._jobs is not None:
+            case wire.RunWindows() | wire.Publish() if self._jobs is not None:
                 self._jobs.start(message)
-            case wire.Cancel() if self._jobs is not None:
+            case wire.CancelJob() if self._jobs is not None:
                 # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.
                 threading.Thread(
                     target=self._jobs.cancel, args=(message.id,), name="cancel", daemon=True
@@ -290,7 +292,7 @@ class Driver:
             case _:
                 raise WireError(f"{type(message).__name__} does not come now")
 
-    def _open(self, start: wire.Start) -> None:
+    def _open(self, start: wire.StartSession) -> None:
         try:
             self._jobs = self._make_ready(start)
         except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
@@ -304,7 +306,7 @@ class Driver:
             self.die()
         self.send(wire.Warm())
 
-    def _make_ready(self, start: wire.Start) -> Jobs:
+    def _make_ready(self, start: wire.StartSession) -> Jobs:
         """Make the session; load the handler, and see that its code reaches the executors; warm up.
 
         UDFs and columns at module level need the session.
@@ -315,7 +317,7 @@ class Driver:
         if session.jvm is not None:
             wait = session.jvm.wait
             threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
-        watch = JobWatch(session.look(), self.send, self._fall)
+        watch = JobWatch(session.health_check(), self.send, self._fall)
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
         jvm_pid = None if session.jvm is None else session.jvm.pid

@@ -1,8 +1,8 @@
 """What the server and the Spark driver's process say to each other (``children/channel.py`` carries it).
 
-server → driver    Start, then any number of Run, Publish and Cancel, then Stop (or just the end of the socket)
-driver → server    Started, Warm (or StartFailed), then Progress, and for each Run and Publish once Done or FailedJob;
-                   Slow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
+server → driver    StartSession, then any number of RunWindows, Publish and CancelJob, then Stop (or the end of the socket)
+driver → server    Started, Warm (or StartFailed), then JobProgress, and for each RunWindows and Publish once JobDone or
+                   FailedJob; HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
 
 An error is put into a message for the person who wrote ``on_window``. A failed call into Spark brings fifty lines of py4j
 and Java with it. What helps is the sentence of the innermost error and the user's own frames; that is what is kept.
@@ -31,7 +31,7 @@ WARM_UP: Final = "-warm-up"
 """What the folder of the warm-up's window has behind the scratch folder's name, where it has no ``place``."""
 
 
-class Start(channel.Message, frozen=True):
+class StartSession(channel.Message, frozen=True):
     """Make the session. The first message, sent once."""
 
     handler: str
@@ -73,7 +73,7 @@ class Start(channel.Message, frozen=True):
     """File and text of the user's modules by name: what the driver and its Python workers import (``HandlerSpec.code``)."""
 
 
-class Run(channel.Message, frozen=True):
+class RunWindows(channel.Message, frozen=True):
     """Run one attempt at each of these windows, as one job, under an id that is never used again."""
 
     id: int
@@ -92,8 +92,8 @@ class Publish(channel.Message, frozen=True):
     job: PublishJob
 
 
-class Cancel(channel.Message, frozen=True):
-    """End a running or waiting job; FailedJob follows (or Done, when it came too late)."""
+class CancelJob(channel.Message, frozen=True):
+    """End a running or waiting job; FailedJob follows (or JobDone, when the cancellation came too late)."""
 
     id: int
 
@@ -126,7 +126,7 @@ class StartFailed(channel.Message, frozen=True):
     traceback: str = ""
 
 
-class Progress(channel.Message, frozen=True):
+class JobProgress(channel.Message, frozen=True):
     """How far a running job's tasks are."""
 
     id: int
@@ -135,7 +135,7 @@ class Progress(channel.Message, frozen=True):
     tasks_done: int
 
 
-class Slow(channel.Message, frozen=True):
+class HookSlow(channel.Message, frozen=True):
     """A window's ``on_window`` runs for a minute; said again each time that has doubled."""
 
     id: int
@@ -153,7 +153,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     rows: int
 
 
-class Done(channel.Message, frozen=True):
+class JobDone(channel.Message, frozen=True):
     """Every output is complete in its own staging directory; or in the table, for a Publish."""
 
     id: int
@@ -199,8 +199,10 @@ class Log(channel.Message, frozen=True):
     text: str
 
 
-FromServer = Start | Run | Publish | Cancel | Stop
-FromDriver = Started | Warm | StartFailed | Progress | Slow | Done | FailedJob | Health | JvmGone | Log
+FromServer = StartSession | RunWindows | Publish | CancelJob | Stop
+FromDriver = (
+    Started | Warm | StartFailed | JobProgress | HookSlow | JobDone | FailedJob | Health | JvmGone | Log
+)
 Message = FromServer | FromDriver
 
 

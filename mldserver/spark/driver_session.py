@@ -1,4 +1,4 @@
-"""One driver's life as the server sees it: from Start to the end of its socket, and every job's answer in between.
+"""One driver's life as the server sees it: from its start to the end of its socket, and every job's answer in between.
 
 Its standard output and error become events of the log. Spark writes JSON there, by the log4j settings that ``session.py``
 gives it, unless the user gave it others; Java, Python and the user's code write whatever they like.
@@ -70,7 +70,7 @@ class Life:
     """Reads one driver's messages until it ends. Pending jobs then raise DriverLost."""
 
     def __init__(
-        self, start: wire.Start, clock: Clock, *, cancel_grace: float, log_error_messages: bool = True
+        self, start: wire.StartSession, clock: Clock, *, cancel_grace: float, log_error_messages: bool = True
     ) -> None:
         """Prepare; ``cancel_grace``: seconds that a cancelled job may take to end.
 
@@ -86,7 +86,7 @@ class Life:
         """Set when no message can come any more."""
         self._ids = itertools.count(1)
         self.waiting: dict[
-            int, tuple[wire.Run | wire.Publish, asyncio.Future[wire.Done | wire.FailedJob]]
+            int, tuple[wire.RunWindows | wire.Publish, asyncio.Future[wire.JobDone | wire.FailedJob]]
         ] = {}
         """The jobs that it works on, by their ids, and what waits for their answers."""
         self._on_slow: dict[int, Callable[[str], None]] = {}
@@ -121,7 +121,7 @@ class Life:
         cls,
         command: Sequence[str],
         environment: Mapping[str, str],
-        start: wire.Start,
+        start: wire.StartSession,
         clock: Clock,
         *,
         cancel_grace: float,
@@ -235,15 +235,15 @@ class Life:
         if self.over.is_set():
             raise self._lost("server")  # it has not begun
         number = next(self._ids)
-        run = wire.Run(number, work) if isinstance(work, tuple) else wire.Publish(number, work)
+        run = wire.RunWindows(number, work) if isinstance(work, tuple) else wire.Publish(number, work)
         # In a group, the slow window is unknown.
         about = {} if isinstance(work, tuple) and work[1:] else {"window": run.job.window.id}
-        answer: asyncio.Future[wire.Done | wire.FailedJob] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.JobDone | wire.FailedJob] = asyncio.get_running_loop().create_future()
         self.waiting[number] = (run, answer)
         self._on_slow[number] = on_slow
         try:
             self._channel.send(run)
-            kill_point("job.running" if isinstance(run, wire.Run) else "sink.writing")
+            kill_point("job.running" if isinstance(run, wire.RunWindows) else "sink.writing")
             calm = self._calm()
             while not (await asyncio.wait({answer}, timeout=deadline))[0]:
                 if calm == self._calm():
@@ -251,7 +251,7 @@ class Life:
                     raise WindowFailed(said, did="It was cancelled.", **about)
                 calm = self._calm()  # as in `_kill_unless`: it has its time once more
             done = answer.result()
-            if isinstance(done, wire.Done):
+            if isinstance(done, wire.JobDone):
                 return done.outputs
             said = self._redacted(f"{done.error}: {done.message}")
             traceback = self._redacted(done.traceback)
@@ -263,7 +263,7 @@ class Life:
             no_answer = self.waiting.pop(number, None) is not None
             if no_answer and not self.over.is_set() and self._tasks is not None:
                 ended = self._cancelling[number] = asyncio.Event()
-                self._channel.send(wire.Cancel(number))
+                self._channel.send(wire.CancelJob(number))
                 # Python code in a loop cannot be stopped otherwise.
                 late = f"A cancelled job did not end within {self._cancel_grace:g} seconds."
                 self._tasks.create_task(self._kill_unless(ended, self._cancel_grace, late, self._clock))
@@ -302,9 +302,9 @@ class Life:
                     message=self._redacted(message.message),
                     traceback=self._redacted(message.traceback),
                 )
-            case wire.Done() | wire.FailedJob():
+            case wire.JobDone() | wire.FailedJob():
                 self._answer(message)
-            case wire.Progress() | wire.Slow() if (
+            case wire.JobProgress() | wire.HookSlow() if (
                 message.id in self.waiting
             ):  # or it is of a job that was cancelled
                 self._take_progress(message)
@@ -322,17 +322,17 @@ class Life:
                 self._last_lines.append(text[:_LINE_CHARACTERS])
                 self._log(Entry(message.level, text, "mldserver.spark.driver"))
 
-    def _answer(self, message: wire.Done | wire.FailedJob) -> None:
+    def _answer(self, message: wire.JobDone | wire.FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
         _, answer = self.waiting.pop(message.id, (None, None))
         if answer is not None and not answer.done():
-            self.jobs_done += isinstance(message, wire.Done)
+            self.jobs_done += isinstance(message, wire.JobDone)
             answer.set_result(message)
 
-    def _take_progress(self, message: wire.Progress | wire.Slow) -> None:
+    def _take_progress(self, message: wire.JobProgress | wire.HookSlow) -> None:
         run, answer = self.waiting[message.id]
-        if isinstance(message, wire.Progress):
+        if isinstance(message, wire.JobProgress):
             log.debug(
                 "spark.progress",
                 window=run.job.window.id,
@@ -346,7 +346,7 @@ class Life:
             return  # the hook may wait for the cluster
         line = self._redacted(message.line)
         log.warning("window.slow", window=message.window, seconds=message.seconds, line=line)
-        if not (isinstance(run, wire.Run) and run.jobs[1:]):
+        if not (isinstance(run, wire.RunWindows) and run.jobs[1:]):
             self._on_slow[message.id](message.window)
         elif not answer.done():
             said = f"on_window of window {message.window} runs for {message.seconds:g} s, at {line}."
@@ -357,7 +357,9 @@ class Life:
         """Return whose doing the driver's death may be, by what ran and how it ended."""
         if self._blame is not None:
             return self._blame
-        runs = [run.jobs if isinstance(run, wire.Run) else (run.job,) for run, _ in self.waiting.values()]
+        runs = [
+            run.jobs if isinstance(run, wire.RunWindows) else (run.job,) for run, _ in self.waiting.values()
+        ]
         if sum(map(len, runs)) + len(self._cancelling) > 1:
             return "others"
         code = self.child.exit_code if self.jvm_exit_code is None else self.jvm_exit_code

@@ -106,7 +106,7 @@ class Cluster:
         self._most = int(conf.get("spark.dynamicAllocation.maxExecutors", "2147483647"))
         self._standalone = str(self._context.master).startswith("spark://")
 
-    def look(self) -> dict[str, str]:
+    def signs_of_trouble(self) -> dict[str, str]:
         """Return the signs of trouble. Raises what py4j raises when the JVM is going."""
         if self._is_stopped():
             return {"stopped": ""}
@@ -142,7 +142,7 @@ class ConnectServer:
     _tasks: dict[str | None, tuple[int, int]] = field(default_factory=dict)
     """By operation: how many of its tasks are left, and run."""
 
-    def look(self) -> dict[str, str]:
+    def signs_of_trouble(self) -> dict[str, str]:
         """Return the signs of trouble. A look also keeps the server from closing a session for want of use."""
         try:
             self._client.get_configs("spark.sql.session.timeZone")
@@ -163,7 +163,7 @@ class ConnectServer:
         waits = any(left for left, _ in tasks) and not any(running for _, running in tasks)
         return {"starved": ""} if waits else {}
 
-    def hear(
+    def note_progress(
         self, stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, *, done: bool
     ) -> None:
         """Take what the server says about a job: a progress handler of the session."""

@@ -21,7 +21,7 @@ from mldserver.base.java_properties import as_text
 from mldserver.base.uris import secrets_of
 from mldserver.errors import OperatorError
 from mldserver.handler.loader import entries_of
-from mldserver.spark.driver_messages import Start
+from mldserver.spark.driver_messages import StartSession
 from mldserver.spark.health import DENIED, Cluster, ConnectServer, with_session
 from mldserver.spark.java import unfinished
 
@@ -93,7 +93,7 @@ def is_local(master: str) -> bool:
     return master.startswith("local")
 
 
-def defaults(start: Start, cores: int) -> dict[str, str]:
+def defaults(start: StartSession, cores: int) -> dict[str, str]:
     """Return the session's settings for ``start``: ours, overridden by the user's."""
     if is_connect(start.master):
         return {**_EVERYWHERE, **start.conf}
@@ -132,14 +132,16 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     return {**ours, **start.conf, **last}
 
 
-def hidden(start: Start) -> dict[str, str]:
+def hidden(start: StartSession) -> dict[str, str]:
     """Return the settings that come to a JVM by a file of the driver's own: a command line shows them to the whole host."""
     if is_connect(start.master):
         return {}
     return {name: value for name, value in secrets_of(start.conf).items() if name.startswith("spark.")}
 
 
-def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | None) -> dict[str, str]:
+def environment(
+    start: StartSession, inherited: Mapping[str, str], *, java_home: str | None
+) -> dict[str, str]:
     """Return the driver process's environment; Spark's scripts and Python workers inherit it."""
     ours = dict(inherited)
     # Left over from a Spark that started *us*: they would connect the new session to that one.
@@ -176,7 +178,7 @@ def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | 
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class DriverSession:
     """A session and what belongs to it."""
 
     spark: SparkSession
@@ -219,13 +221,13 @@ class Session:
         context = self.spark.sparkContext._jsc  # noqa: SLF001  # no Python face yet
         return context is None or bool(context.sc().isStopped())
 
-    def look(self) -> Callable[[], dict[str, str]] | None:
+    def health_check(self) -> Callable[[], dict[str, str]] | None:
         """Return what looks at the session for signs of trouble (``health.py``); None on a local master."""
         spark: Any = self.spark
         if self.server is not None:
-            spark.registerProgressHandler(self.server.hear)
-            return self.server.look
-        return None if self.is_local else Cluster(spark, lambda: self.is_stopped).look
+            spark.registerProgressHandler(self.server.note_progress)
+            return self.server.signs_of_trouble
+        return None if self.is_local else Cluster(spark, lambda: self.is_stopped).signs_of_trouble
 
     def stop(self) -> None:
         """Stop the session and, in classic mode, close the JVM's standard input, so that it exits."""
@@ -239,7 +241,7 @@ class Session:
             self.jvm.stdin.close()
 
 
-def open_session(start: Start) -> Session:
+def open_session(start: StartSession) -> DriverSession:
     """Make the session, in the process's environment.
 
     Raises OperatorError when a Spark Connect server rejects the URL's credentials, and what pyspark raises.
@@ -264,7 +266,7 @@ def open_session(start: Start) -> Session:
         server = ConnectServer(
             SparkConnectClient(url, channel_options=quick, retry_policy={"max_retries": 0})
         )
-        for sign, text in server.look().items():
+        for sign, text in server.signs_of_trouble().items():
             if sign == DENIED:
                 raise OperatorError(
                     f"The Spark Connect server refuses the token and user of spark_master: {text}",
@@ -279,9 +281,9 @@ def open_session(start: Start) -> Session:
     for name, value in start.storage.items():
         spark.conf.set(name, value)
     if connect:
-        return Session(spark, connect=True, cores=None, jvm=None, server=server)
+        return DriverSession(spark, connect=True, cores=None, jvm=None, server=server)
     local = spark.sparkContext.defaultParallelism if is_local(start.master) else None
-    return Session(spark, connect=False, cores=local, jvm=_gateway(spark).proc)
+    return DriverSession(spark, connect=False, cores=local, jvm=_gateway(spark).proc)
 
 
 def _gateway(spark: SparkSession) -> Any:

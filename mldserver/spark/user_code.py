@@ -25,8 +25,8 @@ from zipfile import ZipFile
 from mldserver.errors import OperatorError
 from mldserver.handler import kept_modules, spark_at_import
 from mldserver.handler.loader import is_library
-from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import Session, is_connect, is_local
+from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.session import DriverSession, is_connect, is_local
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -115,7 +115,7 @@ class _Guarded:
         return operator.getitem, ((_GuardCode(self.kept), self.code), 1)
 
 
-def guard_executors(start: Start) -> None:
+def guard_executors(start: StartSession) -> None:
     """Pickle functions with the guard that makes the modules they name importable without a session.
 
     On a local master these modules are those that the server has sent.
@@ -151,7 +151,7 @@ class Interpreter(NamedTuple):
     """Why the handler's module cannot be imported there."""
 
 
-def look(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, list[Interpreter]]:
+def find_interpreters(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, list[Interpreter]]:
     """Return the driver's interpreter, and those of executors by a job of ``tasks`` tasks. Raises what Spark raises."""
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # the server imports this module
     from pyspark.sql.types import StringType  # noqa: PLC0415  # see above
@@ -177,13 +177,13 @@ def look(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, li
     return driver, executors
 
 
-def check(session: Session, handler: str, tasks: int) -> list[str]:
+def check(session: DriverSession, handler: str, tasks: int) -> list[str]:
     """Return what differs between the driver's Python and executors', one sentence each, with what to do.
 
     Raises OperatorError where executors cannot run the driver's functions at all: no Python, or of another minor version.
     """
     try:
-        driver, executors = look(session.spark, handler, tasks)
+        driver, executors = find_interpreters(session.spark, handler, tasks)
     except Exception as error:
         ours = ".".join(map(str, sys.version_info[:2]))
         if other := re.search(r"different version: (\S+) than", str(error)):
@@ -214,7 +214,7 @@ def check(session: Session, handler: str, tasks: int) -> list[str]:
     return list(told.values())
 
 
-def equip(session: Session, start: Start) -> list[str]:
+def equip(session: DriverSession, start: StartSession) -> list[str]:
     """Bring the handler's code to the executors of this session; return what to warn of there. Raises as ``check``.
 
     On a local master there is nothing to bring: its Python workers have the driver's path and interpreter.

@@ -23,8 +23,8 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import inspect_output, where_lost
-from mldserver.spark.driver_messages import WARM_UP, Start, lost_connection, message
-from mldserver.spark.session import Session, is_local
+from mldserver.spark.driver_messages import WARM_UP, StartSession, lost_connection, message
+from mldserver.spark.session import DriverSession, is_local
 from mldserver.spark.window_job import (
     WRITTEN_BYTES,
     Pipeline,
@@ -47,7 +47,7 @@ _ADVICE: Final = (
 )
 
 
-def warm_up(session: Session, start: Start) -> None:
+def warm_up(session: DriverSession, start: StartSession) -> None:
     """Send rows through the path that windows take: files are read by the schema, grouped and written.
 
     The user's ``on_window`` is not called: it may write to places where made-up rows must not appear. Raises
@@ -84,7 +84,7 @@ def warm_up(session: Session, start: Start) -> None:
         _forget(filesystem, root)
 
 
-def _job(start: Start, place: str, count: int) -> WindowJob:
+def _job(start: StartSession, place: str, count: int) -> WindowJob:
     """Write ``count`` segments with a row each, and return the job over them."""
     filesystem, root = reach(place, start.out)
     names = [f"segments/{number}.parquet" for number in range(count)]
@@ -99,7 +99,7 @@ def _job(start: Start, place: str, count: int) -> WindowJob:
     return WindowJob(window, 0, paths, f"{place}/out", count, (count - 1) * WRITTEN_BYTES + 1, start.out)
 
 
-def _prove(session: Session, start: Start, place: str) -> None:
+def _prove(session: DriverSession, start: StartSession, place: str) -> None:
     """Read and write one file on each core. Raises OperatorError unless as many rows come back."""
     cores = session.slots()
     spark, job = session.spark, _job(start, place, cores)
@@ -126,7 +126,7 @@ def _prove(session: Session, start: Start, place: str) -> None:
         )
 
 
-def _newcomers(session: Session) -> bool:
+def _newcomers(session: DriverSession) -> bool:
     """Whether some executor had no task yet; False on Connect."""
     # No Python API yet: another Spark version may raise here.
     with contextlib.suppress(Exception):

@@ -83,7 +83,7 @@ async def test_what_a_ledger_in_a_table_imports_is_imported_beside_the_event_loo
 
     monkeypatch.setattr(assembly, "ledger_of", noted)
     settings = quick(tmp_path / "out", "keeps_all", ledger=DynamoPlace("table", "eu-central-1", NOWHERE))
-    around = assembly.Surroundings(
+    around = assembly.Dependencies(
         engine=LocalEngine(),
         kinesis=None,
         source=None,

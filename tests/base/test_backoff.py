@@ -41,15 +41,15 @@ def test_jitter_stays_in_the_upper_half(chances: list[float]) -> None:
 
 def test_a_bucket_keeps_its_rate() -> None:
     bucket = TokenBucket(4)
-    assert [bucket.take(1000) for _ in range(4)] == [0, 0.25, 0.5, 0.75]
-    assert bucket.take(1900) == 0.1
+    assert [bucket.reserve(1000) for _ in range(4)] == [0, 0.25, 0.5, 0.75]
+    assert bucket.reserve(1900) == 0.1
 
 
 def test_a_bucket_lets_a_few_calls_through_at_once_after_a_pause() -> None:
     bucket = TokenBucket(4, burst=3)
-    assert [bucket.take(0) for _ in range(4)] == [0, 0, 0, 0.25]
-    assert [bucket.take(500) for _ in range(3)] == [0, 0.25, 0.5]
-    assert [bucket.take(60_000) for _ in range(4)] == [0, 0, 0, 0.25]
+    assert [bucket.reserve(0) for _ in range(4)] == [0, 0, 0, 0.25]
+    assert [bucket.reserve(500) for _ in range(3)] == [0, 0.25, 0.5]
+    assert [bucket.reserve(60_000) for _ in range(4)] == [0, 0, 0, 0.25]
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1), st.integers(1, 20), st.integers(1, 6))
@@ -60,7 +60,7 @@ def test_no_span_of_time_sees_more_calls_than_the_rate_and_the_burst(
     now_ms, calls = 0, []
     for pause in pauses:
         now_ms += pause
-        calls.append(now_ms + 1000 * bucket.take(now_ms))
+        calls.append(now_ms + 1000 * bucket.reserve(now_ms))
     for first, begin in enumerate(calls):
         for last, end in enumerate(calls[first:], first):
             assert last - first + 1 <= burst + (end - begin) * per_second / 1000 + 1e-6

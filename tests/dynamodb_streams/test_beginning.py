@@ -37,7 +37,7 @@ LISTED = (
 
 def tree() -> ShardTree:
     made = ShardTree()
-    made.learn(LISTED, whole=True)
+    made.add_listing(LISTED, whole=True)
     return made
 
 

@@ -19,7 +19,7 @@ RIGHT = StreamShard("c", "a", 10)
 
 def tree(*shards: StreamShard) -> ShardTree:
     made = ShardTree()
-    made.learn(shards, whole=True)
+    made.add_listing(shards, whole=True)
     return made
 
 
@@ -43,7 +43,7 @@ def test_children_start_when_their_parents_records_were_handed_over() -> None:
 @pytest.mark.parametrize("order", [(ROOT, LEFT, RIGHT), (RIGHT, LEFT, ROOT), (LEFT, ROOT, RIGHT)])
 def test_pages_come_in_any_order(order: tuple[StreamShard, ...]) -> None:
     shards = ShardTree()
-    new = [shards.learn([shard], whole=False) for shard in order]
+    new = [shards.add_listing([shard], whole=False) for shard in order]
     assert new == [(shard.id,) for shard in order]
     assert shards.listing() == {"a": (), "b": ("a",), "c": ("a",)}
     assert (roots(shards), shards.children("a"), shards.parents("c")) == (("a",), ("b", "c"), ("a",))
@@ -74,7 +74,7 @@ def test_an_unknown_parent_that_exists_is_read_before_its_child() -> None:
 def test_what_lies_above_a_shard_that_was_begun_is_not_read_and_nothing_is_waited_for() -> None:
     shards = ShardTree()
     shards.begin([StreamShard("c", "b")])
-    shards.learn([ROOT, LEFT, StreamShard("c", "b"), StreamShard("d", "c")], whole=True)
+    shards.add_listing([ROOT, LEFT, StreamShard("c", "b"), StreamShard("d", "c")], whole=True)
     assert (shards.readable(), shards.unresolved()) == (("c",), ())
     shards.finished("c")
     assert shards.readable() == ("d",)
@@ -83,11 +83,11 @@ def test_what_lies_above_a_shard_that_was_begun_is_not_read_and_nothing_is_waite
 def test_no_other_shard_is_read_while_it_may_be_an_ancestor_of_one_that_was_begun() -> None:
     shards = ShardTree()
     shards.begin([StreamShard("c", "b")])
-    shards.learn([ROOT, StreamShard("c", "b"), StreamShard("other"), StreamShard("d", "c")], whole=True)
+    shards.add_listing([ROOT, StreamShard("c", "b"), StreamShard("other"), StreamShard("d", "c")], whole=True)
     assert (shards.readable(), shards.unresolved()) == (("c",), ("b",))
     shards.finished("c")
     assert shards.readable() == ("d",)
-    shards.learn([LEFT], whole=False)
+    shards.add_listing([LEFT], whole=False)
     assert (shards.readable(), shards.unresolved()) == (("d", "other"), ())
 
 
@@ -95,7 +95,7 @@ def test_no_other_shard_is_read_while_it_may_be_an_ancestor_of_one_that_was_begu
 def test_when_the_lineage_ends_all_others_are_read(resolve: str) -> None:
     shards = ShardTree()
     shards.begin([StreamShard("c", "b"), StreamShard("unlisted")])
-    shards.learn([StreamShard("other"), StreamShard("c", "b")], whole=True)
+    shards.add_listing([StreamShard("other"), StreamShard("c", "b")], whole=True)
     assert (shards.readable(), shards.unresolved()) == (("c", "unlisted"), ("b", "unlisted"))
     for name in shards.unresolved():
         getattr(shards, resolve)(name)
@@ -105,7 +105,7 @@ def test_when_the_lineage_ends_all_others_are_read(resolve: str) -> None:
 def test_a_lineage_that_is_not_known_matters_only_where_another_shard_waits_for_it() -> None:
     shards = ShardTree()
     shards.begin([StreamShard("c", "b")])
-    shards.learn([StreamShard("c", "b"), StreamShard("d", "c")], whole=True)
+    shards.add_listing([StreamShard("c", "b"), StreamShard("d", "c")], whole=True)
     assert shards.unresolved() == ()
 
 
@@ -113,7 +113,7 @@ def test_children_that_come_late_are_new_and_readable() -> None:
     shards = tree(ROOT)
     shards.finished("a")
     assert shards.readable() == ()
-    assert shards.learn([RIGHT, ROOT, LEFT], whole=True) == ("b", "c")
+    assert shards.add_listing([RIGHT, ROOT, LEFT], whole=True) == ("b", "c")
     assert shards.readable() == ("b", "c")
 
 
@@ -121,14 +121,14 @@ def test_an_empty_or_shorter_answer_takes_nothing_away() -> None:
     shards = tree(ROOT, LEFT, RIGHT)
     shards.finished("a")
     for answer in ([], [LEFT], [StreamShard("b")]):
-        assert shards.learn(answer, whole=True) == ()
+        assert shards.add_listing(answer, whole=True) == ()
     assert shards.listing() == {"a": (), "b": ("a",), "c": ("a",)}
     assert shards.readable() == ("b", "c")
 
 
 def test_an_old_answer_does_not_open_a_closed_shard_again() -> None:
     shards = tree(ROOT)
-    shards.learn([StreamShard("a", None, None, None)], whole=True)
+    shards.add_listing([StreamShard("a", None, None, None)], whole=True)
     assert list(shards.walk()) == [(0, ROOT)]
 
 
@@ -136,7 +136,7 @@ def test_a_shard_that_aws_says_is_gone_lets_its_children_start() -> None:
     shards = tree(ROOT, LEFT)
     shards.finished("a")
     assert shards.readable() == ("b",)
-    assert shards.learn([ROOT, LEFT], whole=True) == ()  # an old answer still names it
+    assert shards.add_listing([ROOT, LEFT], whole=True) == ()  # an old answer still names it
     assert shards.readable() == ("b",)
 
 
@@ -146,14 +146,14 @@ def test_a_finished_shard_is_forgotten_after_many_whole_answers_without_it() -> 
     shards.finished("b")
     for _ in range(FORGOTTEN_AFTER):
         assert "a" in shards
-        shards.learn([RIGHT], whole=False)  # pages of an answer that broke off say nothing
-        shards.learn([], whole=True)  # nor does an empty one
-        shards.learn([RIGHT], whole=True)
+        shards.add_listing([RIGHT], whole=False)  # pages of an answer that broke off say nothing
+        shards.add_listing([], whole=True)  # nor does an empty one
+        shards.add_listing([RIGHT], whole=True)
     assert shards.listing() == {"c": ("a",)}
     assert (shards.readable(), shards.unresolved()) == (("c",), ())
     shards.finished("c")
     for _ in range(FORGOTTEN_AFTER):
-        shards.learn([StreamShard("d", "c")], whole=True)
+        shards.add_listing([StreamShard("d", "c")], whole=True)
     assert (shards.children("a"), list(shards.walk())) == ((), [(0, StreamShard("d", "c"))])
     assert shards._children == {"c": {"d"}}  # nothing grows with the shards of years
 
@@ -163,21 +163,21 @@ def test_an_answer_that_names_it_again_begins_the_count_anew() -> None:
     shards.finished("a")
     for answers in (FORGOTTEN_AFTER - 1, 1, FORGOTTEN_AFTER - 1):
         for _ in range(answers):
-            shards.learn([ROOT] if answers == 1 else [LEFT], whole=True)
+            shards.add_listing([ROOT] if answers == 1 else [LEFT], whole=True)
     assert "a" in shards
 
 
 def test_a_shard_that_is_not_finished_is_never_forgotten() -> None:
     shards = tree(ROOT, LEFT)
     for _ in range(2 * FORGOTTEN_AFTER):
-        shards.learn([LEFT], whole=True)
+        shards.add_listing([LEFT], whole=True)
     assert shards.readable() == ("a",)
 
 
 def test_a_shard_may_be_finished_before_it_is_listed() -> None:
     shards = ShardTree()
     shards.finished("a")
-    assert shards.learn([ROOT, LEFT], whole=True) == ("b",)
+    assert shards.add_listing([ROOT, LEFT], whole=True) == ("b",)
     assert list(shards.walk()) == [(0, ROOT), (1, LEFT)]
     assert shards.readable() == ("b",)
 
@@ -224,7 +224,7 @@ def test_any_answers_about_one_stream_end_as_a_plain_reading_of_them_all(
     for _ in range(data.draw(st.integers(0, 8))):
         answer = data.draw(st.lists(st.sampled_from(sorted(lineage) or ["~"]), unique=True))
         answer = [name for name in answer if name in lineage]
-        new = shards.learn(
+        new = shards.add_listing(
             [StreamShard(name, lineage[name]) for name in answer], whole=data.draw(st.booleans())
         )
         assert new == tuple(sorted(set(answer) - named - finished))
@@ -252,7 +252,7 @@ def test_whatever_aws_says_every_shard_is_read_once_and_none_hangs(
 ) -> None:
     shards, read = ShardTree(), list[str]()
     for answer, whole in answers:
-        shards.learn(family(answer), whole=whole)
+        shards.add_listing(family(answer), whole=whole)
         read += (readable := shards.readable())
         for shard_id in readable:
             shards.finished(shard_id)

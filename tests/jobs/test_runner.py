@@ -179,7 +179,7 @@ async def test_a_halted_window_that_succeeds_by_itself_is_nobodys_decision(
         """Let the server see what the ledger holds right after the window is published, before anything follows."""
         if name == "published" and after and W[0] in pipeline.runner.halted:
             looked.append(name)
-            pipeline.runner.learn(pipeline.ledger.store.peek())
+            pipeline.runner.apply_decisions(pipeline.ledger.store.peek())
 
     pipeline = make(tmp_path, fail=lambda job: WindowFailed("no") if failing else None)
     pipeline.faults.hook = look

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from mldserver.kcl.digest import JOINED_LINES, LINE_END, LOGBACK_XML, LogEvent, LogParser
+from mldserver.kcl.log_filter import JOINED_LINES, LINE_END, LOGBACK_XML, LogEvent, LogParser
 
 pytestmark = pytest.mark.quick
 

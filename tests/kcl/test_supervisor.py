@@ -19,9 +19,9 @@ from mldserver.base.service import ServiceReport
 from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
-from mldserver.kcl.digest import ENDS_ITSELF
+from mldserver.kcl.lease_worker import LeaseWorker
+from mldserver.kcl.log_filter import ENDS_ITSELF
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers
-from mldserver.kcl.worker import Worker
 from mldserver.testing import VirtualClock
 
 Logged = list[dict[str, Any]]
@@ -50,7 +50,7 @@ async def always() -> bool:
     return True
 
 
-class QuietWorker(Worker):
+class QuietWorker(LeaseWorker):
     """A worker whose name is free or not, and whose lock is released or not: each look takes the next, and the last for ever."""
 
     def __init__(self, *, free: tuple[bool, ...] = (True,), releases: tuple[bool, ...] = (True,)) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from mldserver import Discard, Fatal, Retry
-from mldserver.handler.failure import Wish, bad_row, describe
+from mldserver.handler.failure import Requested, bad_row, describe
 from mldserver.records import Verdict
 from mldserver.runtime.failure_policy import (
     Ending,
@@ -229,14 +229,14 @@ def test_what_a_handler_asks_for_is_in_its_failure() -> None:
     assert retry.traceback
     assert retry.logged(messages=True) == {"what": "Retry: busy"}
     assert discard.logged(messages=True) == {"what": "Discard: old"}
-    assert (retry.error, retry.wish, retry.after_seconds, retry.records) == (
+    assert (retry.error, retry.requested, retry.after_seconds, retry.records) == (
         "Retry: busy",
-        Wish.RETRY,
+        Requested.RETRY,
         5,
         None,
     )
-    assert (discard.wish, discard.records, describe(Fatal()).error) == (Wish.DISCARD, (1,), "Fatal")
-    assert describe(Verdict("what?")).wish is None
+    assert (discard.requested, discard.records, describe(Fatal()).error) == (Requested.DISCARD, (1,), "Fatal")
+    assert describe(Verdict("what?")).requested is None
 
 
 def test_the_names_of_an_error_go_from_its_class_to_its_bases() -> None:
@@ -388,7 +388,7 @@ def test_an_error_may_hold_anything_in_the_place_of_what_its_base_says() -> None
     assert describe(Busy(after=5)).after_seconds == 5
     for odd in ("5", -1, float("nan"), float("inf"), 10**400, object()):
         failure = describe(Busy(after=odd, records=odd if odd == "5" else 7))
-        assert (failure.wish, failure.after_seconds) == (Wish.RETRY, None)
+        assert (failure.requested, failure.after_seconds) == (Requested.RETRY, None)
     assert describe(Busy(records=iter([1, 2]))).records == (1, 2)
     assert describe(Busy(records=7)).records is None
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.handler.failure import Failure, Wish
+from mldserver.handler.failure import Failure, Requested
 from mldserver.records import Sequence
 from mldserver.runtime.failure_policy import Ending, FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.plan import Again, BatchPlan, End, Step
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.quick, pytest.mark.core]
 BOOM = Failure("OSError: boom", names=("builtins.OSError",))
 KEY = Failure("KeyError: 'x'", names=("builtins.KeyError",))
 HALTING = Failure("Stop", names=("mine.Stop",))
-FATAL = Failure("Fatal", wish=Wish.FATAL)
-DISCARD = Failure("Discard", wish=Wish.DISCARD)
+FATAL = Failure("Fatal", requested=Requested.FATAL)
+DISCARD = Failure("Discard", requested=Requested.DISCARD)
 PARK = {"on_key_failure": OnKeyFailure.PARK}
 NOW = 10_000
 
@@ -109,7 +109,7 @@ def test_a_record_that_keeps_failing_ends_after_its_attempts_and_the_rest_goes_o
 
 
 def test_the_wait_that_a_handler_asks_for_goes_into_the_next_call() -> None:
-    busy = Failure("Retry", wish=Wish.RETRY, after_seconds=5.0)
+    busy = Failure("Retry", requested=Requested.RETRY, after_seconds=5.0)
     calls = plan(2)
     calls.failed_at(at_work(calls), 1, busy, NOW)
     assert calls.step() == Step(range(1, 2), 1, 5.0)
@@ -466,7 +466,11 @@ def test_a_whole_batch_a_call_decides_every_record_once_and_in_order_of_its_key(
         failing = {index: failure for index in step.indices if (failure := script.call(index)) is not None}
         how = data.draw(st.sampled_from(["whole", "faulty", "named"])) if failing else "done"
         first = next(iter(failing.items()), None)
-        if first is not None and how == "named" and first[1].wish in {Wish.FATAL, Wish.DISCARD}:
+        if (
+            first is not None
+            and how == "named"
+            and first[1].requested in {Requested.FATAL, Requested.DISCARD}
+        ):
             calls.named(step, [first[0]], first[1], NOW)
         elif first is not None and how in {"whole", "named"}:
             calls.failed(step, first[1], NOW)

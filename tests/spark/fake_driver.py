@@ -35,13 +35,13 @@ class FakeDriver:
 
     def take(self, message: driver_messages.Message) -> None:
         match message:
-            case driver_messages.Start():
+            case driver_messages.StartSession():
                 self.begin(message)
-            case driver_messages.Run() if message.jobs[1:]:
+            case driver_messages.RunWindows() if message.jobs[1:]:
                 self.run_group(message)
-            case driver_messages.Run():
+            case driver_messages.RunWindows():
                 self.run(message)
-            case driver_messages.Cancel() if self.script != "deaf":
+            case driver_messages.CancelJob() if self.script != "deaf":
                 self.send(driver_messages.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
             case driver_messages.Stop() if self.script == "trains":
                 archive = next(arg for arg in sys.argv if arg.startswith("archive="))
@@ -52,7 +52,7 @@ class FakeDriver:
                 sys.stdout.flush()
                 os._exit(0)
 
-    def begin(self, start: driver_messages.Start) -> None:
+    def begin(self, start: driver_messages.StartSession) -> None:
         assert Path(start.scratch).is_dir()
         (Path(start.scratch) / "spill").write_text("x")
         if self.script == "silent":
@@ -84,7 +84,7 @@ class FakeDriver:
         self.start = start
         self.send(driver_messages.Started("4.3.0", "http://ui", os.getpid()), driver_messages.Warm())
 
-    def say(self, said: str, start: driver_messages.Start) -> None:
+    def say(self, said: str, start: driver_messages.StartSession) -> None:
         """Print it in every way that Spark and users' code have."""
         print("printed", said)
         entry = {"level": "WARN", "logger": "a.B", "msg": f"msg {said}", "exception": f"stack {said}"}
@@ -94,7 +94,7 @@ class FakeDriver:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
-    def run(self, run: driver_messages.Run) -> None:
+    def run(self, run: driver_messages.RunWindows) -> None:
         name = run.job.window.id
         if name == "fails":
             self.send(
@@ -109,7 +109,7 @@ class FakeDriver:
         elif name == "floods":
             for stream in (sys.stdout, sys.stderr):
                 print(*range(5000), sep="\n", file=stream, flush=True)
-            self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
+            self.send(driver_messages.JobDone(run.id, (driver_messages.Output((), 0),)))
         elif name.startswith("forks"):
             self.fork(leave=name == "forks away")
         elif name == "tells":
@@ -130,8 +130,8 @@ class FakeDriver:
         elif name == "feeds":
             done = (driver_messages.Output((), 0),)
             # Their answers first: from Health on a deadline counts, which a slow machine may not keep.
-            self.send(*(driver_messages.Done(starved, done) for starved in self.starving))
-            self.send(driver_messages.Health(""), driver_messages.Done(run.id, done))
+            self.send(*(driver_messages.JobDone(starved, done) for starved in self.starving))
+            self.send(driver_messages.Health(""), driver_messages.JobDone(run.id, done))
         elif name == "is forgotten":
             self.send(driver_messages.Health("The master has forgotten us.", over=True))
             os._exit(1)
@@ -141,8 +141,8 @@ class FakeDriver:
             self.send(driver_messages.Stop())
         elif name == "talks":
             self.send(
-                driver_messages.Progress(run.id, 1, 4, 2),
-                driver_messages.Progress(999, 1, 1, 1),
+                driver_messages.JobProgress(run.id, 1, 4, 2),
+                driver_messages.JobProgress(999, 1, 1, 1),
                 driver_messages.Log("warning", "careful"),
             )
             print("printed by the user")
@@ -150,11 +150,13 @@ class FakeDriver:
             print("no line end", file=sys.stderr, end="")
             os.close(1)
             os.close(2)
-            self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
+            self.send(driver_messages.JobDone(run.id, (driver_messages.Output((), 0),)))
         elif name != "hangs":
             self.send(
-                driver_messages.Done(999, ()),
-                driver_messages.Done(run.id, (driver_messages.Output((f"{name}.parquet",), run.job.rows),)),
+                driver_messages.JobDone(999, ()),
+                driver_messages.JobDone(
+                    run.id, (driver_messages.Output((f"{name}.parquet",), run.job.rows),)
+                ),
             )
 
     def fork(self, *, leave: bool) -> None:
@@ -173,15 +175,15 @@ class FakeDriver:
             print(f"away {child}", flush=True)
         os._exit(9)
 
-    def say_slow(self, run: driver_messages.Run, name: str) -> None:
+    def say_slow(self, run: driver_messages.RunWindows, name: str) -> None:
         line = "my.py:7, in on_window: wait()"
         if name == "slow for want of executors":
             self.send(driver_messages.Health("No executors."))
-        self.send(driver_messages.Slow(run.id, name, 60.0, line))
+        self.send(driver_messages.HookSlow(run.id, name, 60.0, line))
         if name == "slow for want of executors":
-            self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
+            self.send(driver_messages.JobDone(run.id, (driver_messages.Output((), 0),)))
 
-    def run_group(self, run: driver_messages.Run) -> None:
+    def run_group(self, run: driver_messages.RunWindows) -> None:
         names = {job.window.id for job in run.jobs}
         if "fails" in names:
             self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
@@ -193,7 +195,7 @@ class FakeDriver:
             outputs = tuple(
                 driver_messages.Output((f"{job.window.id}.parquet",), job.rows) for job in run.jobs
             )
-            self.send(driver_messages.Done(run.id, outputs))
+            self.send(driver_messages.JobDone(run.id, outputs))
 
 
 if __name__ == "__main__":

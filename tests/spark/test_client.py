@@ -20,7 +20,7 @@ from mldserver.engine_jobs import WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, NotThereYet, OperatorError, WindowFailed
 from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark import client, driver_messages
-from mldserver.spark.driver_messages import Health, Start
+from mldserver.spark.driver_messages import Health, StartSession
 from mldserver.spark.driver_session import Life
 from mldserver.spark.java import probe
 
@@ -430,7 +430,7 @@ async def test_a_job_that_waits_for_executors_outlives_its_deadline_and_the_engi
 
 
 def test_a_wait_that_is_over_has_cost_a_job_none_of_its_time(tmp_path: Path) -> None:
-    life = Life(Start("h", "", "spark://h:1", str(tmp_path)), SystemClock(), cancel_grace=1)
+    life = Life(StartSession("h", "", "spark://h:1", str(tmp_path)), SystemClock(), cancel_grace=1)
     for before in ("", "No executors."):
         life._take(Health(before), ())
         calm = life._calm()
@@ -640,9 +640,9 @@ async def test_an_archive_is_made_when_the_driver_has_been_ready_for_a_while(
     bench: Callable[..., Bench], java: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = bench(master="local[1]", java_home=str(java), archive_after=60)
-    asked: asyncio.Future[driver_messages.Start] = asyncio.get_running_loop().create_future()
+    asked: asyncio.Future[driver_messages.StartSession] = asyncio.get_running_loop().create_future()
 
-    async def train(start: driver_messages.Start, *_: object) -> None:
+    async def train(start: driver_messages.StartSession, *_: object) -> None:
         shutil.rmtree(start.scratch)
         asked.set_result(start)
 
@@ -666,7 +666,7 @@ async def test_only_the_first_driver_takes_a_table_from_another_owner(bench: Cal
     it = bench("", sink=SinkSpec("toy", "/toys"), pipeline="flights", new_ledger=True)
     it.engine.ledger_id = "1ed9e400"  # known once the ledger is open
 
-    def start() -> Start:
+    def start() -> StartSession:
         start = it.engine._plan(None)[0]
         shutil.rmtree(start.scratch)
         return start

@@ -48,7 +48,7 @@ async def test_a_job_waits_for_the_next_driver_while_what_the_last_one_left_is_c
     it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
     training, tidy = asyncio.Event(), asyncio.Event()
 
-    async def train(start: driver_messages.Start, *_: object) -> None:
+    async def train(start: driver_messages.StartSession, *_: object) -> None:
         shutil.rmtree(start.scratch)
         training.set()
         try:
@@ -84,7 +84,7 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         if first == "the cancelling":
             call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
-        asyncio.get_running_loop().call_soon(alive._answer, driver_messages.Done(job_id, ()))
+        asyncio.get_running_loop().call_soon(alive._answer, driver_messages.JobDone(job_id, ()))
         if first == "the answer":
             asyncio.get_running_loop().call_soon(call.cancel)
         with pytest.raises(asyncio.CancelledError):
@@ -143,7 +143,7 @@ async def test_a_driver_that_waits_for_the_cluster_at_its_start_is_not_replaced(
 ) -> None:
     killed: list[str] = []
     clock = HandClock()
-    start = driver_messages.Start("h", "", "spark://h:7077", str(tmp_path))
+    start = driver_messages.StartSession("h", "", "spark://h:7077", str(tmp_path))
     life = driver_session.Life(start, clock, cancel_grace=0)
     monkeypatch.setattr(life, "kill", killed.append)
     life.trouble = "The cluster has given Spark no executor for more than 20 s."

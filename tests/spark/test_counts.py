@@ -19,7 +19,7 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.spark import window_job
 from mldserver.spark.counts import REMOVE, CountsDiffer, JobCounts, advice_on, inspect_output, where_failed
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
 from mldserver.windows import Window
 
@@ -35,7 +35,7 @@ BLIND = "Each executor must see the output folder"
 
 
 class World:
-    def __init__(self, root: Path, session: Session) -> None:
+    def __init__(self, root: Path, session: DriverSession) -> None:
         self.root, self.session = root, session
         self.numbers = itertools.count()
 
@@ -68,7 +68,7 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, session: Session) -> World:
+def world(tmp_path: Path, session: DriverSession) -> World:
     return World(tmp_path, session)
 
 

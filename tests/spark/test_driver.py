@@ -17,8 +17,8 @@ from spark.bench import job
 
 from mldserver.children.channel import FRAME_BYTES, pair, send_now
 from mldserver.spark.driver import Driver, Jobs
-from mldserver.spark.driver_messages import Log, Run, Start
-from mldserver.spark.session import Session
+from mldserver.spark.driver_messages import Log, RunWindows, StartSession
+from mldserver.spark.session import DriverSession
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -33,8 +33,8 @@ def test_a_driver_leaves_though_a_hook_has_closed_a_standard_stream(
     here, there = socket.socketpair()
     with closing(here), closing(there):
         driver = Driver(here)
-        driver._start = Start("h", "n INT", "local[1]", scratch=str(tmp_path / "scratch"))
-        driver._session = cast("Session", SimpleNamespace(stop=lambda: None, jvm=None))
+        driver._start = StartSession("h", "n INT", "local[1]", scratch=str(tmp_path / "scratch"))
+        driver._session = cast("DriverSession", SimpleNamespace(stop=lambda: None, jvm=None))
         driver._jobs = cast("Jobs", SimpleNamespace())
         driver._stop()
     assert left == [0]
@@ -58,7 +58,7 @@ def test_a_driver_that_can_take_no_job_ends_at_once(
     with closing(here), closing(there):
         driver = Driver(there)
         driver._jobs = cast("Jobs", SimpleNamespace(start=refuse))
-        send_now(here, Run(1, (job("w"),)))
+        send_now(here, RunWindows(1, (job("w"),)))
         driver.run()
     assert ended == [driver]
     assert capsys.readouterr().err == "the server's messages cannot be taken: can't start new thread\n"

@@ -16,30 +16,38 @@ HOUR = Window(
 )
 BATCH = Window("batch-000000000007", None, None, revision=2, pipeline="departures")
 MESSAGES = [
-    driver_messages.Start(
+    driver_messages.StartSession(
         "handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), quick=True
     ),
-    driver_messages.Start("x", "", "local", "/s", sink=SinkSpec("jdbc", "derby:x", "t", {"user": "me"})),
-    driver_messages.Run(1, (WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048),)),
-    driver_messages.Run(
+    driver_messages.StartSession(
+        "x", "", "local", "/s", sink=SinkSpec("jdbc", "derby:x", "t", {"user": "me"})
+    ),
+    driver_messages.RunWindows(
+        1, (WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048),)
+    ),
+    driver_messages.RunWindows(
         1, (WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/s", 1, 9, older={"`a` INT": ("/a.parquet",)}),)
     ),
-    driver_messages.Run(2, (WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0, "s3://bucket?region=r"),)),
+    driver_messages.RunWindows(
+        2, (WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0, "s3://bucket?region=r"),)
+    ),
     driver_messages.Publish(
         3, PublishJob(BATCH, "s3://bucket/staging", ("part-0.parquet",), 7, "s3://bucket?region=r")
     ),
     driver_messages.Publish(4, PublishJob(HOUR, "/staging/4", (), 0)),
-    driver_messages.Run(
+    driver_messages.RunWindows(
         4, (WindowJob(HOUR, 3, ("/a.parquet",), "/s", 1, 1), WindowJob(BATCH, 1, (), "/t", 0, 0))
     ),
-    driver_messages.Done(4, (driver_messages.Output(("part-0.parquet",), 7), driver_messages.Output((), 0))),
-    driver_messages.Cancel(1),
+    driver_messages.JobDone(
+        4, (driver_messages.Output(("part-0.parquet",), 7), driver_messages.Output((), 0))
+    ),
+    driver_messages.CancelJob(1),
     driver_messages.Stop(),
     driver_messages.Started("4.3.0", None),
     driver_messages.Warm(),
     driver_messages.StartFailed("handler", "HandlerInvalid", "x.py:1: bad"),
-    driver_messages.Progress(1, 2, 8, 3),
-    driver_messages.Done(1, ()),
+    driver_messages.JobProgress(1, 2, 8, 3),
+    driver_messages.JobDone(1, ()),
     driver_messages.FailedJob(1, "ValueError", "no", "Traceback", cancelled=True),
     driver_messages.Log("warning", "a line"),
 ]
@@ -63,5 +71,5 @@ def test_an_error_with_half_a_character_comes_out_with_an_escape() -> None:
 
 def test_a_job_with_half_a_character_comes_out_whole_otherwise() -> None:
     job = WindowJob(HOUR, 3, ("/a\ud83d.parquet",), "/s", 1, 9)
-    (seen,) = decode(driver_messages.FromServer, b"\x91" + encode(driver_messages.Run(1, (job,))))
+    (seen,) = decode(driver_messages.FromServer, b"\x91" + encode(driver_messages.RunWindows(1, (job,))))
     assert seen.job == replace(job, segments=("/a\\ud83d.parquet",))

@@ -11,7 +11,7 @@ import pytest
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import Pipeline, free_name, run_windows
 from mldserver.windows import Window
 
@@ -27,7 +27,7 @@ def test_a_name_that_no_column_has() -> None:
 
 
 class World:
-    def __init__(self, root: Path, session: Session) -> None:
+    def __init__(self, root: Path, session: DriverSession) -> None:
         self.root = root
         self.session = session
         self.groups = 0
@@ -51,7 +51,7 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, session: Session) -> World:
+def world(tmp_path: Path, session: DriverSession) -> World:
     return World(tmp_path, session)
 
 

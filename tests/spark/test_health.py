@@ -14,7 +14,7 @@ import pytest
 
 from mldserver.spark.driver_messages import Health
 from mldserver.spark.health import STOPPED, Cluster, ConnectServer, HealthJudge, JobWatch, with_session
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Classic:
             statusTracker=lambda: tracker,
         )
         self.spark: Any = SimpleNamespace(sparkContext=context)
-        self.session = Session(self.spark, connect=False, cores=None, jvm=None)
+        self.session = DriverSession(self.spark, connect=False, cores=None, jvm=None)
         self.cluster = Cluster(self.spark, lambda: self.session.is_stopped)
 
     def request(self, count: int, _aware: int, _counts: object) -> object:
@@ -130,33 +130,33 @@ class Classic:
 
 def test_executors_that_are_there_are_all_that_is_asked() -> None:
     it = Classic(executors=1)
-    assert (it.cluster.look(), it.asked) == ({}, [])
+    assert (it.cluster.signs_of_trouble(), it.asked) == ({}, [])
     it.stopped = True
-    assert it.cluster.look() == {"stopped": ""}
+    assert it.cluster.signs_of_trouble() == {"stopped": ""}
 
 
 @pytest.mark.parametrize("says", [False, ConnectionError("closed")])
 def test_a_master_that_refuses_or_is_not_reached_does_not_know_the_application(says: object) -> None:
     it = Classic()
-    assert it.cluster.look() == {"no executors": ""}
+    assert it.cluster.signs_of_trouble() == {"no executors": ""}
     it.master_says = says
-    assert it.cluster.look() == {"no executors": "", "unknown": ""}
+    assert it.cluster.signs_of_trouble() == {"no executors": "", "unknown": ""}
     assert it.asked == [2**31 - 1] * 2, "as many as the master would give anyway"
 
 
 def test_another_cluster_manager_is_not_asked() -> None:
     it = Classic("k8s://https://h:6443")
-    assert (it.cluster.look(), it.asked) == ({"no executors": ""}, [])
+    assert (it.cluster.signs_of_trouble(), it.asked) == ({"no executors": ""}, [])
 
 
 def test_under_dynamic_allocation_only_tasks_that_wait_need_executors() -> None:
     it = Classic(enabled="true", maxExecutors="5")
     it.stages = [(4, 4)]
-    assert it.cluster.look() == {}
+    assert it.cluster.signs_of_trouble() == {}
     it.stages.append((8, 5))
-    assert (it.cluster.look(), it.asked) == ({"no executors": ""}, [3])
+    assert (it.cluster.signs_of_trouble(), it.asked) == ({"no executors": ""}, [3])
     it.stages.append((100, 0))
-    it.cluster.look()
+    it.cluster.signs_of_trouble()
     assert it.asked == [3, 5]
 
 
@@ -189,24 +189,24 @@ def connect(error: Exception | None = None) -> ConnectServer:
     ],
 )
 def test_a_connect_server_is_heard_by_a_small_call(error: Exception | None, signs: dict[str, str]) -> None:
-    assert connect(error).look() == signs
+    assert connect(error).signs_of_trouble() == signs
 
 
 def test_a_connect_servers_job_starves_while_tasks_wait_and_none_runs() -> None:
     server = connect()
     stage = SimpleNamespace(num_tasks=4, num_completed_tasks=1)
     done = SimpleNamespace(num_tasks=2, num_completed_tasks=2)
-    server.hear(stages=[done, stage], inflight_tasks=1, operation_id="a", done=False)
-    server.hear(stages=[done], inflight_tasks=0, operation_id="b", done=False)
-    assert server.look() == {}
-    server.hear(stages=[done, stage], inflight_tasks=0, operation_id="a", done=False)
-    assert server.look() == {"starved": ""}
-    server.hear(stages=[stage], inflight_tasks=1, operation_id="c", done=False)
-    assert server.look() == {}, "it waits for another job of ours"
-    server.hear(stages=None, inflight_tasks=0, operation_id="c", done=True)
-    assert server.look() == {"starved": ""}
-    server.hear(stages=None, inflight_tasks=0, operation_id="a", done=True)
-    assert server.look() == {}
+    server.note_progress(stages=[done, stage], inflight_tasks=1, operation_id="a", done=False)
+    server.note_progress(stages=[done], inflight_tasks=0, operation_id="b", done=False)
+    assert server.signs_of_trouble() == {}
+    server.note_progress(stages=[done, stage], inflight_tasks=0, operation_id="a", done=False)
+    assert server.signs_of_trouble() == {"starved": ""}
+    server.note_progress(stages=[stage], inflight_tasks=1, operation_id="c", done=False)
+    assert server.signs_of_trouble() == {}, "it waits for another job of ours"
+    server.note_progress(stages=None, inflight_tasks=0, operation_id="c", done=True)
+    assert server.signs_of_trouble() == {"starved": ""}
+    server.note_progress(stages=None, inflight_tasks=0, operation_id="a", done=True)
+    assert server.signs_of_trouble() == {}
 
 
 def test_several_clients_share_a_session_by_its_name() -> None:
@@ -222,12 +222,15 @@ def test_several_clients_share_a_session_by_its_name() -> None:
 
 def test_a_local_master_is_not_looked_at() -> None:
     it = Classic("local[2]")
-    assert Session(it.spark, connect=False, cores=2, jvm=None).look() is None
-    assert it.session.look() is not None
+    assert DriverSession(it.spark, connect=False, cores=2, jvm=None).health_check() is None
+    assert it.session.health_check() is not None
     handlers: list[object] = []
     server = connect()
     spark: Any = SimpleNamespace(registerProgressHandler=handlers.append)
-    assert Session(spark, connect=True, cores=None, jvm=None, server=server).look() == server.look
+    assert (
+        DriverSession(spark, connect=True, cores=None, jvm=None, server=server).health_check()
+        == server.signs_of_trouble
+    )
     assert handlers == [server.hear]
 
 

@@ -14,7 +14,7 @@ from spark.bench import job
 from mldserver.children.channel import encode
 from mldserver.spark import driver_messages
 from mldserver.spark.driver import Jobs
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import Pipeline
 
 STOPPED = "the session is stopped"
@@ -43,7 +43,7 @@ class FailingSpark:
 def said(spark: Any, *, connect: bool = True) -> list[Any]:
     """Run a job to its end, and a second one for which the first must have made room; return what is told."""
     told: queue.Queue[Any] = queue.Queue()
-    session = Session(spark, connect=connect, cores=1, jvm=None)
+    session = DriverSession(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(
         session=session,
         schema="",
@@ -52,8 +52,8 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
         concurrency=1,
         stopped=lambda: told.put(STOPPED),
     )
-    jobs.start(driver_messages.Run(1, (job("first"),)))
-    jobs.start(driver_messages.Run(2, (job("second"),)))
+    jobs.start(driver_messages.RunWindows(1, (job("first"),)))
+    jobs.start(driver_messages.RunWindows(2, (job("second"),)))
     heard = [told.get()]
     while getattr(heard[-1], "id", None) != 2:
         heard.append(told.get())
@@ -110,7 +110,7 @@ def test_a_session_of_ones_own_is_stopped_by_python_or_by_spark_itself(
 ) -> None:
     java = None if inner is None else SimpleNamespace(sc=lambda: SimpleNamespace(isStopped=lambda: inner))
     spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=java))
-    assert Session(spark, connect=False, cores=1, jvm=None).is_stopped is stopped
+    assert DriverSession(spark, connect=False, cores=1, jvm=None).is_stopped is stopped
     # Nothing can be asked of a JVM that is gone, and whoever watches it tells.
     assert STOPPED not in said(SimpleNamespace(), connect=False)
 
@@ -137,11 +137,11 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     monkeypatch.setattr("mldserver.spark.window_job.run_windows", run)
     monkeypatch.setattr("mldserver.spark.driver._CANCEL_AGAIN_SECONDS", 0)
     told: queue.Queue[Any] = queue.Queue()
-    session = Session(spark, connect=connect, cores=1, jvm=None)
+    session = DriverSession(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(
         session=session, schema="", pipeline=Pipeline(None), send=told.put, concurrency=1, stopped=list
     )
-    jobs.start(driver_messages.Run(1, (job("w"),)))
+    jobs.start(driver_messages.RunWindows(1, (job("w"),)))
     begun.wait()
     jobs.cancel(1)
     assert told.get().cancelled
@@ -167,12 +167,12 @@ def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at
     monkeypatch.setattr("mldserver.spark.driver._SLOW_SECONDS", 0.0)
     told: queue.Queue[Any] = queue.Queue()
     spark: Any = SimpleNamespace(is_stopped=False, addTag=str, removeTag=str)
-    session = Session(spark, connect=True, cores=None, jvm=None)
-    monkeypatch.setattr(Session, "slots", lambda _: 1)
+    session = DriverSession(spark, connect=True, cores=None, jvm=None)
+    monkeypatch.setattr(DriverSession, "slots", lambda _: 1)
     pipeline = Pipeline(on_window)
     jobs = Jobs(session=session, schema="", pipeline=pipeline, send=told.put, concurrency=1, stopped=list)
     jobs.report_slow()
-    jobs.start(driver_messages.Run(1, (job("slow"), job("other"))))
+    jobs.start(driver_messages.RunWindows(1, (job("slow"), job("other"))))
     begun.wait()
     while "go.wait()  # the line" not in driver_messages.line_of(
         sys._current_frames().get(next(iter(jobs._jobs.values())).call.thread),

@@ -18,7 +18,7 @@ from support.serving import quick, serving, until
 
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.settings import Settings
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.testing import FakeMLD, FakeStream, Habits
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ GONE: Final = ("FileNotFoundException", "NoSuchFileException", "FILE_NOT_EXIST")
 class Shop:
     """An output folder, the stream behind it, and how a reader finds it."""
 
-    def __init__(self, root: Path, address: Path, session: Session) -> None:
+    def __init__(self, root: Path, address: Path, session: DriverSession) -> None:
         (root / "read_by_spark.py").write_text(HANDLER)
         self.out = root / "out"
         self.stream = FakeStream(1, seed=1, start_ms=1_800_000_000_000)
@@ -90,7 +90,7 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+def shop(tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     monkeypatch.syspath_prepend(str(tmp_path))
     with tempfile.TemporaryDirectory(prefix="readers-") as sockets:
         yield Shop(tmp_path, Path(sockets) / "server", session)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from mldserver.spark.driver_messages import Start
+from mldserver.spark.driver_messages import StartSession
 from mldserver.spark.session import (
-    Session,
+    DriverSession,
     defaults,
     environment,
     hidden,
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def start(master: str = "local[*]", **told: Any) -> Start:
-    return Start("h", "a INT", master, "/scratch", **told)
+def start(master: str = "local[*]", **told: Any) -> StartSession:
+    return StartSession("h", "a INT", master, "/scratch", **told)
 
 
 def test_masters_are_told_apart() -> None:
@@ -122,7 +122,7 @@ class Cluster:
 
 def test_a_cluster_is_asked_for_its_cores_each_time() -> None:
     cluster = Cluster()
-    session = Session(cast("SparkSession", cluster), connect=False, cores=None, jvm=None)
+    session = DriverSession(cast("SparkSession", cluster), connect=False, cores=None, jvm=None)
     assert session.slots() == 2
     cluster.defaultParallelism = 64
     assert session.slots() == 64
@@ -131,7 +131,7 @@ def test_a_cluster_is_asked_for_its_cores_each_time() -> None:
 
 def test_a_connect_server_tells_its_cores_by_the_plan_of_a_range() -> None:
     plan = "== Physical Plan ==\n*(1) Range (0, 1, step=1, splits=48)\n"
-    session = Session(cast("SparkSession", Cluster(plan)), connect=True, cores=None, jvm=None)
+    session = DriverSession(cast("SparkSession", Cluster(plan)), connect=True, cores=None, jvm=None)
     assert session.slots() == 48
     unknown = replace(session, spark=cast("SparkSession", Cluster("another plan")))
     assert unknown.slots() == (os.cpu_count() or 1)

@@ -9,7 +9,7 @@ import pytest
 
 from mldserver.base.clock import SystemClock
 from mldserver.spark.client import train
-from mldserver.spark.driver_messages import Start
+from mldserver.spark.driver_messages import StartSession
 
 FAKE = Path(__file__).with_name("fake_driver.py")
 
@@ -20,10 +20,10 @@ def wanted(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, wanted: Path) -> Start:
+def start(tmp_path: Path, wanted: Path) -> StartSession:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return Start("", "a INT", "local[1]", str(scratch), archive=str(wanted), train=True)
+    return StartSession("", "a INT", "local[1]", str(scratch), archive=str(wanted), train=True)
 
 
 def told(logged: list[dict[str, Any]]) -> dict[str, str]:
@@ -36,12 +36,12 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-async def run(start: Start, command: list[str]) -> None:
+async def run(start: StartSession, command: list[str]) -> None:
     await train(start, command, dict(os.environ), SystemClock())
 
 
 async def test_a_trained_archive_is_announced(
-    start: Start, wanted: Path, tmp_path: Path, logged: list[dict[str, Any]]
+    start: StartSession, wanted: Path, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     await run(start, [sys.executable, str(FAKE), "trains", str(tmp_path / "lives"), f"archive={wanted}"])
     said = f"Spark's classes are archived in {wanted}: later starts take about half the time."
@@ -50,7 +50,7 @@ async def test_a_trained_archive_is_announced(
 
 
 async def test_a_training_without_result_is_a_warning_and_nothing_more(
-    start: Start, wanted: Path, tmp_path: Path, logged: list[dict[str, Any]]
+    start: StartSession, wanted: Path, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     wanted.parent.mkdir()
     wanted.with_name(f"{wanted.name}.999999999.tmp").write_text("half")
@@ -61,7 +61,7 @@ async def test_a_training_without_result_is_a_warning_and_nothing_more(
 
 
 async def test_a_training_that_cannot_start_is_a_warning_too(
-    start: Start, tmp_path: Path, logged: list[dict[str, Any]]
+    start: StartSession, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     await run(start, [str(tmp_path / "no-such-program")])
     ((text, level),) = told(logged).items()

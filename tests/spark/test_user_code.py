@@ -18,8 +18,8 @@ from mldserver.config.locations import python_files
 from mldserver.errors import OperatorError
 from mldserver.handler.loader import entries_of
 from mldserver.spark import user_code
-from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import Session, environment
+from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.session import DriverSession, environment
 from mldserver.spark.user_code import (
     Interpreter,
     check,
@@ -121,14 +121,14 @@ class OnACluster:
     def slots(self) -> int:
         return 2
 
-    def equip(self, start: Start) -> list[str]:
-        return user_code.equip(cast("Session", self), start)
+    def equip(self, start: StartSession) -> list[str]:
+        return user_code.equip(cast("DriverSession", self), start)
 
 
 def test_files_go_by_the_way_of_their_kind_of_session(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    start = Start("nowhere", "", "spark://m", str(tmp_path), py_files=("/a.zip",))
+    start = StartSession("nowhere", "", "spark://m", str(tmp_path), py_files=("/a.zip",))
     classic, remote = OnACluster(monkeypatch), OnACluster(monkeypatch, connect=True)
     assert classic.equip(start) == remote.equip(start) == ["looked at by ('nowhere', 2)"]
     (archive,) = map(str, tmp_path.iterdir())
@@ -137,8 +137,8 @@ def test_files_go_by_the_way_of_their_kind_of_session(
 
 
 def test_a_local_master_is_shipped_nothing() -> None:
-    start = Start("flow", "", "local[2]", "/scratch", py_files=("/a.py",))
-    assert user_code.equip(cast("Session", SimpleNamespace()), start) == []
+    start = StartSession("flow", "", "local[2]", "/scratch", py_files=("/a.py",))
+    assert user_code.equip(cast("DriverSession", SimpleNamespace()), start) == []
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_handlers_that_run_python_on_executors_are_known_by_their_text(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: bytes, *, runs: bool
 ) -> None:
     monkeypatch.setattr(user_code, "sources", lambda *_: {"shared.py": b"", "flow.py": text})
-    start, session = Start("flow", "", "spark://m", str(tmp_path)), OnACluster(monkeypatch)
+    start, session = StartSession("flow", "", "spark://m", str(tmp_path)), OnACluster(monkeypatch)
     assert session.equip(start) == ["looked at by ('flow', 2)"] * runs
     assert session.equip(replace(start, python="python3")) == ["looked at by ('flow', 2)"]
 
@@ -166,8 +166,8 @@ def test_handlers_that_run_python_on_executors_are_known_by_their_text(
 def differences(
     monkeypatch: pytest.MonkeyPatch, driver: Interpreter, executors: list[Interpreter], handler: str
 ) -> list[str]:
-    monkeypatch.setattr(user_code, "look", lambda *_: (driver, executors))
-    return check(cast("Session", SimpleNamespace(spark=None)), handler, 2)
+    monkeypatch.setattr(user_code, "find_interpreters", lambda *_: (driver, executors))
+    return check(cast("DriverSession", SimpleNamespace(spark=None)), handler, 2)
 
 
 def test_executors_like_the_driver_are_nothing_to_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,39 +204,39 @@ def test_what_the_driver_has_not_executors_need_not_have(monkeypatch: pytest.Mon
 def test_executors_that_can_run_none_of_the_functions_are_refused(
     monkeypatch: pytest.MonkeyPatch, said: str, told: str
 ) -> None:
-    def look(*_: object) -> Any:
+    def find_interpreters(*_: object) -> Any:
         raise RuntimeError(said)
 
-    monkeypatch.setattr(user_code, "look", look)
+    monkeypatch.setattr(user_code, "find_interpreters", find_interpreters)
     with pytest.raises(OperatorError, match="Set spark_python") as refused:
-        check(cast("Session", SimpleNamespace(spark=None)), "flow", 2)
+        check(cast("DriverSession", SimpleNamespace(spark=None)), "flow", 2)
     assert refused.value.what.startswith(told)
 
 
 def test_another_failure_of_the_job_is_sparks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*_: object) -> Any:
+    def find_interpreters(*_: object) -> Any:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(user_code, "look", look)
+    monkeypatch.setattr(user_code, "find_interpreters", find_interpreters)
     with pytest.raises(RuntimeError, match="no room"):
-        check(cast("Session", SimpleNamespace(spark=None)), "flow", 2)
+        check(cast("DriverSession", SimpleNamespace(spark=None)), "flow", 2)
 
 
 def test_the_executors_interpreter_is_in_the_drivers_environment() -> None:
-    def python(start: Start) -> str | None:
+    def python(start: StartSession) -> str | None:
         return environment(start, {"PYSPARK_PYTHON": "inherited"}, java_home=None).get("PYSPARK_PYTHON")
 
     conf = {"spark.pyspark.python": "configured"}
-    assert python(Start("h", "", "spark://m", "/s")) == "inherited"
-    assert python(Start("h", "", "spark://m", "/s", conf=conf)) == "configured"
-    assert python(Start("h", "", "local[1]", "/s", conf=conf, python="set")) == "set"
+    assert python(StartSession("h", "", "spark://m", "/s")) == "inherited"
+    assert python(StartSession("h", "", "spark://m", "/s", conf=conf)) == "configured"
+    assert python(StartSession("h", "", "local[1]", "/s", conf=conf, python="set")) == "set"
 
 
 def test_python_files_can_be_imported_in_the_driver_too() -> None:
     files = ("/a/one.py", "/a/two.py", "/b/three.zip")
     assert entries_of(files) == ("/a", "/b/three.zip")
     ours = environment(
-        Start("h", "", "local[1]", "/s", py_files=files), {"PYTHONPATH": "/old"}, java_home=None
+        StartSession("h", "", "local[1]", "/s", py_files=files), {"PYTHONPATH": "/old"}, java_home=None
     )
     assert ours["PYTHONPATH"] == "/old:/a:/b/three.zip"
 
@@ -282,7 +282,7 @@ def test_on_a_local_master_functions_bring_the_modules_that_the_server_has_sent(
     code = {"kept_by_test": (str(tmp_path / "kept_by_test.py"), b"def name(): return 'as sent'")}
     rdd = importlib.import_module("pyspark.core.rdd")
     monkeypatch.setattr(rdd, "CloudPickleSerializer", rdd.CloudPickleSerializer)
-    user_code.guard_executors(Start("kept_by_test", "", "local[1]", str(tmp_path), code=code))
+    user_code.guard_executors(StartSession("kept_by_test", "", "local[1]", str(tmp_path), code=code))
     monkeypatch.syspath_prepend(tmp_path)
     travelling = rdd.CloudPickleSerializer().dumps(importlib.import_module("kept_by_test").name)
     program = f"import pickle; print(pickle.loads({travelling!r})())"

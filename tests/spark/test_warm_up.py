@@ -11,8 +11,8 @@ import pytest
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.spark import warm_up as module
-from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import Session
+from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.session import DriverSession
 from mldserver.spark.warm_up import warm_up
 
 pytestmark = pytest.mark.slow
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.slow
 SCHEMA = "id BIGINT NOT NULL, name STRING"
 
 
-def start(folder: Path, **more: Any) -> Start:
+def start(folder: Path, **more: Any) -> StartSession:
     """Return a start on a local master whose output lies behind a URI."""
     out = f"file://{folder}/out"
-    return Start("", SCHEMA, "local[2]", str(folder), **{"out": out, "place": f"{out}/own", **more})
+    return StartSession("", SCHEMA, "local[2]", str(folder), **{"out": out, "place": f"{out}/own", **more})
 
 
 def left(folder: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def local(place: str) -> Path:
 
 
 def test_a_local_master_with_a_local_output_has_nothing_to_prove(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(module, "_prove")
     warm_up(session, start(tmp_path, out="", place=""))
@@ -58,7 +58,7 @@ def test_a_local_master_with_a_local_output_has_nothing_to_prove(
 
 
 def test_the_proof_is_given_in_the_outputs_storage_and_leaves_nothing_there_nor_in_the_session(
-    tmp_path: Path, session: Session
+    tmp_path: Path, session: DriverSession
 ) -> None:
     killed = tmp_path / "out" / "own" / "1" / "segments" / "0.parquet"
     killed.parent.mkdir(parents=True)
@@ -86,7 +86,7 @@ def nothing(_: Any) -> None:
     ("before", "after"), [(unseen, nothing), (nothing, elsewhere)], ids=["unread", "unwritten"]
 )
 def test_what_an_executor_does_not_read_or_does_not_write_there_is_refused_with_its_host(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, before: Any, after: Any
+    tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch, before: Any, after: Any
 ) -> None:
     spoil(monkeypatch, before, after)
     with pytest.raises(OperatorError) as refused:
@@ -100,7 +100,7 @@ def test_what_an_executor_does_not_read_or_does_not_write_there_is_refused_with_
 
 
 def test_what_spark_does_not_find_at_all_is_refused_and_what_it_fails_on_may_be_right_at_the_next_start(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = module._job
 

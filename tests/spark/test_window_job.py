@@ -20,7 +20,7 @@ from mldserver.output.store import OutputStore
 from mldserver.runtime.interface import META_COLUMNS
 from mldserver.spark import window_job
 from mldserver.spark.counts import inspect_output
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import (
     META_DDL,
     READ_BYTES,
@@ -92,7 +92,7 @@ def test_output_on_an_object_store_is_inspected_by_way_of_the_output_folders_own
 
 @pytest.mark.slow
 def test_outputs_have_no_checksum_files_and_hadoops_disk_buffers_the_file_system_that_they_need(
-    session: Session, tmp_path: Path
+    session: DriverSession, tmp_path: Path
 ) -> None:
     job = WindowJob(Window("w", None, None), 1, (), str(tmp_path / "out"), 3, 100)
     assert write(session.spark.range(3).toDF("id"), job.staging, [job], None, 2)[1] == 3
@@ -169,7 +169,7 @@ def test_twelve_files_of_two_sizes_are_shared_evenly() -> None:
 
 @pytest.mark.slow
 def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: DriverSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As flushes left ten million rows: halves of those under way, and what came meanwhile.
     monkeypatch.setattr(window_job, "READ_BYTES", 64 * 1024)
@@ -203,7 +203,7 @@ def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
 
 
 @pytest.mark.slow
-def test_several_cores_share_a_single_segment(session: Session, tmp_path: Path) -> None:
+def test_several_cores_share_a_single_segment(session: DriverSession, tmp_path: Path) -> None:
     rows = 600_000
     numbers = pa.array(np.random.default_rng(0).integers(0, 1 << 62, rows))
     size = OutputStore(str(tmp_path)).write("segment.parquet", pa.table({"n": numbers}))
@@ -218,7 +218,7 @@ def test_several_cores_share_a_single_segment(session: Session, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_spark_reads_what_a_large_flush_has_written_without_dictionaries(
-    session: Session, tmp_path: Path
+    session: DriverSession, tmp_path: Path
 ) -> None:
     count = 20_000
     numbers = pa.array(range(count), pa.int64())
@@ -245,7 +245,7 @@ def test_spark_reads_what_a_large_flush_has_written_without_dictionaries(
 @pytest.mark.slow
 @pytest.mark.parametrize(("cores", "tasks"), [(2, 800), (1600, 1600)])
 def test_a_window_of_100_gib_is_read_by_a_task_for_each_core_and_for_128_mib_at_most(
-    session: Session, cores: int, tasks: int, tmp_path: Path
+    session: DriverSession, cores: int, tasks: int, tmp_path: Path
 ) -> None:
     segments = [tmp_path / f"{number}.parquet" for number in range(100)]
     for segment in segments:
@@ -260,7 +260,7 @@ def test_a_window_of_100_gib_is_read_by_a_task_for_each_core_and_for_128_mib_at_
 
 @pytest.mark.slow
 def test_a_large_window_is_written_by_as_many_tasks_as_it_is_read_by(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: DriverSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All in proportion: 64 KiB for 128 MiB.
     monkeypatch.setattr(window_job, "_FILE_BYTES", 64 * 1024)
@@ -282,6 +282,6 @@ def test_a_large_window_is_written_by_as_many_tasks_as_it_is_read_by(
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_range_tells_the_cores_as_spark_itself_counts_them(session: Session) -> None:
+def test_the_plan_of_a_range_tells_the_cores_as_spark_itself_counts_them(session: DriverSession) -> None:
     assert replace(session, cores=None).slots() == session.cores == 2
     assert replace(session, cores=None, connect=True).slots() == 2

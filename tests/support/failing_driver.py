@@ -45,11 +45,11 @@ class FailingDriver:
 
     def take(self, message: driver_messages.Message) -> None:
         match message:
-            case driver_messages.Start():
+            case driver_messages.StartSession():
                 self.send(driver_messages.Started("4.3.0", None), driver_messages.Warm())
-            case driver_messages.Run() if self.last not in DEAF:  # its one thread is never free again
+            case driver_messages.RunWindows() if self.last not in DEAF:  # its one thread is never free again
                 self.run(message, self.next())
-            case driver_messages.Cancel():
+            case driver_messages.CancelJob():
                 if self.last not in DEAF:
                     self.send(
                         driver_messages.FailedJob(
@@ -70,7 +70,7 @@ class FailingDriver:
             self.last = self.plan[-1] if self.repeats else "ok"
         return self.last
 
-    def run(self, run: driver_messages.Run, what: str) -> None:
+    def run(self, run: driver_messages.RunWindows, what: str) -> None:
         match what:
             case "fail":
                 self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
@@ -94,7 +94,7 @@ class FailingDriver:
                     self.send(driver_messages.FailedJob(run.id, type(error).__name__, str(error)))
                 else:
                     self.send(
-                        driver_messages.Done(run.id, (driver_messages.Output((_file(run.job),), rows),))
+                        driver_messages.JobDone(run.id, (driver_messages.Output((_file(run.job),), rows),))
                     )
 
 

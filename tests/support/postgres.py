@@ -117,7 +117,7 @@ class Postgres:
         return False
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[Session]:
+    def session(self) -> Iterator[DriverSession]:
         """Open a session of the superuser's, which lasts as long as the block."""
         where = ["-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", "-d", "postgres"]
         with subprocess.Popen(
@@ -128,7 +128,7 @@ class Postgres:
             text=True,
         ) as psql:
             try:
-                yield Session(psql)
+                yield DriverSession(psql)
             finally:
                 psql.kill()
 
@@ -144,7 +144,7 @@ class Postgres:
         return [*own, str(self._programs / name), *arguments]
 
 
-class Session:
+class DriverSession:
     """A psql that waits for what is asked."""
 
     def __init__(self, psql: subprocess.Popen[str]) -> None:

@@ -9,19 +9,19 @@ import pytest
 from support.postgres import JAR
 from support.spark_classes import spark_cache
 
-from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import Session, environment, open_session
+from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.session import DriverSession, environment, open_session
 
 
 @pytest.fixture(scope="session")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverSession]:
     """One JVM for all tests of this process that need a session: a start costs ten seconds of a processor."""
     scratch = tmp_path_factory.mktemp("spark")
     conf = {"spark.driver.extraJavaOptions": f"-Dderby.system.home={scratch}"}
     if JAR.exists():
         conf["spark.jars"] = str(JAR)
     archive = next(map(str, spark_cache(scratch).glob("*.jsa")), None)
-    start = Start("", "", "local[2]", str(scratch), conf=conf, quick=True, archive=archive)
+    start = StartSession("", "", "local[2]", str(scratch), conf=conf, quick=True, archive=archive)
     before = dict(os.environ)
     os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
     try:

@@ -24,7 +24,7 @@ AGAIN_SECONDS: Final = 1.0
 """Between two listings while a shard is unresolved."""
 
 
-class Listing:
+class StreamListing:
     """Keeps the tree of a stream's shards."""
 
     def __init__(self, api: StreamsApi, arn: str, *, clock: Clock) -> None:
@@ -45,14 +45,14 @@ class Listing:
         api = self._api if within is None else self._api.within(within)
         described = await api.describe(self.arn)
         self.status = described.status
-        new = self.tree.learn(described.shards, whole=True)
+        new = self.tree.add_listing(described.shards, whole=True)
         if described.shards:
             await self._resolve(api)
         return new
 
     async def children(self, shard_id: str) -> tuple[str, ...]:
         """Ask for the children of a shard; return those that are new. Raises OperatorError."""
-        return self.tree.learn(await self._api.children(self.arn, shard_id), whole=False)
+        return self.tree.add_listing(await self._api.children(self.arn, shard_id), whole=False)
 
     async def _resolve(self, api: StreamsApi) -> None:
         """Find out what became of shards that an answer has just left out again."""

@@ -13,7 +13,7 @@ from support.s3 import bucket
 from mldserver.engine_jobs import WindowJob
 from mldserver.output.store import OutputStore
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.nearby import MOST_BYTES, suits, through_disk
+from mldserver.spark.local_staging import MOST_BYTES, can_stage_locally, compute_via_local_disk
 from mldserver.windows import Window
 
 REQUESTS: list[str] = []
@@ -62,7 +62,7 @@ def test_small_windows_cost_a_request_or_two_a_file_and_leave_nothing_here(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     jobs = jobs_on(out, 3)
     REQUESTS.clear()
-    assert [output.rows for output in through_disk(jobs, computed)] == [3, 3, 0]
+    assert [output.rows for output in compute_via_local_disk(jobs, computed)] == [3, 3, 0]
     assert len(REQUESTS) <= 2 * 6 + 2
     store = OutputStore(out)
     assert [path for path, _ in store.files("outputs")] == [
@@ -81,10 +81,10 @@ def test_what_cannot_be_fetched_fails_the_job_and_what_fails_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     jobs = jobs_on(out, 1)
     with pytest.raises(ZeroDivisionError):
-        through_disk(jobs, lambda _: 1 // 0)
+        compute_via_local_disk(jobs, lambda _: 1 // 0)
     OutputStore(out).delete("segments")
     with pytest.raises(FileNotFoundError):
-        through_disk(jobs, computed)
+        compute_via_local_disk(jobs, computed)
     assert not list(tmp_path.iterdir())
 
 
@@ -95,7 +95,7 @@ def test_large_windows_are_left_to_spark(out: str) -> None:
         given.append(jobs)
         return (Output((), 0),)
 
-    assert through_disk(jobs, compute) == (Output((), 0),)
+    assert compute_via_local_disk(jobs, compute) == (Output((), 0),)
     assert given == [jobs]
 
 
@@ -115,4 +115,4 @@ def test_large_windows_are_left_to_spark(out: str) -> None:
 def test_only_s3_without_wishes_for_its_files_and_a_spark_to_which_paths_are_local_suits(
     out: str, hadoop: dict[str, str], does: bool
 ) -> None:
-    assert suits(out, hadoop.get) is does
+    assert can_stage_locally(out, hadoop.get) is does

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mldserver.base.aws import aws_client
-from mldserver.kcl.worker import LOOK_SECONDS, LeaderWatch, Worker, host_worker
+from mldserver.kcl.lease_worker import LOOK_SECONDS, LeaderWatch, LeaseWorker, host_worker
 from mldserver.testing import VirtualClock
 from tests.ledger.dynamodb_emulator import Emulator
 
@@ -23,9 +23,9 @@ Logged = list[dict[str, Any]]
 KEY = {"key": {"S": "Leader"}}
 
 
-def worker(name: str = "me", clock: VirtualClock | None = None, **changed: str) -> Worker:
+def worker(name: str = "me", clock: VirtualClock | None = None, **changed: str) -> LeaseWorker:
     properties = {"applicationName": "app", "regionName": "eu-central-1", "workerIdentifier": name}
-    return Worker(properties | changed, clock or VirtualClock())
+    return LeaseWorker(properties | changed, clock or VirtualClock())
 
 
 def events(logged: Logged, name: str) -> Logged:

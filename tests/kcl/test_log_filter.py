@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mldserver.kcl.digest import LONGEST_LINE, Digest, DigestEvent, LogEvent
+from mldserver.kcl.log_filter import LONGEST_LINE, FilteredEvent, LogEvent, LogFilter
 
 pytestmark = pytest.mark.quick
 
@@ -21,27 +21,34 @@ def error(logger: str, text: str, level: str = "error") -> LogEvent:
     return LogEvent(level, KCL + logger, text)
 
 
-def shown(lines: list[DigestEvent]) -> list[DigestEvent]:
+def shown(lines: list[FilteredEvent]) -> list[FilteredEvent]:
     return [line for line in lines if line.level != "debug"]
 
 
 def told(event: LogEvent) -> dict[str, str]:
-    (line,) = shown(Digest().take(event, 0))
+    (line,) = shown(LogFilter().filter(event, 0))
     assert (line.level, line.event) == (event.level, "kcl.fault")
     return line.fields
 
 
 def test_what_java_wrote_is_there_once_whatever_is_shown() -> None:
-    digest, event = Digest(), error("Any", TRACE)
+    log_filter, event = LogFilter(), error("Any", TRACE)
     fields = {"logger": KCL + "Any", "text": TRACE}
-    assert digest.take(event, 0) == [DigestEvent("error", "kcl.log", fields)]
-    assert digest.take(event, 0) == [DigestEvent("debug", "kcl.log", fields)]
+    assert log_filter.filter(event, 0) == [FilteredEvent("error", "kcl.log", fields)]
+    assert log_filter.filter(event, 0) == [FilteredEvent("debug", "kcl.log", fields)]
 
 
 def test_the_kcls_own_bookkeeping_is_not_shown() -> None:
-    assert shown(Digest().take(LogEvent("info", KCL + "x.LeaseAssignmentManager", "Total Leases"), 0)) == []
-    assert shown(Digest().take(LogEvent("debug", KCL + "lifecycle.ShutdownTask", "Something else"), 0)) == []
-    assert shown(Digest().take(error("Scheduler.LeaseAssignmentManager", NOT_ASSIGNED, "warning"), 0)) == []
+    assert (
+        shown(LogFilter().filter(LogEvent("info", KCL + "x.LeaseAssignmentManager", "Total Leases"), 0)) == []
+    )
+    assert (
+        shown(LogFilter().filter(LogEvent("debug", KCL + "lifecycle.ShutdownTask", "Something else"), 0))
+        == []
+    )
+    assert (
+        shown(LogFilter().filter(error("Scheduler.LeaseAssignmentManager", NOT_ASSIGNED, "warning"), 0)) == []
+    )
 
 
 PROCESSOR = "multilang.MultiLangShardRecordProcessor"
@@ -54,35 +61,35 @@ def test_what_a_shards_processor_says_is_a_fault_unless_it_only_repeats_one() ->
     says_nothing = error(PROCESSOR, SAYS_NOTHING)
     said = "The daemon failed to process records: java.lang.RuntimeException: Child process failed to process records."
     assert told(says_nothing)["what"] == said
-    digest = Digest()
-    digest.take(error("multilang.MultiLangProtocol", ENDED), 0)
-    assert shown(digest.take(says_nothing, 600)) == []
+    log_filter = LogFilter()
+    log_filter.filter(error("multilang.MultiLangProtocol", ENDED), 0)
+    assert shown(log_filter.filter(says_nothing, 600)) == []
     # Another shard's, of which nothing was told.
-    assert len(shown(digest.take(says_nothing, 600))) == 1
+    assert len(shown(log_filter.filter(says_nothing, 600))) == 1
 
 
 def test_a_shards_own_fault_is_not_taken_for_the_echo_of_another_fault() -> None:
-    digest = Digest()
-    digest.take(error("Any", "java.lang.OutOfMemoryError"), 0)
-    digest.take(error("multilang.MultiLangProtocol", ENDED), 0)
-    (line,) = shown(digest.take(error(PROCESSOR, f"{FAILED}{TRACE}"), 0))
+    log_filter = LogFilter()
+    log_filter.filter(error("Any", "java.lang.OutOfMemoryError"), 0)
+    log_filter.filter(error("multilang.MultiLangProtocol", ENDED), 0)
+    (line,) = shown(log_filter.filter(error(PROCESSOR, f"{FAILED}{TRACE}"), 0))
     assert line.fields["what"] == "The daemon failed to process records: java.io.IOException: x."
 
 
 def test_a_fault_of_a_daemon_that_is_gone_hides_nothing_of_the_next() -> None:
-    digest = Digest()
-    digest.take(error("multilang.MultiLangProtocol", ENDED), 0)
-    digest.take(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0)
-    assert len(shown(digest.take(error(PROCESSOR, SAYS_NOTHING), 0))) == 1
+    log_filter = LogFilter()
+    log_filter.filter(error("multilang.MultiLangProtocol", ENDED), 0)
+    log_filter.filter(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0)
+    assert len(shown(log_filter.filter(error(PROCESSOR, SAYS_NOTHING), 0))) == 1
 
 
 def test_what_the_bridge_says_comes_once() -> None:
     said = "mldserver bridge: [::1]:7070: Connection refused"
-    digest = Digest()
+    log_filter = LogFilter()
     drained = error(
         "multilang.DrainChildSTDERRTask", f"Received error line from subprocess [{said}] for shard {SHARD}"
     )
-    lines = digest.take(drained, 0) + digest.take(LogEvent("warning", "jvm", said), 0)
+    lines = log_filter.filter(drained, 0) + log_filter.filter(LogEvent("warning", "jvm", said), 0)
     (line,) = shown(lines)
     assert "[::1]:7070: Connection refused" in line.fields["what"]
     assert line.fields["shard"] == SHARD
@@ -96,19 +103,19 @@ def test_leases_and_shards_are_events() -> None:
     left = (
         f"Invoking shutdown() for shard {SHARD} with childShards null, concurrencyToken x. Shutdown reason: "
     )
-    digest = Digest()
-    assert shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", gained), 0)) == [
-        DigestEvent("info", "kcl.lease_gained", {"shard": SHARD, "position": "TRIM_HORIZON"})
+    log_filter = LogFilter()
+    assert shown(log_filter.filter(LogEvent("info", KCL + "coordinator.Scheduler", gained), 0)) == [
+        FilteredEvent("info", "kcl.lease_gained", {"shard": SHARD, "position": "TRIM_HORIZON"})
     ]
     task = KCL + "lifecycle.ShutdownTask"
-    assert shown(digest.take(LogEvent("debug", task, f"{left}LEASE_LOST"), 0)) == [
-        DigestEvent("info", "kcl.lease_lost", {"shard": SHARD})
+    assert shown(log_filter.filter(LogEvent("debug", task, f"{left}LEASE_LOST"), 0)) == [
+        FilteredEvent("info", "kcl.lease_lost", {"shard": SHARD})
     ]
-    assert shown(digest.take(LogEvent("debug", task, f"{left}SHARD_END"), 0)) == [
-        DigestEvent("info", "kcl.shard_ended", {"shard": SHARD})
+    assert shown(log_filter.filter(LogEvent("debug", task, f"{left}SHARD_END"), 0)) == [
+        FilteredEvent("info", "kcl.shard_ended", {"shard": SHARD})
     ]
-    assert shown(digest.take(LogEvent("debug", task, f"{left}REQUESTED"), 0)) == []
-    (line,) = shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0))
+    assert shown(log_filter.filter(LogEvent("debug", task, f"{left}REQUESTED"), 0)) == []
+    (line,) = shown(log_filter.filter(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0))
     assert line.fields["text"] == WORKS
 
 
@@ -176,67 +183,67 @@ def test_a_known_fault_is_a_sentence_with_advice(text: str, what: str) -> None:
 
 
 def test_a_template_is_shown_once_a_minute_with_the_number_of_those_between() -> None:
-    digest = Digest()
+    log_filter = LogFilter()
 
-    def take(number: int, now: float) -> list[DigestEvent]:
-        return digest.due(now) + shown(
-            digest.take(error("Any", f"attempt {number} on shardId-{number:012}"), now)
+    def take(number: int, now: float) -> list[FilteredEvent]:
+        return log_filter.due(now) + shown(
+            log_filter.filter(error("Any", f"attempt {number} on shardId-{number:012}"), now)
         )
 
     assert [line.fields["text"] for line in take(1, 0)] == ["attempt 1 on shardId-000000000001"]
     assert [take(number, 59) for number in (2, 3)] == [[], []]
     (again,) = take(4, 60)
     assert again.fields == {"logger": KCL + "Any", "text": "attempt 3 on shardId-000000000003", "repeated": 2}
-    (again,) = digest.due(120)
+    (again,) = log_filter.due(120)
     assert again.fields["repeated"] == 1
-    assert digest.due(180) == []
+    assert log_filter.due(180) == []
     assert len(take(5, 180)) == 1
 
 
 def test_other_templates_do_not_wait() -> None:
-    digest = Digest()
-    assert len(shown(digest.take(error("A", "one"), 0) + digest.take(error("B", "one"), 0))) == 2
-    assert len(shown(digest.take(error("A", "two"), 0))) == 1
+    log_filter = LogFilter()
+    assert len(shown(log_filter.filter(error("A", "one"), 0) + log_filter.filter(error("B", "one"), 0))) == 2
+    assert len(shown(log_filter.filter(error("A", "two"), 0))) == 1
 
 
 def test_what_is_counted_is_told_at_the_end() -> None:
-    digest = Digest()
+    log_filter = LogFilter()
     for _ in range(3):
-        digest.take(error("A", "one"), 0)
-    digest.take(error("A", "two"), 0)
-    assert [line.fields["repeated"] for line in digest.due(math.inf)] == [2]
+        log_filter.filter(error("A", "one"), 0)
+    log_filter.filter(error("A", "two"), 0)
+    assert [line.fields["repeated"] for line in log_filter.due(math.inf)] == [2]
 
 
 def test_no_stack_is_shown_twice() -> None:
-    digest = Digest()
-    (first,) = shown(digest.take(error("A", f"failed\n{TRACE}"), 0))
+    log_filter = LogFilter()
+    (first,) = shown(log_filter.filter(error("A", f"failed\n{TRACE}"), 0))
     assert first.fields["text"] == f"failed\n{TRACE}"
-    (again,) = shown(digest.take(error("B", f"failed here too\n{TRACE}"), 0))
+    (again,) = shown(log_filter.filter(error("B", f"failed here too\n{TRACE}"), 0))
     assert again.fields["text"] == "failed here too\njava.io.IOException: x"
 
 
 def test_a_stack_that_was_only_counted_was_not_shown() -> None:
-    digest = Digest()
+    log_filter = LogFilter()
     for text in ("failed", f"failed\n{TRACE}"):
-        digest.take(error("A", text), 0)
-    (again,) = digest.due(60)
+        log_filter.filter(error("A", text), 0)
+    (again,) = log_filter.due(60)
     assert again.fields["text"] == f"failed\n{TRACE}"
 
 
 def test_the_number_of_stacks_that_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mldserver.kcl.digest.MOST_STACKS", 1)
-    digest = Digest()
+    monkeypatch.setattr("mldserver.kcl.log_filter.MOST_STACKS", 1)
+    log_filter = LogFilter()
     for logger, frame in (("A", "a"), ("B", "b"), ("C", "b")):
-        (line,) = shown(digest.take(error(logger, f"failed\n\tat {frame}.x(Y.java)"), 0))
+        (line,) = shown(log_filter.filter(error(logger, f"failed\n\tat {frame}.x(Y.java)"), 0))
         assert line.fields["text"].endswith("x(Y.java)")
 
 
 def test_an_empty_warning_is_one() -> None:
-    assert shown(Digest().take(error("A", ""), 0))[0].fields["text"] == ""
+    assert shown(LogFilter().filter(error("A", ""), 0))[0].fields["text"] == ""
 
 
 def test_long_lines_are_cut() -> None:
-    (line,) = shown(Digest().take(error("A", "a" * 9000), 0))
+    (line,) = shown(LogFilter().filter(error("A", "a" * 9000), 0))
     assert line.fields["text"] == "a" * LONGEST_LINE + " … cut"
 
 
@@ -248,18 +255,18 @@ def ended(shard: str) -> LogEvent:
 def test_the_number_of_shards_that_are_remembered_is_bounded_and_the_latest_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mldserver.kcl.digest.MOST_LET_GO", 2)
-    digest = Digest()
+    monkeypatch.setattr("mldserver.kcl.log_filter.MOST_LET_GO", 2)
+    log_filter = LogFilter()
     told = [
         line.fields["shard"]
         for shard in ("a", "b", "a", "c", "a", "c", "b")
-        for line in shown(digest.take(ended(shard), 0))
+        for line in shown(log_filter.filter(ended(shard), 0))
     ]
     assert told == ["a", "b", "c", "b"]
 
 
 def test_a_shard_that_is_let_go_of_again_and_again_is_told_once_until_it_is_gained_again() -> None:
-    digest = Digest()
+    log_filter = LogFilter()
     ends = ended(SHARD)
     gained = LogEvent(
         "info",
@@ -270,6 +277,6 @@ def test_a_shard_that_is_let_go_of_again_and_again_is_told_once_until_it_is_gain
     shown_events = [
         line.event
         for event in (ends, ends, ends, gained, ends, ends)
-        for line in shown(digest.take(event, 0))
+        for line in shown(log_filter.filter(event, 0))
     ]
     assert shown_events == ["kcl.shard_ended", "kcl.lease_gained", "kcl.shard_ended"]

@@ -41,7 +41,7 @@ _OF_OBJECTS: Final = (
 """Hadoop's settings for the objects that it writes to S3. This process does not apply them."""
 
 
-def suits(out: str, hadoop: Callable[[str], str | None]) -> bool:
+def can_stage_locally(out: str, hadoop: Callable[[str], str | None]) -> bool:
     """Whether windows of this output may go through a folder of this machine. ``hadoop``: Spark's settings of Hadoop.
 
     False if paths without a scheme lead Spark to another file system, or if a setting of ``_OF_OBJECTS`` is set.
@@ -52,12 +52,12 @@ def suits(out: str, hadoop: Callable[[str], str | None]) -> bool:
     return not any(hadoop(f"{scope}{name}") for scope in scopes for name in _OF_OBJECTS)
 
 
-def through_disk(
+def compute_via_local_disk(
     jobs: Sequence[WindowJob], compute: Callable[[Sequence[WindowJob]], tuple[Output, ...]]
 ) -> tuple[Output, ...]:
     """Return what ``compute`` returns for ``jobs``, having moved small ones of an object store to this machine and back.
 
-    Only for a session whose tasks run here, and an output that ``suits``. Raises OSError where a segment cannot be
+    Only for a session whose tasks run here, and an output that ``can_stage_locally``. Raises OSError where a segment cannot be
     fetched or a file not be sent, and what ``compute`` raises. A process that dies leaves its folder in its temporary
     directory.
     """

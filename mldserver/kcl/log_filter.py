@@ -117,7 +117,7 @@ MOST_LET_GO: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class DigestEvent:
+class FilteredEvent:
     """One event for our own log."""
 
     level: str
@@ -239,12 +239,12 @@ _VARIABLE: Final = re.compile(r"shardId-\w+|\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4,12})
 class _Shown:
     until: float
     count: int = 0
-    line: DigestEvent | None = None
+    line: FilteredEvent | None = None
     """The last of those that were only counted."""
 
 
 @dataclass(slots=True)
-class Digest:
+class LogFilter:
     """Events of the daemon's log in, lines for ours out; ``now`` is in seconds, of any clock that does not go back."""
 
     _shown: dict[str, _Shown] = field(default_factory=dict)
@@ -254,7 +254,7 @@ class Digest:
     _echoes: int = 0
     """Faults of this daemon's protocol that their processors have still to repeat."""
 
-    def take(self, event: LogEvent, now: float) -> list[DigestEvent]:
+    def filter(self, event: LogEvent, now: float) -> list[FilteredEvent]:
         """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
         raw = verbatim(event)
         short = event.logger.rpartition(".")[2]
@@ -278,12 +278,12 @@ class Digest:
                 words = {name: _cut(text).rstrip(". ") for name, text in groups.items()}
                 fields = {"what": fault.what.format_map(words), "advice": fault.advice, "text": first}
                 fields |= {"shard": groups["shard"]} if "shard" in groups else {}
-                return [raw, *self._fold(fault.what, DigestEvent(event.level, "kcl.fault", fields), now)]
+                return [raw, *self._fold(fault.what, FilteredEvent(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"
-        lines = self._fold(key, DigestEvent(event.level, "kcl.log", raw.fields), now)
+        lines = self._fold(key, FilteredEvent(event.level, "kcl.log", raw.fields), now)
         return lines if lines and lines[0].fields == raw.fields else [raw, *lines]
 
-    def due(self, now: float) -> list[DigestEvent]:
+    def due(self, now: float) -> list[FilteredEvent]:
         """Return what was only counted for a minute, with the count (all of it at the end, ``now`` being infinite).
 
         What did not come again is forgotten.
@@ -297,13 +297,13 @@ class Digest:
                 self._shown[key] = _Shown(now + FOLD_SECONDS)
         return lines
 
-    def _of_normal_life(self, short: str, event: LogEvent) -> list[DigestEvent]:
+    def _of_normal_life(self, short: str, event: LogEvent) -> list[FilteredEvent]:
         if event.text.startswith(_WORKS):
-            return [DigestEvent("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
+            return [FilteredEvent("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
         if short == "Scheduler" and (gained := _GAINED.search(event.text)):
             for reason in _LEFT_EVENTS:
                 self._let_go.pop((gained["shard"], reason), None)
-            return [DigestEvent("info", "kcl.lease_gained", gained.groupdict())]
+            return [FilteredEvent("info", "kcl.lease_gained", gained.groupdict())]
         if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
             key = left["shard"], left["reason"]
             known = key in self._let_go
@@ -313,10 +313,10 @@ class Digest:
                 del self._let_go[next(iter(self._let_go))]
             if known:
                 return []
-            return [DigestEvent("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
+            return [FilteredEvent("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
         return []
 
-    def _fold(self, key: str, line: DigestEvent, now: float) -> list[DigestEvent]:
+    def _fold(self, key: str, line: FilteredEvent, now: float) -> list[FilteredEvent]:
         shown = self._shown.get(key)
         if shown is None:
             self._shown[key] = _Shown(now + FOLD_SECONDS)
@@ -324,7 +324,7 @@ class Digest:
         shown.line, shown.count = line, shown.count + 1
         return []
 
-    def _line(self, line: DigestEvent, count: int = 0) -> DigestEvent:
+    def _line(self, line: FilteredEvent, count: int = 0) -> FilteredEvent:
         """Return a line as it is shown: with its count, cut, and without a stack that was shown before."""
         lines = [_cut(text) for text in line.fields["text"].split("\n")]
         frames = [text for text in lines if _FRAME.match(text)]
@@ -334,12 +334,12 @@ class Digest:
         elif len(self._stacks) < MOST_STACKS:
             self._stacks.add(stack)
         fields = line.fields | {"text": "\n".join(lines)} | ({"repeated": count} if count else {})
-        return DigestEvent(line.level, line.event, fields)
+        return FilteredEvent(line.level, line.event, fields)
 
 
-def verbatim(event: LogEvent) -> DigestEvent:
+def verbatim(event: LogEvent) -> FilteredEvent:
     """Return an event as Java wrote it, for debug."""
-    return DigestEvent("debug", "kcl.log", {"logger": event.logger, "text": event.text})
+    return FilteredEvent("debug", "kcl.log", {"logger": event.logger, "text": event.text})
 
 
 def _cut(line: str) -> str:

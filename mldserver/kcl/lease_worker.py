@@ -82,7 +82,7 @@ class LeaderWatch:
         return idle
 
 
-class Worker:
+class LeaseWorker:
     """The worker of one daemon's properties."""
 
     def __init__(self, properties: Mapping[str, str], clock: Clock) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.dynamodb_streams.listing import Listing
 from mldserver.dynamodb_streams.shard_tree import StreamShard
+from mldserver.dynamodb_streams.stream_listing import StreamListing
 from mldserver.dynamodb_streams.streams_api import StreamsApi
 from mldserver.errors import NotThereYet
 from mldserver.testing import FakeStreams, VirtualClock
@@ -27,7 +27,7 @@ class Scene:
     def __init__(self, clock: VirtualClock, fake: FakeStreams, api: StreamsApi) -> None:
         self.clock = clock
         self.fake = fake
-        self.listing = Listing(api, fake.arn, clock=clock)
+        self.listing = StreamListing(api, fake.arn, clock=clock)
 
     async def outcome(self, within: float | None, *, seconds: float) -> asyncio.Task[tuple[str, ...]]:
         """Refresh for so many seconds; return the task, which may still be asking."""
