@@ -231,7 +231,7 @@ def test_a_local_master_is_not_looked_at() -> None:
         DriverSession(spark, connect=True, cores=None, jvm=None, server=server).health_check()
         == server.signs_of_trouble
     )
-    assert handlers == [server.hear]
+    assert handlers == [server.note_progress]
 
 
 class AtOnce(Executor):
