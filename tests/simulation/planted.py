@@ -59,6 +59,14 @@ class Unfenced(SqliteStore):
         return super().transact(transaction, read)
 
 
+class DeliversTwice(ShardSession):
+    """Accepts records as new that were delivered before."""
+
+    @property
+    def after(self) -> Sequence | None:
+        return None
+
+
 class NeverHolds(Backpressure):
     """Answers every daemon, however short memory is."""
 
@@ -219,6 +227,7 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "a row of the future that closes windows": {Coordinator: BelievesAnyTime},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardPosition: ChecksPointsTooEarly},
+    "records that count at each delivery": {ShardSession: DeliversTwice},
     "a ledger without fences": {SqliteLedger: _on(Unfenced)},
     "nobody is held": {Backpressure: NeverHolds},
     "children without their parents' times": {Lineage: Orphans},
