@@ -24,16 +24,11 @@ WORLDS = os.environ.get("SIM_WORLDS")
 SOON = 400
 """Worlds within which a planted bug must be found: the rarest shows in about one of a hundred, wherever timing shifts."""
 ELSEWHERE = {
-    "late rows beside a window that is retained": "coordinator/test_late.py",
+    "late rows beside a window that is retained": "coordinator/test_flusher_late.py",
     "a revision without a row": "ledger/test_contract_late.py",
     "a redriven letter that counts twice": "ledger/test_contract_letters.py",
     "a row of the future that closes windows": "coordinator/test_future.py",
     "a ledger without fences": "ledger/test_contract.py",
-    "an await between check and act": "coordinator/test_machine.py",
-    "a checkpoint that runs ahead": "coordinator/test_machine.py",
-    "nobody is held": "coordinator/test_machine.py",
-    "children without their parents' times": "coordinator/test_machine.py",
-    "a watermark that goes back": "coordinator/test_machine.py",
     "silence while a checkpoint is stored": "sources/test_answers_in_time.py",
     "windows far ahead without a bound": "coordinator/test_future.py",
     "retention by a host's clock": "coordinator/test_clocks.py",
