@@ -1,4 +1,4 @@
-"""A whole server over real sockets, against the fake daemon: what goes in comes out once, whatever happens between."""
+"""A whole server over real sockets, against the fake daemon. tests/testing/test_simulation.py plays splits and faults to it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow.dataset as ds
 import pytest
 from support.serving import connect, no_aws, quick, serving, until
+from support.store import SqliteStore
 
 from mldserver.assembly import exposed
 from mldserver.base.disk import others_can_read
@@ -24,7 +25,7 @@ from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.resolve import ledger_file, resolve
 from mldserver.errors import WindowFailed
 from mldserver.server import EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
-from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
+from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""
@@ -56,13 +57,9 @@ def event(number: int, **more: Any) -> bytes:
     return json.dumps({"id": number, "at": at, **more}).encode()
 
 
-def filled(shards: int, records: int, *, seed: int = 0, reshard: bool = False) -> FakeStream:
+def filled(shards: int, records: int, *, seed: int = 0) -> FakeStream:
     stream = FakeStream(shards, seed=seed, start_ms=START_MS)
     for number in range(records):
-        if reshard and number == records // 3:
-            stream.split(stream.open_shards[0])
-        if reshard and number == 2 * records // 3:
-            stream.merge(*stream.adjacent_pairs()[0])
         stream.put(event(number), f"key-{number}")
     stream.end()
     return stream
@@ -96,49 +93,6 @@ async def play(server: Server, daemon_of: Callable[[str], FakeMLD]) -> FakeMLD:
 def beside_ends(daemon: FakeMLD) -> list[str]:
     """Return the server's mistakes but its ends, each of which ends the daemon too; here they are meant."""
     return [told for told in daemon.violations if "EOF" not in told and "reset" not in told]
-
-
-@pytest.mark.parametrize("form", list(Form))
-async def test_every_record_is_in_one_window_through_splits_and_merges_in_every_form_of_the_protocol(
-    form: Form, tmp_path: Path, handler: str
-) -> None:
-    stream = filled(3, 900, reshard=True)
-    async with serving(quick(tmp_path / "out", handler), stream=stream) as server:
-        daemon = await play(
-            server, lambda address: FakeMLD(stream, address, habits=Habits(form=form, max_records=50))
-        )
-        async with asyncio.timeout(800):
-            await server.finished()
-        assert server.status().windows_published == 9
-    assert daemon.finished
-    exactly_once(tmp_path / "out", 900)
-    assert not (tmp_path / "out" / "_late").exists()
-
-
-async def test_lost_leases_throttled_checkpoints_and_killed_daemons_neither_lose_nor_double_a_row(
-    tmp_path: Path, handler: str
-) -> None:
-    stream = filled(4, 1200, seed=3, reshard=True)
-
-    def troubled(address: str) -> FakeMLD:
-        daemon = FakeMLD(
-            stream, address, habits=Habits(seed=3, max_records=40), supervised=True, backoff_seconds=0.02
-        )
-        first, second = list(stream.shards)[:2]
-        daemon.leases.refuse(second, times=2)
-        daemon.at(200, lambda: daemon.lose_lease(second, back_after_seconds=0.1))
-        daemon.at(400, daemon.kill)
-        daemon.at(600, daemon.kill)
-        daemon.at(800, lambda: daemon.lose_lease(first, graceful=True, back_after_seconds=0.1))
-        daemon.at(1000, daemon.kill)
-        return daemon
-
-    async with serving(quick(tmp_path / "out", handler), stream=stream) as server:
-        daemon = await play(server, troubled)
-        async with asyncio.timeout(800):
-            await server.finished()
-    assert daemon.life == 4
-    exactly_once(tmp_path / "out", 1200)
 
 
 async def test_a_server_that_was_stopped_in_the_middle_goes_on_where_it_was(
@@ -419,3 +373,21 @@ def test_a_settings_file_with_passwords_that_others_can_read_is_told(public: Pat
     assert told(MLDSERVER_LEDGER=f"sqlite:{kept}") == {kept: "the ledger, with dead letters"}
     kept.parent.chmod(0o700)
     assert told(MLDSERVER_LEDGER=f"sqlite:{kept}") == {}
+
+
+async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemon_with_it(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    out = tmp_path / "out"
+    server = Server(quick(out, handler, server_id="one"), engine=LocalEngine())
+    async with asyncio.TaskGroup() as group, asyncio.timeout(800):
+        life = group.create_task(server.run())
+        await server.listening()
+        store = SqliteStore(out / "_mldserver" / "ledger.sqlite", pipeline=handler, server_id="two")
+        seen = store.open(now_ms=0).servers["one"]
+        assert store.bury({"one": seen.beat_ms}) == {"one"}
+        store.close()
+    assert life.result() == EXIT_FAULT
+    failed = next(entry for entry in logged if entry["event"] == "server.failed")
+    assert (failed["error"], failed["exit_code"]) == ("ServerBuried", EXIT_FAULT)
+    assert "exception" not in failed

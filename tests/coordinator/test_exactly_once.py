@@ -6,13 +6,11 @@ By either policy for late rows: windows in their latest revision, or the late da
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
-from support.lanes import seeds
 
 from mldserver.errors import LedgerError
 from mldserver.windows import Tumbling, WindowSpec, batches
@@ -121,20 +119,6 @@ async def test_wherever_the_process_dies_the_next_life_makes_it_exactly_once(
         daemon.assert_exactly_once(pipeline)
         assert_tidy(pipeline)
     assert place > 40
-
-
-@pytest.mark.parametrize("seed", seeds(8))
-async def test_a_process_that_dies_again_and_again_makes_it_exactly_once(tmp_path: Path, seed: int) -> None:
-    choose = random.Random(seed)
-    spec, recompute = choose.choice(list(CASES.values()))
-    pipeline, daemon = Pipeline(tmp_path, spec=spec, recompute=recompute), stream()
-    daemon.sizes = lambda: choose.randint(1, 4)
-    while True:
-        pipeline.faults = Faults(at=choose.randint(1, 60), after=choose.random() < 0.5)
-        if await live(pipeline, daemon):
-            break
-    daemon.assert_exactly_once(pipeline)
-    assert_tidy(pipeline)
 
 
 def fail_once(faults: Faults, place: int) -> list[str]:

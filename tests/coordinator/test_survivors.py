@@ -1,10 +1,9 @@
-"""Rules that could once be broken without a test noticing: each holds, and its bug, planted, is found."""
+"""Rules of the coordinator that no other test checks."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,16 @@ from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.config.settings import WindowSettings
-from mldserver.coordinator.backpressure import Backpressure
-from mldserver.coordinator.coordinator import Coordinator
-from mldserver.coordinator.core import flush
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import Holder, View, Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.errors import WindowFailed
-from mldserver.ledger.contract import BatchProgress, LedgerState, PositionUpdate, SegmentKind, ServerState
+from mldserver.ledger.contract import BatchProgress, LedgerState, SegmentKind, ServerState
 from mldserver.output import joined
 from mldserver.output.layout import SEGMENTS, is_joined
-from mldserver.output.store import Garbage, OutputStore
+from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling
@@ -43,7 +39,10 @@ def showing(shard: str, number: int, event_ms: int | None) -> BufferedBatch:
     return msgspec.structs.replace(batch, latest_event_ms=event_ms)
 
 
-def the_event_time_of_a_position_is_the_largest(times: list[int | None]) -> None:
+@pytest.mark.parametrize(
+    "times", [[50, 100], [100, 50], [100, None], [None, -5], [None, None], [1, 9, 3, None, 2]]
+)
+def test_the_event_time_of_a_position_is_the_largest(times: list[int | None]) -> None:
     """However late the last batch's rows are, the shard's watermark goes on where it stood."""
     batches = [showing("a", number, ms) for number, ms in enumerate(times, 1)]
     batches += [showing("b", 1, 7), BufferedBatch("a", 1, last=Sequence(len(times)), ends_shard=True)]
@@ -58,51 +57,6 @@ def the_event_time_of_a_position_is_the_largest(times: list[int | None]) -> None
     )
     told = {each.shard_id: each.event_ms for each in planned.positions}
     assert told == {"a": max((ms for ms in times if ms is not None), default=None), "b": 7}
-
-
-TIMES: list[list[int | None]] = [
-    [50, 100],
-    [100, 50],
-    [100, None],
-    [None, -5],
-    [None, None],
-    [1, 9, 3, None, 2],
-]
-
-
-def the_event_times_are_the_largest() -> None:
-    for times in TIMES:
-        the_event_time_of_a_position_is_the_largest(times)
-
-
-def test_the_event_time_of_a_position_is_the_largest() -> None:
-    the_event_times_are_the_largest()
-
-
-def test_the_event_time_of_the_last_batch_in_its_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    positions = flush._positions
-
-    def last(
-        batches: Iterable[BufferedBatch], durable: Mapping[str, Sequence | None]
-    ) -> tuple[PositionUpdate, ...]:
-        batches = list(batches)
-        latest = {each.shard_id: each.latest_event_ms for each in batches if each.latest_event_ms is not None}
-        found = positions(batches, durable)
-        return tuple(
-            PositionUpdate(
-                each.shard_id,
-                each.epoch,
-                each.position,
-                each.effective_ms,
-                latest.get(each.shard_id),
-                ended=each.ended,
-            )
-            for each in found
-        )
-
-    monkeypatch.setattr(flush, "_positions", last)
-    with pytest.raises(AssertionError):
-        the_event_times_are_the_largest()
 
 
 # Shards that are let go.
@@ -136,7 +90,7 @@ class Releases:
         self.meanwhile = lambda: None
 
 
-async def a_newer_release_is_not_forgotten() -> None:
+async def test_a_newer_release_is_not_forgotten() -> None:
     """A shard that is opened and let go again while the first release is under way is released under both epochs.
 
     Else the ledger holds it as this server's, and every other server waits for it.
@@ -152,21 +106,6 @@ async def a_newer_release_is_not_forgotten() -> None:
     assert ledger.released == [("a", 1), ("b", 1), ("a", 2)]
     await membership.release()
     assert len(ledger.released) == 3, "once each"
-
-
-async def test_a_newer_release_is_not_forgotten() -> None:
-    await a_newer_release_is_not_forgotten()
-
-
-async def test_a_newer_release_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def forgetful(membership: Membership) -> None:
-        for shard_id, epoch in tuple(membership.released.items()):
-            await membership.ledger.release_shard(shard_id, epoch)
-            membership.released.pop(shard_id, None)
-
-    monkeypatch.setattr(Membership, "release", forgetful)
-    with pytest.raises(AssertionError):
-        await a_newer_release_is_not_forgotten()
 
 
 # What beats tell while a shard is opened.
@@ -188,7 +127,7 @@ class Beats:
         return LedgerState()
 
 
-async def a_view_is_told_only_while_it_counts_on_every_shard() -> None:
+async def test_a_view_is_told_only_while_it_counts_on_every_shard() -> None:
     """From the moment in which a shard is opened no view is told that was taken before its opening had ended.
 
     Else other servers, who know already that this one has the shard, take it for as far as the others are.
@@ -229,30 +168,9 @@ async def a_view_is_told_only_while_it_counts_on_every_shard() -> None:
     assert await told() == "behind"
 
 
-async def test_a_view_is_told_only_while_it_counts_on_every_shard() -> None:
-    await a_view_is_told_only_while_it_counts_on_every_shard()
-
-
-@pytest.mark.parametrize("kept", ["_statement", "_counted"])
-async def test_a_view_that_is_told_of_a_shard_that_it_does_not_count_is_found(
-    monkeypatch: pytest.MonkeyPatch, kept: str
-) -> None:
-    @contextlib.contextmanager
-    def opening(membership: Membership) -> Iterator[None]:
-        before = getattr(membership, kept)
-        with right(membership):
-            setattr(membership, kept, before)
-            yield
-
-    right = Membership.opening
-    monkeypatch.setattr(Membership, "opening", opening)
-    with pytest.raises(AssertionError):
-        await a_view_is_told_only_while_it_counts_on_every_shard()
-
-
-async def a_view_is_not_told_while_a_shard_is_opened(out: Path) -> None:
+async def test_a_view_is_not_told_while_a_shard_is_opened(tmp_path: Path) -> None:
     """The ledger may take long to open it, and its rows may be older than what the view says."""
-    pipeline, told = Pipeline(out), list[str]()
+    pipeline, told = Pipeline(tmp_path), list[str]()
 
     def hook(name: str, after: bool) -> None:
         if name == "open_shard" and not after:
@@ -267,22 +185,10 @@ async def a_view_is_not_told_while_a_shard_is_opened(out: Path) -> None:
     assert told == ["settling"]
 
 
-async def test_a_view_is_not_told_while_a_shard_is_opened(tmp_path: Path) -> None:
-    await a_view_is_not_told_while_a_shard_is_opened(tmp_path)
-
-
-async def test_a_view_that_is_told_while_a_shard_is_opened_is_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Membership, "opening", lambda _: contextlib.nullcontext())
-    with pytest.raises(AssertionError):
-        await a_view_is_not_told_while_a_shard_is_opened(tmp_path)
-
-
 # Heartbeats.
 
 
-async def no_two_beats_are_equal() -> None:
+async def test_no_two_beats_are_equal() -> None:
     """By their difference other servers see that this one lives, though time stands still."""
     ledger = Beats()
     membership = member(ledger)
@@ -291,27 +197,12 @@ async def no_two_beats_are_equal() -> None:
     assert len({each.beat_ms for each in ledger.heard}) == 3
 
 
-async def test_no_two_beats_are_equal() -> None:
-    await no_two_beats_are_equal()
-
-
-async def test_two_beats_that_are_equal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = Membership._state
-
-    def stale(membership: Membership) -> ServerState:
-        return replace(state(membership), beat_ms=membership.ledger.time_ms())
-
-    monkeypatch.setattr(Membership, "_state", stale)
-    with pytest.raises(AssertionError):
-        await no_two_beats_are_equal()
-
-
 # What a cycle flushes.
 
 
-async def what_comes_during_the_sync_waits_for_the_next_cycle(out: Path) -> None:
+async def test_what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path: Path) -> None:
     """The merge clock that a sync brings need not lie behind rows which its shard has from another server by then."""
-    pipeline, given, durable = Pipeline(out), list[bool](), list[Any]()
+    pipeline, given, durable = Pipeline(tmp_path), list[bool](), list[Any]()
 
     def hook(name: str, after: bool) -> None:
         if name == "sync" and after and not given:
@@ -330,31 +221,13 @@ async def what_comes_during_the_sync_waits_for_the_next_cycle(out: Path) -> None
     assert durable[:2] == [Sequence(1), Sequence(2)]
 
 
-async def test_what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path: Path) -> None:
-    await what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path)
-
-
-async def test_a_snapshot_that_is_taken_after_the_sync_is_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    of_a_cycle: Callable[..., Any] = Coordinator._flush
-
-    async def late(coordinator: Coordinator, _: object, reason: str) -> bool:
-        complete: bool = await of_a_cycle(coordinator, coordinator.buffer.snapshot(), reason)
-        return complete
-
-    monkeypatch.setattr(Coordinator, "_flush", late)
-    with pytest.raises(AssertionError):
-        await what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path)
-
-
 # A disk that no window can free.
 
 
-async def everyone_waits_where_no_open_window_can_free_the_disk(out: Path) -> None:
+async def test_everyone_waits_where_no_open_window_can_free_the_disk(tmp_path: Path) -> None:
     """What fills it is of a window that was set aside: the shard that holds the watermark would only add to it."""
     pipeline = Pipeline(
-        out,
+        tmp_path,
         engine=lambda: LocalEngine(fail=lambda _: WindowFailed("It cannot be computed.")),
         policy=WindowSettings(window_attempts=1, window_on_failure="dead_letter"),
         rules=replace(RULES, segment_disk_bytes=1),
@@ -374,31 +247,13 @@ async def everyone_waits_where_no_open_window_can_free_the_disk(out: Path) -> No
     assert held == {"a"}
 
 
-async def test_everyone_waits_where_no_open_window_can_free_the_disk(tmp_path: Path) -> None:
-    await everyone_waits_where_no_open_window_can_free_the_disk(tmp_path)
-
-
-async def test_a_disk_that_nothing_frees_and_that_fills_further_is_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    weigh = Backpressure.weigh
-
-    def hopeful(pressure: Backpressure) -> None:
-        pressure.settled_bytes = 0
-        weigh(pressure)
-
-    monkeypatch.setattr(Backpressure, "weigh", hopeful)
-    with pytest.raises(AssertionError):
-        await everyone_waits_where_no_open_window_can_free_the_disk(tmp_path)
-
-
 # Joined files.
 
 
-async def joined_files_go_when_their_window_is_published(out: Path) -> None:
+async def test_joined_files_go_when_their_window_is_published(tmp_path: Path) -> None:
     """Retention deletes what the ledger names, and it names none of them."""
-    pipeline = Pipeline(out, recompute=True)
-    store = OutputStore(str(out))
+    pipeline = Pipeline(tmp_path, recompute=True)
+    store = OutputStore(str(tmp_path))
 
     def joined_now() -> list[str]:
         return [path for path, _ in store.files(SEGMENTS) if is_joined(path)]
@@ -414,13 +269,3 @@ async def joined_files_go_when_their_window_is_published(out: Path) -> None:
         assert pipeline.published(), "its segments are retained"
         left = joined_now()
     assert left == []
-
-
-async def test_joined_files_go_when_their_window_is_published(tmp_path: Path) -> None:
-    await joined_files_go_when_their_window_is_published(tmp_path)
-
-
-async def test_joined_files_that_stay_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Garbage, "add_unfinished", lambda *_: None)
-    with pytest.raises(AssertionError):
-        await joined_files_go_when_their_window_is_published(tmp_path)

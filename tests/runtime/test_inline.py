@@ -8,25 +8,15 @@ from typing import Any
 
 import pytest
 
-from mldserver.records import Sequence, Shard
-from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.records import Shard
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import BatchOutcome, outcome_of
 from mldserver.runtime.values import Converter
 
 pytestmark = pytest.mark.quick
 
 ONE = FailurePolicy(attempts=1)
-HALT = FailurePolicy(on_failure=OnFailure.HALT)
 SCHEMA = "n INT"
-
-
-def number(record: Any) -> Any:
-    return (record.json(),)
-
-
-async def number_async(record: Any) -> Any:
-    await asyncio.sleep(0)
-    return (record.json(),)
 
 
 async def test_synchronous_hooks_run_on_one_thread_that_is_not_the_loops(kit: Any, shard: Any) -> None:
@@ -159,118 +149,7 @@ async def test_asynchronous_hooks_run_on_the_loop(kit: Any) -> None:
     assert seen == [threading.current_thread()]
 
 
-async def test_a_record_that_fails_for_a_while_is_tried_again_in_its_place(
-    kit: Any, column: Any, logged: Any
-) -> None:
-    calls = []
-
-    def process_record(record: Any) -> Any:
-        calls.append(record.json())
-        if calls.count(2) < 3 and record.json() == 2:
-            raise ConnectionError("database is away")
-        return (record.json(),)
-
-    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=process_record)
-    assert calls == [1, 2, 2, 2, 3]
-    assert column(outcome, "n") == [1, 2, 3]
-    assert (outcome.effects.dead_letters, outcome.attempts) == ((), 3)
-    assert kit.clock.slept == [0.1, 0.2]
-    failed = [event for event in logged if event["event"] == "handler.failed"]
-    assert [(e["sequence"], e["attempt"], e["delay_seconds"]) for e in failed] == [
-        ("2", 1, 0.1),
-        ("2", 2, 0.2),
-    ]
-    assert failed[0]["what"] == "ConnectionError: database is away"
-    assert 'raise ConnectionError("database is away")' in failed[0]["traceback"]
-
-
-async def test_a_record_that_keeps_failing_is_a_dead_letter_and_the_shard_goes_on(
-    kit: Any, shard: Any, column: Any, logged: Any
-) -> None:
-    outcome = await kit.run(1, b"{", 3, schema=SCHEMA, process_record=number)
-    (letter,) = outcome.effects.dead_letters
-    assert column(outcome, "n") == [1, 3]
-    assert (letter.shard_id, letter.sequence, letter.partition_key) == (kit.shard, Sequence(2), "key-2")
-    assert (letter.data, letter.arrival_ms, letter.attempts, letter.handler) == (b"{", 1_002, 1, "mine")
-    assert letter.at_ms == kit.clock.now_ms()
-    assert letter.error.startswith("JSONDecodeError: ")
-    assert "in number" in letter.traceback
-    dead = [event for event in logged if event["event"] == "handler.dead_letter"]
-    assert [(event["sequence"], event["attempts"], event["level"]) for event in dead] == [("2", 1, "error")]
-
-
-async def test_rows_that_cannot_be_taken_name_their_records(kit: Any, column: Any) -> None:
-    outcome = await kit.run(1, "x", 3, schema=SCHEMA, process_record=number)
-    (letter,) = outcome.effects.dead_letters
-    assert column(outcome, "n") == [1, 3]
-    assert (letter.error, letter.attempts, letter.traceback) == ("BadRow: column n: 'x' is not INT", 1, "")
-
-
-async def test_a_raising_record_and_a_bad_row_before_it_both_die(kit: Any, column: Any) -> None:
-    outcome = await kit.run("x", 1, b"{", 4, policy=ONE, schema=SCHEMA, process_record=number)
-    assert kit.dead(outcome) == [1, 3]
-    assert column(outcome, "n") == [1, 4]
-
-
-@pytest.mark.parametrize("error", [SystemExit(1), StopIteration(), GeneratorExit(), asyncio.CancelledError()])
-async def test_tricks_are_failures_like_any_other(kit: Any, error: Any) -> None:
-    def process_record(record: Any) -> None:
-        raise error
-
-    async def process_record_async(record: Any) -> None:
-        raise error
-
-    for hook in (process_record, process_record_async):
-        assert kit.dead(await kit.run(1, 2, policy=ONE, process_record=hook)) == [1, 2]
-
-
-async def test_rows_that_fail_while_they_are_built_fail_their_records(kit: Any, column: Any) -> None:
-    class Trap(dict):
-        def get(self, name: Any, default: Any = None) -> None:
-            raise SystemExit
-
-    outcome = await kit.run(
-        1,
-        2,
-        3,
-        policy=ONE,
-        schema=SCHEMA,
-        process_record=lambda r: Trap() if r.json() == 2 else number(r),
-    )
-    assert kit.dead(outcome) == [2]
-    assert column(outcome, "n") == [1, 3]
-
-
 async def test_data_that_is_never_read_is_never_decoded(kit: Any, shard: Any) -> None:
     runtime = await kit.start(process_record=lambda record: None)
     await runtime.open(shard)
     assert (await runtime.process(kit.line([kit.record(1, 1, data="%%%")]))).effects.dead_letters == ()
-
-
-async def test_rows_without_a_schema_are_told_once_per_record(kit: Any) -> None:
-    outcome = await kit.run(1, 2, policy=ONE, process_record=number)
-    assert [letter.error for letter in outcome.effects.dead_letters] == [
-        "BadRow: returned (1,), but the handler declares no schema",
-        "BadRow: returned (2,), but the handler declares no schema",
-    ]
-
-
-async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
-    kit: Any, shard: Any, column: Any
-) -> None:
-    from mldserver.testing.stand_ins import VirtualClock
-
-    clock = VirtualClock()
-
-    async def process_record(record: Any) -> Any:
-        if record.json() == 2:
-            await asyncio.Event().wait()
-        return (record.json(),)
-
-    runtime = await kit.start(
-        policy=ONE, clock=clock, deadline=5, schema=SCHEMA, process_record=process_record
-    )
-    await runtime.open(shard)
-    outcome = await clock.drive(runtime.process(kit.delivery(1, 2, 3)), step=1)
-    assert column(outcome, "n") == [1, 3]
-    assert outcome.effects.dead_letters[0].error == "TimeoutError: it took longer than 5 s"

@@ -14,12 +14,11 @@ from mldserver.effects import NOTHING, Effects
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, BatchResult
-from mldserver.runtime import lane, work
+from mldserver.runtime import work
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 
 pytestmark = pytest.mark.quick
 
-ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
 SCHEMA = "n INT"
 
@@ -126,97 +125,6 @@ async def test_a_generator_may_give_the_items(kit: Any, column: Any) -> None:
             yield number(record)
 
     assert column(await kit.run(1, 2, schema=SCHEMA, process_records=process_records), "n") == [1, 2]
-
-
-@pytest.mark.parametrize("hook", ["sync", "async"])
-async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, column: Any, hook: Any) -> None:
-    calls = []
-
-    def process_records(batch: Any) -> Any:
-        calls.append([record.sequence_number for record in batch])
-        return [number(record) for record in batch]
-
-    async def process_records_async(batch: Any) -> Any:
-        return process_records(batch)
-
-    hooks = {"sync": process_records, "async": process_records_async}
-    outcome = await kit.run(
-        1,
-        2,
-        b"{",
-        4,
-        policy=FailurePolicy(attempts=2, failure_rules=(failure_rule("ValueError=retry"),)),
-        schema=SCHEMA,
-        process_records=hooks[hook],
-    )
-    assert calls == [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2], [3], [4]]
-    assert column(outcome, "n") == [1, 2, 4]
-    assert kit.dead(outcome) == [3]
-    assert kit.clock.slept == [0.1]
-
-
-@pytest.mark.parametrize(
-    ("returned", "error"),
-    [
-        (
-            [(1,)],
-            f"BadRows: process_records returned 1 item for 2 records; {lane._ONE_EACH}",
-        ),
-        ({"n": 1}, "BadRows: {'n': 1} is not a list with one item a record"),
-    ],
-)
-async def test_items_that_cannot_be_told_apart_fail_the_call(
-    kit: Any, returned: Any, error: Any, logged: Any
-) -> None:
-    await kit.run(1, 2, policy=ONE, schema=SCHEMA, process_records=lambda batch: returned)
-    assert next(event for event in logged if event["event"] == "handler.dead_letter")["what"] == error
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_table_goes_in_and_a_table_comes_out(kit: Any, column: Any, kind: Any) -> None:
-    def process_table(table: Any) -> Any:
-        return pa.table({"n": [int(data) for data in table["data"].to_pylist()]})
-
-    async def process_table_async(table: Any) -> Any:
-        return process_table(table)
-
-    hook = {"sync": process_table, "async": process_table_async}[kind]
-    assert column(await kit.run(1, 2, schema=SCHEMA, process_table=hook), "n") == [1, 2]
-
-
-async def test_a_record_that_breaks_the_table_is_found_by_halving(kit: Any, column: Any) -> None:
-    def process_table(table: Any) -> Any:
-        return pa.table({"n": [int(data) for data in table["data"].to_pylist()]})
-
-    outcome = await kit.run(1, "x", 3, policy=ONE, schema=SCHEMA, process_table=process_table)
-    assert (column(outcome, "n"), kit.dead(outcome)) == ([1, 3], [2])
-
-
-async def test_values_of_a_table_that_do_not_fit_name_their_records(kit: Any, column: Any) -> None:
-    def process_table(table: Any) -> Any:
-        return pa.table({"n": table["data"].cast(pa.string())})
-
-    outcome = await kit.run(1, "x", 3, policy=ONE, schema=SCHEMA, process_table=process_table)
-    assert column(outcome, "n") == [1, 3]
-    assert [letter.error for letter in outcome.effects.dead_letters] == [
-        "BadRow: column n: '\"x\"' is not INT"
-    ]
-
-
-async def test_a_table_of_another_shape_fails_the_call(kit: Any) -> None:
-    outcome = await kit.run(1, policy=ONE, schema=SCHEMA, process_table=lambda table: pa.table({"n": [1, 2]}))
-    assert "returned 2 rows for 1 record:" in outcome.effects.dead_letters[0].error
-
-
-async def test_records_with_damaged_base64_are_dead_before_the_table_is_made(
-    kit: Any, shard: Any, column: Any
-) -> None:
-    runtime = await kit.start(
-        schema=SCHEMA, process_table=lambda t: pa.table({"n": [int(t["data"][0].as_py())]})
-    )
-    await runtime.open(shard)
-    outcome = await runtime.process(kit.line([kit.record(1, 1, data="%%%"), kit.record(2, 2)]))
-    assert (column(outcome, "n"), kit.dead(outcome), kit.clock.slept) == ([2], [1], [])
 
 
 @pytest.mark.parametrize("hook", ["sync", "async"])

@@ -55,28 +55,6 @@ class Once:
         return (n,)
 
 
-async def test_a_record_is_called_again_when_the_handler_says(
-    kit: Any, column: Any, kind: Any, logged: Any
-) -> None:
-    hook = Once(2, Retry("busy", after=42))
-    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=kind(hook.__call__))
-    assert (hook.calls, column(outcome, "n"), kit.clock.slept) == ([1, 2, 2, 3], [1, 2, 3], [42])
-    (failed,) = events(logged, "handler.failed")
-    assert (failed["what"], failed["delay_seconds"], failed["attempt"]) == ("Retry: busy", 42, 1)
-
-
-async def test_a_skipped_record_is_counted_and_logged_and_nothing_of_it_is_kept(
-    kit: Any, column: Any, kind: Any, logged: Any
-) -> None:
-    outcome = await kit.run(
-        1, b"{", 3, policy=SKIP, schema=SCHEMA, process_record=kind(Once(0, None).__call__)
-    )
-    assert (column(outcome, "n"), outcome.effects.dead_letters, outcome.skipped) == ([1, 3], (), 1)
-    (event,) = events(logged, "handler.skipped")
-    assert (event["level"], event["sequence"], event["attempts"]) == ("warning", "2", 1)
-    assert "JSONDecodeError" in event["traceback"]
-
-
 async def test_rules_hold_for_the_rows_that_the_server_refuses_too(kit: Any) -> None:
     policy = FailurePolicy(
         failure_rules=(failure_rule("BadRow=dead_letter"), failure_rule("BadRows=dead_letter"))
@@ -85,23 +63,6 @@ async def test_rules_hold_for_the_rows_that_the_server_refuses_too(kit: Any) -> 
     assert [letter.attempts for letter in outcome.effects.dead_letters] == [1]
     outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_records=lambda batch: 5)
     assert [letter.attempts for letter in outcome.effects.dead_letters] == [1]
-
-
-async def test_a_rule_that_says_halt_stops_the_shard_at_once(kit: Any, shard: Any) -> None:
-    policy = FailurePolicy(failure_rules=(failure_rule("orjson.JSONDecodeError=halt"),))
-    hook = Once(0, None)
-    runtime = await kit.start(policy=policy, schema=SCHEMA, process_record=hook.__call__)
-    await runtime.open(shard)
-    with pytest.raises(HandlerHalted, match="JSONDecodeError"):
-        await runtime.process(kit.delivery(1, b"{", 3))
-    assert hook.calls == [1]
-
-
-async def test_a_record_older_than_max_age_is_called_once(kit: Any) -> None:
-    # The clock stands at 5,000; the records arrived at 1,001 and 1,002.
-    policy = FailurePolicy(attempts=5, max_age_ms=3_999, failure_rules=(failure_rule("ValueError=retry"),))
-    outcome = await kit.run(b"{", b"{", policy=policy, schema=SCHEMA, process_record=Once(0, None).__call__)
-    assert [letter.attempts for letter in outcome.effects.dead_letters] == [1, 2]
 
 
 def result(rows: Any, failed: Any) -> Any:
@@ -214,55 +175,9 @@ async def test_values_of_records_that_a_table_names_as_failed_do_not_matter(kit:
     assert (column(outcome, "n"), outcome.discarded, outcome.effects.dead_letters) == ([2], 1, ())
 
 
-async def test_a_discard_in_a_batch_is_searched_so_that_no_other_record_goes_with_it(
-    kit: Any, column: Any
-) -> None:
-    def process_records(batch: Any) -> Any:
-        return [one(record) for record in batch]
-
-    def one(record: Any) -> Any:
-        if record.json() == 3:
-            raise Discard("a test")
-        return (record.json(),)
-
-    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=process_records)
-    assert (column(outcome, "n"), outcome.discarded) == ([1, 2, 4], 1)
-
-
-async def test_one_bad_record_among_ten_thousand_is_found_in_fourteen_calls_and_the_rest_is_done_once(
-    kit: Any,
-) -> None:
-    calls, done = [], []
-
-    def process_records(batch: Any) -> Any:
-        calls.append(len(batch))
-        numbers = [record.sequence_number for record in batch]
-        if 6_789 in numbers:
-            raise ConnectionError("one of these")
-        done.extend(numbers)
-
-    outcome = await kit.run(*([b"x"] * 10_000), process_records=process_records)
-    assert kit.dead(outcome) == [6_789]
-    assert sorted(done) == [n for n in range(1, 10_001) if n != 6_789]
-    # Three attempts, fourteen to find it, and one for all that lies behind it.
-    assert len(calls) <= 3 + 14 + 1 + 1
-    assert kit.clock.slept == [0.1, 0.2]
-
-
 async def test_a_batch_result_of_a_hook_for_one_record_is_no_row(kit: Any) -> None:
     outcome = await kit.run(1, policy=ONE, schema=SCHEMA, process_record=lambda record: BatchResult())
     assert "is not a row" in outcome.effects.dead_letters[0].error
-
-
-async def test_under_halt_a_fatal_record_stops_the_shard_without_further_attempts(
-    kit: Any, shard: Any
-) -> None:
-    hook = Once(1, Fatal("stop"))
-    runtime = await kit.start(policy=HALT, schema=SCHEMA, process_record=hook.__call__)
-    await runtime.open(shard)
-    with pytest.raises(HandlerHalted, match="Fatal: stop"):
-        await runtime.process(kit.delivery(1, 2))
-    assert hook.calls == [1]
 
 
 async def test_a_stream_of_poison_is_called_once_a_record_waits_for_nothing_and_is_told_once(
@@ -282,20 +197,6 @@ async def test_a_stream_of_poison_is_called_once_a_record_waits_for_nothing_and_
     dead = events(logged, "handler.dead_letter")
     assert [event["level"] for event in dead] == ["error"] + ["debug"] * 299
     assert [("traceback" in event, "times" in event) for event in dead[:2]] == [(True, False), (False, False)]
-
-
-async def test_a_batch_of_poison_waits_for_nothing_either(kit: Any, kind: Any) -> None:
-    calls = []
-
-    def process_records(batch: Any) -> Any:
-        calls.append(len(batch))
-        return [record.json()["carrier"] for record in batch]
-
-    outcome = await kit.run(
-        *[{"n": n} for n in range(300)], schema=SCHEMA, process_records=kind(process_records)
-    )
-    assert (len(outcome.effects.dead_letters), kit.clock.slept) == (300, [])
-    assert len(calls) < 2 * 300 + 20
 
 
 async def test_a_failure_is_told_again_after_a_minute_with_its_count(

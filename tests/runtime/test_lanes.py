@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.virtual_loop import LoopClock, VirtualLoop
 
 from mldserver import Discard, Retry
-from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
+from mldserver.errors import HandlerInvalid, InternalError
 from mldserver.records import Hook, Sequence, Shard
-from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure
+from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.lane import Lane
 from mldserver.runtime.work import lane_of
@@ -33,31 +33,6 @@ def test_a_key_has_the_same_lane_in_every_process() -> None:
     assert [lane_of(key, 8) for key in ("a", "b", "c", "é", "\ud800", "", None)] == [3, 1, 7, 6, 0, 0, 0]
     assert {lane_of(f"key-{n}", 4) for n in range(100)} == {0, 1, 2, 3}
     assert {lane_of(f"key-{n}", 1) for n in range(100)} == {0}
-
-
-async def test_synchronous_hooks_of_different_keys_run_at_the_same_time(kit: Any, column: Any) -> None:
-    together = threading.Barrier(2)
-
-    def process_record(record: Any) -> Any:
-        together.wait()
-        return (record.json(),)
-
-    runtime = await kit.start(schema=SCHEMA, concurrency=8, process_record=process_record)
-    await runtime.open(Shard(kit.shard))
-    outcome = await runtime.process(records(kit, "ab"))
-    assert column(outcome, "n") == [1, 2]
-
-
-async def test_asynchronous_hooks_of_different_keys_run_at_the_same_time(kit: Any, column: Any) -> None:
-    together = asyncio.Barrier(3)
-
-    async def process_record(record: Any) -> Any:
-        await together.wait()
-        return (record.json(),)
-
-    runtime = await kit.start(schema=SCHEMA, concurrency=8, process_record=process_record)
-    await runtime.open(Shard(kit.shard))
-    assert column(await runtime.process(records(kit, "abc")), "n") == [1, 2, 3]
 
 
 async def test_a_retry_holds_its_own_lane_only(kit: Any, column: Any) -> None:
@@ -89,33 +64,6 @@ async def test_a_batch_of_one_lane_needs_no_other(kit: Any, column: Any) -> None
     assert column(await runtime.process(records(kit, [None, None, None])), "n") == [1, 2, 3]
     assert (await runtime.process(kit.line([]))).effects.rows is None
     assert threads == ["mldserver-handler"] * 3
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_the_first_lane_that_halts_stops_the_shard_and_the_other_lanes(kit: Any, kind: Any) -> None:
-    waiting, calls = asyncio.Event(), []
-
-    def process_record(record: Any) -> None:
-        calls.append(record.json())
-        raise ConnectionError("both")
-
-    async def process_record_async(record: Any) -> None:
-        calls.append(record.json())
-        if record.json() == 1:
-            raise ConnectionError("no")
-        waiting.set()
-        await asyncio.Event().wait()
-
-    runtime = await kit.start(
-        schema=SCHEMA,
-        concurrency=8,
-        process_record=process_record if kind == "sync" else process_record_async,
-        policy=FailurePolicy(attempts=1, on_failure=OnFailure.HALT),
-    )
-    await runtime.open(Shard(kit.shard))
-    with pytest.raises(HandlerHalted):
-        await runtime.process(records(kit, "ab"))
-    assert len(calls) == len(set(calls)) >= 1
 
 
 @pytest.mark.parametrize("then", ["opened again", "lost"])
