@@ -97,7 +97,9 @@ def render(handler: str, report: TrialReport) -> str:
     lines += [f"{name:8} {text}" for name, text in report.summary]
     if trial := report.trial:
         lines += ["", f"records  {trial.records} gave {trial.rows} rows; {trial.failed} failed"]
-        lines += [*row_lines(trial.first), *failure_lines(trial.failures)]
+        failed = failure_lines(trial.failures)
+        lines += row_lines(trial.first)
+        lines += [f"{'' if text.startswith(' ') else 'failed':8} {text}" for text in failed]
     errors = sum(finding.is_error for finding in report.findings)
     problems = "1 problem" if errors == 1 else f"{errors} problems"
     if trial and trial.failed:
@@ -110,9 +112,9 @@ def failure_lines(failures: Iterable[FailureClass]) -> list[str]:
     """Return failed records as text: how many of each class of error, and where and with what the first one was."""
     lines = []
     for failure in failures:
-        lines.append(f"failed   {failure.records} with {harmless(failure.name)}, such as")
+        lines.append(f"{failure.records} with {harmless(failure.name)}, such as")
         place = f"{failure.place}: " if failure.place else ""
-        lines += [f"           {harmless(place + failure.error)}", f"           in {harmless(failure.data)}"]
+        lines += [f"  {harmless(place + failure.error)}", f"  in {harmless(failure.data)}"]
     return lines
 
 

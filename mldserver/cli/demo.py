@@ -6,8 +6,6 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mldserver.testing import shop
-    from mldserver.testing.simulation import Run, Simulation
+    from mldserver.testing.simulation import Simulation
 
 _HELP = """
 Play real departures, or a shop's orders, through the server and show the windows. Ends by itself.
@@ -49,7 +47,6 @@ SHARDS: Final = 3
 ORDERS: Final = 3000
 _OPENS_MS: Final = 8 * 3_600_000
 _DAY_MS: Final = 86_400_000
-_PLAIN_SECONDS: Final = 5.0
 
 Source = Literal["mld", "dynamodb"]
 
@@ -83,6 +80,7 @@ def play(
 
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
+    from mldserver.testing.simulation import ProgressLines  # noqa: PLC0415  # see above
 
     began = time.monotonic()
     show: Departures | ShopDemo = ShopDemo() if source == "dynamodb" else Departures()
@@ -91,10 +89,9 @@ def play(
     console.print(show.intro, soft_wrap=True)
     with logging_to(settings):
         run: Simulation | shop.Shop = show.prepared(settings, engine or playground.quick_spark(settings))
-        with _progress(console, show.rows) as watch:
-            report = uvloop.run(run.run(watch))
+        report = uvloop.run(run.run(ProgressLines(console.file)))
     if not report.ok:
-        for text in (*playground.told_failures(settings.log_file), *report.violations, *report.exits):
+        for text in (*playground.logged_failures(settings.log_file), *report.violations, *report.exits):
             console.print(text, markup=False)
         console.print(f"The demonstration failed; its log is {folder / '_server.log'}")
         return report.exit_code
@@ -111,7 +108,6 @@ class Departures:
     """January 2013 at New York's airports, through a fake MultiLangDaemon."""
 
     handler: Final = "handlers.departures_daily"
-    columns: Final = ("day (UTC)", ">flights", ">carriers", "most delayed, on average", "least delayed")
 
     def __init__(self) -> None:
         from mldserver.testing import playground  # noqa: PLC0415  # see above
@@ -137,22 +133,22 @@ class Departures:
         return f"{counted:,} of {self.rows:,} flights in {rows.num_rows} rows", counted == self.rows
 
     @staticmethod
-    def line(start: datetime, carriers: list[dict[str, Any]]) -> tuple[str, ...]:
-        """Return a window's line, of its rows."""
+    def line(start: datetime, carriers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a window as a row of the table."""
         delays = [(row["mean_delay"], row["carrier"]) for row in carriers]
         known = [delay for delay in delays if delay[0] is not None]
         ends = ["every flight was cancelled"] * 2
         if known:
             ends = [f"{name} {minutes:+.1f} min" for minutes, name in (max(known), min(known))]
         flights = sum(row["flights"] for row in carriers)
-        return f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), *ends
+        row = {"day (UTC)": f"{start:%Y-%m-%d}", "flights": flights, "carriers": len(carriers)}
+        return row | dict(zip(("most delayed, on average", "least delayed"), ends, strict=True))
 
 
 class ShopDemo:
     """A day of a shop, through the stream of its table."""
 
     handler: Final = "handlers.shop"
-    columns: Final = ("hour (UTC)", ">orders", ">revenue", "best seller")
 
     def __init__(self) -> None:
         from mldserver.testing.shop import script  # noqa: PLC0415  # see above
@@ -183,80 +179,20 @@ class ShopDemo:
         return text, (orders, revenue) == (left, worth)
 
     @staticmethod
-    def line(start: datetime, products: list[dict[str, Any]]) -> tuple[str, ...]:
-        """Return a window's line, of its rows."""
+    def line(start: datetime, products: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a window as a row of the table."""
         orders, revenue = (sum(row[name] for row in products) for name in ("orders", "revenue"))
         best = max(products, key=lambda row: row["revenue"])
-        seller = f"{best['product']} {best['revenue']:,}"
-        return f"{start:%Y-%m-%d %H:%M}", f"{orders:,}", f"{revenue:,}", seller
+        row = {"hour (UTC)": f"{start:%Y-%m-%d %H:%M}", "orders": orders, "revenue": f"{revenue:,}"}
+        return row | {"best seller": f"{best['product']} {best['revenue']:,}"}
 
 
 def windows_table(show: Departures | ShopDemo, rows: pa.Table) -> Table:
-    """Return the windows as a table for people."""
-    from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
+    """Return a row for each window, the earliest first."""
+    from mldserver.cli.render import table  # noqa: PLC0415  # `--help` must not wait for it
 
-    table = Table(title="One line a window, read from the committed Parquet")
-    for name in show.columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
     windows: dict[datetime, list[dict[str, Any]]] = {}
     for row in rows.to_pylist():
         windows.setdefault(row["window_start"], []).append(row)
-    for start, of_window in sorted(windows.items()):
-        table.add_row(*show.line(start, of_window))
-    return table
-
-
-def phase(run: Run) -> str:
-    """Return what the demonstration is doing, or waiting for, in words."""
-    status = run.status
-    if status is None:
-        return "starting the server"
-    if not run.delivered:
-        return "delivering records"
-    if status.windows_halted:
-        return "stopped: a window has failed for good"
-    # At the end the server is not ready either, but nothing waits any more.
-    if status.windows_waiting and not run.server.is_ready:
-        return "every record is durable and checkpointed; waiting for Spark to start"
-    if not status.stream_ended:
-        return "waiting for other shards to show up: the stream may not be over yet"
-    return "computing windows" if status.windows_waiting else "every window is published"
-
-
-@contextmanager
-def _progress(console: Console, rows: int) -> Iterator[Callable[[Run], None]]:
-    """Show progress: bars on a terminal, elsewhere a line whenever something changes."""
-    if not console.is_terminal:
-        began = told_at = time.monotonic()
-        told = ""
-
-        def tell(run: Run) -> None:
-            """Write a line when the phase changes, and every few seconds while it does not."""
-            nonlocal told, told_at
-            now, doing = time.monotonic(), phase(run)
-            if doing == told and now - told_at < _PLAIN_SECONDS:
-                return
-            told, told_at = doing, now
-            status = run.status
-            counts = (
-                f"{status.rows_durable:,} rows durable, {status.windows_published} windows" if status else ""
-            )
-            console.print(f"{now - began:5.1f} s  {doing}  {counts}".rstrip(), soft_wrap=True)
-
-        yield tell
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415  # only on terminals
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        durable = progress.add_task("rows durable", total=rows)
-        windows = progress.add_task("windows", total=None)
-
-        def watch(run: Run) -> None:
-            progress.update(windows, description=phase(run))
-            if status := run.status:
-                progress.update(durable, completed=status.rows_durable)
-                known = status.windows_published + status.windows_waiting + status.windows_open
-                progress.update(windows, completed=status.windows_published, total=known or None)
-
-        yield watch
+    lines = [show.line(start, of_window) for start, of_window in sorted(windows.items())]
+    return table(lines, title="One line a window, read from the committed Parquet")

@@ -59,7 +59,7 @@ def _is_rows(value: object) -> bool:
 
 def table(rows: Sequence[Mapping[str, Any]], columns: str = "", *, title: str = "") -> Table:
     """Return rows as a table with these columns, names separated by spaces; without names, every column of the first row."""
-    names = columns.split() or list(rows[0])
+    names = columns.split() or list(rows[0] if rows else ())
     grid = Table(
         title=title or None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )

@@ -6,9 +6,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -38,8 +37,6 @@ The same seed gives the same stream and the same faults. Exit code 0 means: ever
 end checkpointed, every window computed, no record became a dead letter (unless `--allow-dead-letters`), and the daemon
 had nothing to complain of.
 """
-
-_PROGRESS_SECONDS: Final = 2.0
 
 app = App(name="sim", help=_HELP, help_format="markdown")
 
@@ -114,6 +111,7 @@ def sim(
     import pyarrow.parquet as pq  # noqa: PLC0415  # `--help` must not wait for the server's imports
     import uvloop  # noqa: PLC0415  # see above
 
+    from mldserver.cli.render import details, write_text  # noqa: PLC0415  # see above
     from mldserver.errors import ConfigError  # noqa: PLC0415  # see above
     from mldserver.handler.inspection import load_spec  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
@@ -121,7 +119,7 @@ def sim(
     from mldserver.spark.session import is_local  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
     from mldserver.testing.daemon import Form  # noqa: PLC0415  # see above
-    from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
+    from mldserver.testing.simulation import Faults, ProgressLines, Simulation, build_stream  # noqa: PLC0415  # see above
     from mldserver.testing.stand_ins import LocalEngine  # noqa: PLC0415  # see above
 
     lines = playground.read_lines(input, limit=limit)
@@ -144,7 +142,7 @@ def sim(
         start_ms=time.time_ns() // 1_000_000 - round(len(lines) / rate * 1000),
         arrivals=None if time_field is None else playground.arrival_times(lines, time_field),
     )
-    tell = _Teller()
+    progress = ProgressLines(sys.stdout)  # what handlers print meanwhile goes to the log
     with logging_to(settings):
         simulation = Simulation(
             settings,
@@ -158,93 +156,61 @@ def sim(
             else playground.quick_spark(settings),
             speed=speed,
         )
-        report = uvloop.run(simulation.run(tell.progress))
-    tell.summary(simulation, report, folder)
+        report = uvloop.run(simulation.run(progress))
+    facts = _facts(simulation, report, folder)
     # What each published file holds, the earliest window first.
     tables = (pq.ParquetFile(file).read() for file in sorted(folder.glob("window=*/*.parquet")))
-    for number, text in enumerate(row_lines(first_rows(tables))):
-        tell.line("" if number else "first rows", text)
+    facts["first rows"] = "\n".join(row_lines(first_rows(tables)))
     failures: tuple[FailureClass, ...] = ()
     if report.status and report.status.dead_letters:
         failures = by_class(uvloop.run(playground.dead_letters(settings)))
-        tell.failures(failures, handler, input)
-    for failure in playground.told_failures(settings.log_file) if not report.ok else []:
-        tell.line("the server said", failure)
-    tell.result(report, 0 if allow_dead_letters else sum(failure.records for failure in failures))
+        facts["failed"] = "\n".join(failure_lines(failures))
+        facts["next"] = "`mldserver dead-letters list --ledger sqlite --out` with the output above"
+        if input is not None:
+            command = ["mldserver", "check", handler, "--input", str(input)]
+            facts["next"] = f"correct the handler, then: {shlex.join(command)}"
+    if not report.ok:
+        facts["the server logged"] = "\n".join(playground.logged_failures(settings.log_file))
+    failed = sum(failure.records for failure in failures)
+    facts["result"] = _result(report, 0 if allow_dead_letters else failed)
+    write_text(details(facts))
     return report.exit_code or int(bool(failures) and not allow_dead_letters)
 
 
-class _Teller:
-    """Says how it goes and how it went, as plain lines."""
+def _facts(simulation: Simulation, report: Report, folder: Path) -> dict[str, str]:
+    """Return how a run went, by name."""
+    stream, again = simulation.stream, report.deliveries - simulation.stream.records
+    rows = windows = ""
+    if status := report.status:
+        totals = simulation.server.document().totals
+        left_out = f", {totals.discarded:,} discarded" if totals.discarded else ""
+        left_out += f", {totals.skipped:,} skipped" if totals.skipped else ""
+        rows = f"{status.rows_durable:,} durable, {status.rows_late:,} late, "
+        rows += counted(status.dead_letters, "dead letter") + left_out
+        windows = f"{status.windows_published:,} published, {status.windows_waiting:,} waiting, "
+        windows += f"{status.windows_set_aside:,} set aside"
+    refused = (
+        f"{counted(times, 'checkpoint')} with {error}" for error, times in sorted(report.refused.items())
+    )
+    return {
+        "records": f"{stream.records:,} in {counted(len(stream.shards), 'shard')}",
+        "deliveries": f"{report.deliveries:,}" + (f", {again:,} of them again" if again > 0 else ""),
+        "refused": "\n".join(refused),
+        "daemon": "; ".join(report.exits) or "never ran",
+        "rows": rows,
+        "windows": windows,
+        "violations": "\n".join(report.violations),
+        "output": str(folder),
+        "log": f"mldserver logs {shlex.quote(str(folder / '_server.log'))}",
+    }
 
-    def __init__(self) -> None:
-        self._out = sys.stdout  # what handlers print goes to the log meanwhile
-        self._began = self._told_at = time.monotonic()
 
-    def line(self, name: str, text: str) -> None:
-        self._out.write(f"{name:<16} {text}\n")
-        self._out.flush()
-
-    def progress(self, simulation: Simulation) -> None:
-        now = time.monotonic()
-        status = simulation.status
-        if now - self._told_at < _PROGRESS_SECONDS or status is None:
-            return
-        self._told_at = now
-        # At the end the server is not ready either, but nothing waits any more.
-        idle = status.windows_waiting and not simulation.server.is_ready
-        waiting = f", {status.windows_waiting:,} waiting for the engine to start" if idle else ""
-        self.line(
-            f"{now - self._began:.0f} s",
-            f"{simulation.mld.records_sent:,} delivered, {counted(status.rows_durable, 'row')} durable, "
-            f"{counted(status.windows_published, 'window')} published{waiting}",
-        )
-
-    def summary(self, simulation: Simulation, report: Report, folder: Path) -> None:
-        stream = simulation.stream
-        again = report.deliveries - stream.records
-        self.line("records", f"{stream.records:,} in {counted(len(stream.shards), 'shard')}")
-        self.line(
-            "deliveries", f"{report.deliveries:,}" + (f", {again:,} of them again" if again > 0 else "")
-        )
-        for error, times in sorted(report.refused.items()):
-            self.line("refused", f"{counted(times, 'checkpoint')} with {error}")
-        self.line("daemon", "; ".join(report.exits) or "never ran")
-        if status := report.status:
-            totals = simulation.server.document().totals
-            left_out = f", {totals.discarded:,} discarded" if totals.discarded else ""
-            left_out += f", {totals.skipped:,} skipped" if totals.skipped else ""
-            self.line(
-                "rows",
-                f"{status.rows_durable:,} durable, {status.rows_late:,} late, "
-                f"{counted(status.dead_letters, 'dead letter')}{left_out}",
-            )
-            self.line(
-                "windows",
-                f"{status.windows_published:,} published, {status.windows_waiting:,} waiting, "
-                f"{status.windows_set_aside:,} set aside",
-            )
-        for violation in report.violations:
-            self.line("violation", violation)
-        self.line("output", f"{folder}")
-        self.line("log", f"mldserver logs {shlex.quote(str(folder / '_server.log'))}")
-
-    def failures(self, failures: Sequence[FailureClass], handler: str, file: Path | None) -> None:
-        for text in failure_lines(failures):
-            self._out.write(f"{text}\n")
-        if file is None:
-            self.line("next", "`mldserver dead-letters list --ledger sqlite --out` with the output above")
-        else:
-            command = ["mldserver", "check", handler, "--input", str(file)]
-            self.line("next", f"mend the handler, then: {shlex.join(command)}")
-
-    def result(self, report: Report, unwanted: int) -> None:
-        letters = "a dead letter" if unwanted == 1 else "dead letters"
-        text = f"{counted(unwanted, 'record')} became {letters}" if unwanted else "ok"
-        if report.violations:
-            text = "the daemon complained"
-        elif not report.finished:
-            text = "not every shard's end was checkpointed"
-        elif not report.ok:
-            text = f"the server ended with {report.server_exit}, or windows are left"
-        self.line("result", text)
+def _result(report: Report, unwanted: int) -> str:
+    if report.violations:
+        return "the daemon complained"
+    if not report.finished:
+        return "not every shard's end was checkpointed"
+    if not report.ok:
+        return f"the server ended with {report.server_exit}, or windows are left"
+    letters = "a dead letter" if unwanted == 1 else "dead letters"
+    return f"{counted(unwanted, 'record')} became {letters}" if unwanted else "ok"

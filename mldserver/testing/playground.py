@@ -181,7 +181,7 @@ async def dead_letters(settings: Settings) -> list[DeadLetter]:
         await ledger.close()
 
 
-def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:
+def logged_failures(log_file: Path | None, *, most: int = 5) -> list[str]:
     """Return the log's latest errors, one paragraph each, at most ``most``."""
     if log_file is None or not log_file.exists():
         return []

@@ -18,7 +18,7 @@ from mldserver.config.settings import Settings
 from mldserver.jobs.engine import Engine
 from mldserver.server import Server
 from mldserver.testing.fake_streams import FakeStreams
-from mldserver.testing.simulation import Report, Run
+from mldserver.testing.simulation import Report, ServerRun
 
 TABLE: Final = "orders"
 _PRODUCTS: Final = (
@@ -73,7 +73,7 @@ def script(orders: int, *, start_ms: int, seed: int = 1) -> list[ShopStep]:
     return sorted(steps, key=lambda step: (step.at_ms, step.order))
 
 
-class Shop(Run):
+class Shop(ServerRun):
     """One day of the shop, and one run of a server that reads the stream of its table."""
 
     def __init__(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import IO, Final, Self
 
 from mldserver.base.clock import Clock, SystemClock, in_time
 from mldserver.config.settings import Settings
@@ -30,6 +31,7 @@ _RESTART_SECONDS: Final = 0.5
 _LEASE_BACK_SECONDS: Final = 0.5
 _TICK_SECONDS: Final = 0.25
 _PATIENCE_SECONDS: Final = 1.0
+_PROGRESS_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Report:
         return EXIT_OPERATOR if self.server_exit == EXIT_OPERATOR else EXIT_FAULT
 
 
-class Run(ABC):
+class ServerRun(ABC):
     """One run of a server together with its records: subclasses play them in ``_play``."""
 
     server: Server
@@ -173,8 +175,46 @@ class Run(ABC):
         status = self.status
         return status is not None and bool(status.windows_halted)
 
+    @property
+    def phase(self) -> str:
+        """What the run is doing, or waiting for, in words."""
+        if (status := self.status) is None:
+            return "starting the server"
+        if not self.delivered:
+            return "delivering records"
+        if status.windows_halted:
+            return "stopped: a window has failed for good"
+        # At the end the server is not ready either, but no window waits any more.
+        if status.windows_waiting and not self.server.is_ready:
+            return "every record is durable and checkpointed; waiting for the engine to start"
+        if not status.stream_ended:
+            return "waiting for other shards to show up: the stream may not be over yet"
+        return "computing windows" if status.windows_waiting else "every window is published"
 
-class Simulation(Run):
+
+class ProgressLines:
+    """Writes a line when the phase of a run changes, and every few seconds while it does not."""
+
+    def __init__(self, out: IO[str]) -> None:
+        """Begin now."""
+        self._out = out
+        self._began = self._written_at = time.monotonic()
+        self._phase = ""
+
+    def __call__(self, run: ServerRun) -> None:
+        """Write a line, if one is due."""
+        now, phase, status = time.monotonic(), run.phase, run.status
+        if phase == self._phase and now - self._written_at < _PROGRESS_SECONDS:
+            return
+        self._phase, self._written_at = phase, now
+        counts = (
+            f"  {status.rows_durable:,} rows durable, {status.windows_published:,} windows" if status else ""
+        )
+        self._out.write(f"{now - self._began:5.1f} s  {phase}{counts}\n")
+        self._out.flush()
+
+
+class Simulation(ServerRun):
     """One run of a server over a fake stream."""
 
     def __init__(

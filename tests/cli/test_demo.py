@@ -19,8 +19,9 @@ from support.spark_classes import spark_cache
 
 from mldserver import Window
 from mldserver.cli import demo
-from mldserver.cli.demo import Departures, ShopDemo, Source, phase, play, windows_table
-from mldserver.testing import LocalEngine, playground, shop
+from mldserver.cli.demo import Departures, ShopDemo, Source, play, windows_table
+from mldserver.testing import LocalEngine, VirtualClock, playground, shop
+from mldserver.testing.simulation import ServerRun
 
 
 def summed(rows: pa.Table, _window: Window) -> pa.Table:
@@ -45,10 +46,8 @@ def flights(out: Path) -> object:
     return pc.sum(ds.dataset(out, format="parquet").to_table()["flights"]).as_py()
 
 
-def played(
-    out: Path, *, terminal: bool, on_table: object = summed, source: Source = "mld"
-) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
+def played(out: Path, *, on_table: object = summed, source: Source = "mld") -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=120, highlight=False)
     engine = LocalEngine(on_table=on_table)  # type: ignore[arg-type]  # tests pass odd ones
     code = play(console, out, source=source, engine=engine)
     return code, console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
@@ -59,7 +58,7 @@ def test_it_counts_every_departure_and_says_where_the_output_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLDSERVER_WORKERS")  # while they start, it can be seen to wait
-    code, told = played(tmp_path / "out", terminal=False)
+    code, told = played(tmp_path / "out")
     assert code == 0, told
     assert "2,000 of 2,000 flights" in told
     assert len(re.findall(r"2013-\d\d-\d\d", told)) == 3
@@ -73,31 +72,30 @@ def test_it_counts_every_departure_and_says_where_the_output_is(
 @pytest.mark.parametrize(
     ("known", "words"),
     [
-        ({"windows_waiting": 2, "stream_ended": False}, "waiting for Spark to start"),
+        ({"windows_waiting": 2, "stream_ended": False}, "waiting for the engine to start"),
         ({"windows_halted": ("w",), "windows_waiting": 1}, "stopped: a window has failed for good"),
         ({"stream_ended": False}, "waiting for other shards"),
         ({}, "every window is published"),
     ],
 )
 def test_its_progress_waits_only_for_what_is_missing(known: dict[str, object], words: str) -> None:
-    status = SimpleNamespace(**({"windows_halted": (), "windows_waiting": 0, "stream_ended": True} | known))
-    stopped = SimpleNamespace(status=status, delivered=True, server=SimpleNamespace(is_ready=False))
-    assert words in phase(stopped)  # type: ignore[arg-type]  # what it asks of a simulation
+    class Stopped(ServerRun):
+        delivered = True
+        halted = bool(known.get("windows_halted"))
+        status = SimpleNamespace(
+            **({"windows_halted": (), "windows_waiting": 0, "stream_ended": True} | known)
+        )
+        server = SimpleNamespace(is_ready=False)
 
+        async def _play(self) -> None:
+            pass
 
-@pytest.mark.usefixtures("few")
-def test_on_a_terminal_it_draws_bars(tmp_path: Path) -> None:
-    code, told = played(tmp_path / "out", terminal=True)
-    assert code == 0
-    assert "rows durable" in told
-    assert "2000/2000" in told
+    assert words in Stopped(VirtualClock()).phase
 
 
 @pytest.mark.usefixtures("few")
 def test_output_that_lacks_flights_is_no_success(tmp_path: Path) -> None:
-    code, told = played(
-        tmp_path / "out", terminal=False, on_table=lambda rows, window: summed(rows[:10], window)
-    )
+    code, told = played(tmp_path / "out", on_table=lambda rows, window: summed(rows[:10], window))
     assert code == 1
     assert "of 2,000 flights" in told
 
@@ -105,7 +103,7 @@ def test_output_that_lacks_flights_is_no_success(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few")
 def test_a_failure_tells_why_and_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLDSERVER_WINDOW_ATTEMPTS", "1")
-    code, told = played(tmp_path / "out", terminal=False, on_table=lambda rows, _window: rows.nonsense)
+    code, told = played(tmp_path / "out", on_table=lambda rows, _window: rows.nonsense)
     assert code == 1
     assert "The demonstration failed" in told
     assert "nonsense" in told
@@ -131,7 +129,7 @@ def test_a_shops_changes_come_to_what_is_left_in_its_table(
 ) -> None:
     monkeypatch.setattr(demo, "ORDERS", 300)
     monkeypatch.setattr(shop, "DAY_SECONDS", 1.0)
-    code, told = played(tmp_path / "out", terminal=False, on_table=summed_orders, source="dynamodb")
+    code, told = played(tmp_path / "out", on_table=summed_orders, source="dynamodb")
     assert code == 0, told
     assert "300 placed" in told
     assert "cancelled" in told

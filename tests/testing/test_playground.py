@@ -15,10 +15,10 @@ from mldserver.spark.client import SparkEngine
 from mldserver.testing.playground import (
     arrival_times,
     fresh_folder,
+    logged_failures,
     play_settings,
     quick_spark,
     read_lines,
-    told_failures,
 )
 
 
@@ -236,10 +236,15 @@ def test_failures_are_read_out_of_the_log(tmp_path: Path) -> None:
         7,
     ]
     log.write_text("\n".join([*map(json.dumps, events), '{"cut of']))
-    assert told_failures(log) == ["It broke. Mend it.", "ValueError: no", "server.unready: no Spark", "bare"]
-    assert told_failures(log, most=1) == ["bare"]
-    assert told_failures(tmp_path / "none") == []
-    assert told_failures(None) == []
+    assert logged_failures(log) == [
+        "It broke. Mend it.",
+        "ValueError: no",
+        "server.unready: no Spark",
+        "bare",
+    ]
+    assert logged_failures(log, most=1) == ["bare"]
+    assert logged_failures(tmp_path / "none") == []
+    assert logged_failures(None) == []
 
 
 def test_records_arrive_by_the_latest_time_that_a_field_has_had() -> None:
