@@ -137,7 +137,7 @@ def tumbling(
 
 
 def batches(*, max_rows: int = 1_000_000, max_age: str | float | timedelta = "1 minute") -> Batches:
-    """Return windows of at most ``max_rows`` rows, each open for at most ``max_age``.
+    """Return windows of at most ``max_rows`` rows of each server, each open for at most ``max_age``.
 
     All servers of a pipeline fill one window together. ``max_age`` is a duration as for ``tumbling``. Raises ValueError
     if ``max_rows`` is below 1, or ``max_age`` is not a duration.

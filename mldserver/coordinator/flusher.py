@@ -44,9 +44,6 @@ from mldserver.windows import Batches, WindowSpec
 
 log = structlog.get_logger("mldserver")
 
-_CROWDED = 2
-"""How often a flush is planned again because other servers have filled its ``batches`` window. Then the flush takes
-separate windows. Otherwise, the more servers there are, the more segments they would write and discard."""
 _LATE_WINDOWS = 1000
 _LETTERS = 1000
 """Dead letters that are read at a time."""
@@ -185,8 +182,6 @@ class Flusher:
         began_ms = self.clock.steady_ms()
         lost: frozenset[str] = frozenset()
         gone: frozenset[str] = frozenset()
-        crowded = 0
-        own: BatchProgress | None = None
         await self._clear_up()
         batches = await self._without_stored(batches)
         self._arrived(batch.effective_ms for batch in batches)
@@ -199,22 +194,19 @@ class Flusher:
             ]
             # A thread plans: sorting millions of rows takes tens of milliseconds and would block the loop. If a
             # window expires meanwhile, the ledger refuses its rows.
-            planned = await asyncio.to_thread(self._plan, live, durable, own)
+            planned = await asyncio.to_thread(self._plan, live, durable)
             segments = await self._write(planned)
-            result = await self._register(planned, segments, own)
+            result = await self._register(planned, segments)
             if result.registered:
                 break
             await self.garbage.delete(segments)
             lost |= result.lost_shards
             gone |= result.gone_letters
             self._refused(result)
-            crowded += result.batch_progress is not None
-            if crowded == _CROWDED and own is None:
-                own = await self._take_windows(planned.rows)
         kill_point("flush.registered")
         self._unanswered = None
         late_rows = self.rows_late
-        self._registered(planned, segments, own)
+        self._registered(planned, segments)
         self.uncut_bytes += sum(batch.bytes for batch in live)
         log.debug(
             "flush.done",
@@ -269,9 +261,7 @@ class Flusher:
             left.append(batch)
         return left
 
-    async def _register(
-        self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
-    ) -> FlushResult:
+    async def _register(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> FlushResult:
         effects = planned.effects
         if self.letters is not None and effects.dead_letters:
             # What does not fit where dead letters go stays in the ledger.
@@ -284,7 +274,7 @@ class Flusher:
             kill_point("letters.stored")
         effects = Effects.without_rows([effects, planned.redriven_effects])
         windows, step = self.open_windows, None
-        if own is None and windows is not None and isinstance(windows.spec, Batches):
+        if windows is not None and isinstance(windows.spec, Batches):
             step = BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
         kill_point("flush.registering")
         try:
@@ -297,47 +287,21 @@ class Flusher:
                 self._unanswered = self._version
             raise
 
-    async def _take_windows(self, rows: int) -> BatchProgress:
-        """Take new ``batches`` windows for these rows, which no other server puts any in; return where they begin."""
-        windows = self.open_windows
-        assert windows is not None, "only batches are crowded"
-        assert isinstance(windows.spec, Batches), "only batches are crowded"
-        while True:
-            begin = BatchProgress(windows.progress.number + (windows.progress.rows > 0))
-            until = BatchProgress(begin.number + -(-rows // windows.spec.max_rows))
-            step = BatchStep(windows.progress, until, windows.spec.max_rows)
-            result = await self.ledger.register(Flush((), batches=step))
-            if result.batch_progress is None:
-                windows.progress = until
-                return begin
-            windows.progress = result.batch_progress
-
     def _refused(self, result: FlushResult) -> None:
         self.cut_windows.refused(result)
         if self.open_windows is not None:
-            if result.batch_progress is not None:
-                # Other servers have filled the window that these rows would have gone into.
-                self.open_windows.progress = result.batch_progress
             # ``batches``: the next rows go to a window behind those that another server has cut.
             self.open_windows.cut(result.cut_windows)
         names = ("lost_shards", "cut_windows", "expired_windows", "gone_letters")
-        reasons = {name: sorted(getattr(result, name)) for name in names}
-        # A batch that another server has filled is nothing to look into.
-        tell = log.warning if any(reasons.values()) else log.debug
-        tell("flush.refused", **reasons)
+        log.warning("flush.refused", **{name: sorted(getattr(result, name)) for name in names})
 
-    def _plan(
-        self,
-        batches: list[BufferedBatch],
-        durable: Mapping[str, Sequence | None],
-        own: BatchProgress | None = None,
-    ) -> FlushPlan:
+    def _plan(self, batches: list[BufferedBatch], durable: Mapping[str, Sequence | None]) -> FlushPlan:
         windows = self.open_windows
         planned = plan(
             batches,
             spec=self.spec,
             clock=self._merge_clock,
-            progress=own or (BatchProgress() if windows is None else windows.progress),
+            progress=BatchProgress() if windows is None else windows.progress,
             now_ms=self.clock.now_ms(),
             durable=durable,
             kind=self._kind,
@@ -380,13 +344,10 @@ class Flusher:
             await self.garbage.delete(done)
             raise
 
-    def _registered(
-        self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
-    ) -> None:
+    def _registered(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> None:
         self._merge_clock = planned.clock
         if self.open_windows is not None:
-            if own is None:
-                self.open_windows.progress = planned.progress
+            self.open_windows.progress = planned.progress
             self.open_windows.opened(file.key for file in planned.files if file.kind is SegmentKind.WINDOW)
         self.rows_durable += planned.rows
         self.flushes += 1

@@ -145,7 +145,7 @@ class Shards:
         shard_id = opening.shard_id
         # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
         parents = opening.parents or self.lineage.nodes[shard_id].parents
-        state = await self.ledger.open_shard(shard_id, parents, max_ahead_ms=self.rules.max_ahead_ms)
+        state = await self.ledger.open_shard(shard_id, parents)
         accepted = state.gap_accepted or self.rules.accept_gap
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Under the new epoch: what an older one has not stored by now is delivered again.

@@ -145,22 +145,15 @@ class BatchProgress:
         last = max((number for number in numbers if number is not None), default=-1)
         return BatchProgress(last + 1) if last >= self.number else self
 
-    def moved_on(self, step: BatchStep) -> BatchProgress | None:
-        """Return the progress after a step; None when the step does not fit any more.
-
-        If other servers registered rows since the step was planned, its rows count after theirs, as long as they stay
-        in the same window. If they do not fit, the server must plan the step again, since its rows then belong to
-        other windows.
-        """
+    def moved_on(self, step: BatchStep) -> BatchProgress:
+        """Return the progress after a step, whatever other servers have registered since it was planned."""
         since, until = step.since, step.until
-        if until == since:
+        if until == since or until.number < self.number:
             return self
-        if self == since or self.number < since.number:
+        if until.number > self.number:
             return until
-        rows = self.rows + until.rows - since.rows
-        if not self.number == since.number == until.number or rows > step.max_rows:
-            return None
-        if rows == step.max_rows:
+        rows = self.rows + until.rows - (since.rows if since.number == until.number else 0)
+        if rows >= step.max_rows:
             return BatchProgress(self.number + 1)
         return BatchProgress(self.number, rows, self.opened_ms if self.rows else until.opened_ms)
 
@@ -173,7 +166,7 @@ class BatchStep:
     """Where its plan went on from."""
     until: BatchProgress
     max_rows: int
-    """The most rows that a window may have."""
+    """The most rows that a server puts into a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +198,11 @@ class FlushResult:
     dataset."""
     gone_letters: frozenset[str] = frozenset()
     """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
-    batch_progress: BatchProgress | None = None
-    """The present progress of ``batches`` windows, if the flush does not fit in it: the server must plan it again."""
 
     @property
     def registered(self) -> bool:
         """Whether the transaction took place."""
-        refused = self.lost_shards or self.cut_windows or self.expired_windows or self.gone_letters
-        return not refused and self.batch_progress is None
+        return not (self.lost_shards or self.cut_windows or self.expired_windows or self.gone_letters)
 
 
 class WindowState(enum.StrEnum):

@@ -224,17 +224,12 @@ class Ledger(abc.ABC):
 
     # Shards.
 
-    async def open_shard(
-        self, shard_id: str, parents: tuple[str, ...] = (), *, max_ahead_ms: int | None = None
-    ) -> ShardState:
+    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
         """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
 
-        ``gap_accepted`` is returned once and cleared. An event time that runs more than ``max_ahead_ms`` (None: any) ahead
-        of the latest arrival is forgotten.
+        ``gap_accepted`` is returned once and cleared.
         """
-        return await self._member(
-            rules.open_shard, shard_id, parents, self.server_id, max_ahead_ms=max_ahead_ms
-        )
+        return await self._member(rules.open_shard, shard_id, parents, self.server_id)
 
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
@@ -266,8 +261,7 @@ class Ledger(abc.ABC):
 
         A window is cut when its entry says so or, without an entry, when it ends at or before ``cut_below_ms``.
         RECOMPUTE segments of a retained window (SET_ASIDE ones too) become ``pending``. The rows of ``batches`` are
-        added to those that other servers have put in since the plan, and refused when the window would have more
-        than ``max_rows``, or another has been begun: so none ever has more. Raises InternalError when a
+        added to those that other servers have put in since the plan. Raises InternalError when a
         position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
         RECOMPUTE segment's window is OPEN.
         """

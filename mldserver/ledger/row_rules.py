@@ -35,8 +35,6 @@ from mldserver.records import DeadLetter
 
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
-    stands = draft.totals.batch_progress
-    progress = stands.moved_on(flush.batches) if flush.batches is not None else stands
     refused = {(segment.kind, segment.window_id) for segment in flush.segments if _refuses(draft, segment)}
     lost = set()
     for update in flush.positions:
@@ -54,9 +52,8 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
             for letter_id, place in letters.items()
             if place is None or not place[1].wanted & place[2]
         ),
-        batch_progress=stands if progress is None else None,
     )
-    if progress is None or not result.registered:
+    if not result.registered:
         return result
     for update in flush.positions:
         _move(draft, update, now_ms)
@@ -72,8 +69,11 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
         _add(draft, kind, window_id, segments)
     remove(draft, flush.redriven)
     store(draft, flush.effects.dead_letters)
-    clock = max(draft.totals.clock, flush.clock)
-    draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
+    totals = draft.totals
+    progress = totals.batch_progress
+    if flush.batches is not None:
+        progress = progress.moved_on(flush.batches)
+    draft.totals = replace(totals, clock=max(totals.clock, flush.clock), batch_progress=progress)
     return result
 
 

@@ -140,16 +140,9 @@ def _remove(draft: Draft, server_id: str) -> None:
             draft.windows.put(window_id, replace(entry, owner=None))
 
 
-def open_shard(
-    draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str, *, max_ahead_ms: int | None = None
-) -> ShardState:
+def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
     """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
     shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
-    event_ms, arrival_ms = shard.event_ms, shard.effective_ms
-    if event_ms is not None and arrival_ms is not None and max_ahead_ms is not None:
-        # A row from the future was counted before there was a bound, or while it was wider. The shard's next row says how
-        # far it is. The new epoch keeps older sessions from writing the wrong time again.
-        shard = replace(shard, event_ms=event_ms if event_ms - arrival_ms <= max_ahead_ms else None)
     opened = replace(shard, epoch=shard.epoch + 1, owner=server_id, parents=parents or shard.parents)
     draft.shards.put(shard_id, replace(opened, gap_accepted=False))
     return opened

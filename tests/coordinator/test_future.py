@@ -83,51 +83,6 @@ async def test_they_are_told_once_a_minute_with_the_one_that_is_furthest_ahead(
     assert told[2]["sequence"] == "69"
 
 
-async def test_a_ledger_that_is_poisoned_heals_by_itself(tmp_path: Path) -> None:
-    poisoned = a_pipeline(tmp_path, max_ahead_ms=None)
-    async with poisoned.life():
-        a = await poisoned.open("a")
-        await give(poisoned, a, 1, 1_000_000)
-        await give(poisoned, a, 2, YEAR_2096)
-        await poisoned.cycle()
-    assert poisoned.state().shards["a"].event_ms == YEAR_2096
-    healed = a_pipeline(tmp_path)
-    await healed.clock.advance(60)
-    async with healed.life() as coordinator:
-        a = await healed.open("a", Sequence(2))
-        for number in range(3, 33):
-            await give(healed, a, number, healed.clock.now_ms())
-            await healed.cycle()
-        assert coordinator.status().rows_late == 0
-        assert [values for window, values in healed.published().items() if window < "1971"][1:] == [
-            list(range(3, 13)),
-            list(range(13, 23)),
-        ]
-
-
-async def test_a_time_that_was_not_believed_is_not_believed_by_a_later_start_either(tmp_path: Path) -> None:
-    """By then the stream has nearly come to it: it would close windows whose rows are on their way."""
-    poisoned = a_pipeline(tmp_path, max_ahead_ms=None)
-    async with poisoned.life():
-        a = await poisoned.open("a")
-        await give(poisoned, a, 1, 1_000_000)
-        await give(poisoned, a, 2, 1_000_000 + 15 * 60_000)
-        await poisoned.cycle()
-    last_ms = None
-    for life in range(2):
-        healed = a_pipeline(tmp_path)
-        await healed.clock.advance(60 + life * 400)
-        async with healed.life() as coordinator:
-            a = await healed.open("a", Sequence(2 + 30 * life))
-            assert healed.state().shards["a"].event_ms == last_ms
-            for number in range(3 + 30 * life, 33 + 30 * life):
-                last_ms = healed.clock.now_ms()
-                await give(healed, a, number, last_ms)
-                await healed.cycle()
-            assert coordinator.status().rows_late == 0
-            assert healed.state().shards["a"].event_ms == last_ms
-
-
 async def test_windows_that_are_ahead_are_no_more_than_a_bound_and_what_is_beyond_goes_to_the_late_dataset(
     tmp_path: Path,
 ) -> None:

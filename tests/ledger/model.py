@@ -233,7 +233,6 @@ class ModelServer:
             frozenset(u.shard_id for u in flush.positions if not self.goes_on(u)),
             frozenset(s.window_id for s in flush.segments if s.kind == "window" and self.closed(s)),
             frozenset(s.window_id for s in flush.segments if s.kind == "recompute" and not self.retained(s)),
-            batch_progress=None if self.has_room(flush) else content.progress,
         )
         if result.registered:
             for update in flush.positions:
@@ -245,26 +244,18 @@ class ModelServer:
             self.put_in(flush)
         return result
 
-    def has_room(self, flush: Flush) -> bool:
-        step, stands = flush.batches, self.content.progress
-        if step is None or step.since == step.until or stands == step.since:
-            return True
-        if stands.number != step.since.number:
-            return stands.number < step.since.number
-        put_in = step.until.rows - step.since.rows
-        return step.until.number == stands.number and stands.rows + put_in <= step.max_rows
-
     def put_in(self, flush: Flush) -> None:
         step, stands = flush.batches, self.content.progress
         if step is None or step.since == step.until:
             return
-        progress = step.until
-        if stands != step.since and stands.number == step.until.number:
-            rows = stands.rows + step.until.rows - step.since.rows
+        progress = max(stands, step.until, key=lambda each: each.number)
+        if stands.number == step.until.number:
+            rows = stands.rows + step.until.rows
+            rows -= step.since.rows if step.since.number == stands.number else 0
             progress = BatchProgress(
                 stands.number, rows, stands.opened_ms if stands.rows else step.until.opened_ms
             )
-            if rows == step.max_rows:
+            if rows >= step.max_rows:
                 progress = BatchProgress(stands.number + 1)
         self.content.progress = progress
 

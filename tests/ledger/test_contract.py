@@ -207,34 +207,33 @@ async def test_batches_stand_where_the_last_flush_ended(ledger_factory: Factory)
     assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 0, None)
 
 
-async def test_what_several_servers_put_into_a_batch_adds_up_to_its_bound_and_never_beyond(
-    ledger_factory: Factory,
-) -> None:
+async def test_what_several_servers_put_into_a_batch_adds_up(ledger_factory: Factory) -> None:
     begun = BatchProgress(1)
     async with opened(ledger_factory) as (one, _), opened(ledger_factory, "two") as (two, _):
+
+        async def stands_after(
+            ledger: Any, since: BatchProgress, until: BatchProgress, *segments: Segment
+        ) -> BatchProgress:
+            assert (await ledger.register(put_in(since, until, *segments))).registered
+            return (await held(ledger_factory)).batch_progress
+
         await one.register(put_in(BatchProgress(), begun))
         # Both have planned on from the same place.
-        assert (
-            await one.register(put_in(begun, BatchProgress(1, 4, 100), seg("s1", BATCH, rows=4)))
-        ).registered
-        assert (
-            await two.register(put_in(begun, BatchProgress(1, 3, 200), seg("s2", BATCH, rows=3)))
-        ).registered
-        assert (await held(ledger_factory)).batch_progress == BatchProgress(1, 7, 100)
-        before = await held(ledger_factory)
-        full = put_in(BatchProgress(1, 4, 100), BatchProgress(1, 8, 100), seg("s3", BATCH, rows=4))
-        assert await one.register(full) == FlushResult(batch_progress=BatchProgress(1, 7, 100))
-        beyond = put_in(BatchProgress(1, 4, 100), BatchProgress(2, 1, 300), seg("s3", BATCH, rows=6))
-        assert await one.register(beyond) == FlushResult(batch_progress=BatchProgress(1, 7, 100))
-        assert await held(ledger_factory) == before
-        fits = put_in(BatchProgress(1, 4, 100), BatchProgress(1, 7, 100), seg("s3", BATCH, rows=3))
-        assert (await one.register(fits)).registered
-        assert (await held(ledger_factory)).batch_progress == BatchProgress(2)
-        # Nothing goes into one that is full, also before it is cut; who puts nothing in is not in the way.
-        again = put_in(BatchProgress(1, 7, 100), BatchProgress(1, 8, 100), seg("s4", BATCH, rows=1))
-        assert await two.register(again) == FlushResult(batch_progress=BatchProgress(2))
-        assert (await two.register(put_in(BatchProgress(1, 7, 100), BatchProgress(1, 7, 100)))).registered
-    assert (await held(ledger_factory)).batch_progress == BatchProgress(2)
+        await stands_after(one, begun, BatchProgress(1, 4, 100), seg("s1", BATCH, rows=4))
+        stands = await stands_after(two, begun, BatchProgress(1, 3, 200), seg("s2", BATCH, rows=3))
+        assert stands == BatchProgress(1, 7, 100)
+        # Each keeps the bound by what it knew; together they exceed it, and the batch is full.
+        since = BatchProgress(1, 4, 100)
+        stands = await stands_after(one, since, BatchProgress(1, 9, 100), seg("s3", BATCH, rows=5))
+        assert stands == BatchProgress(2)
+        # What was planned for a batch that is full and not cut yet goes there; who puts nothing in changes nothing.
+        since = BatchProgress(1, 7, 100)
+        assert await stands_after(two, since, BatchProgress(1, 8, 100), seg("s4", BATCH, rows=1)) == stands
+        assert await stands_after(two, since, since) == stands
+        # Both have begun the next batch.
+        until = BatchProgress(2, 2, 300)
+        assert await stands_after(two, since, until, seg("s5", BATCH, rows=5)) == until
+        assert await stands_after(one, since, BatchProgress(2, 1, 400)) == BatchProgress(2, 3, 300)
 
 
 async def test_a_file_is_registered_once(ledger_factory: Factory) -> None:

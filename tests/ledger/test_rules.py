@@ -243,25 +243,6 @@ def test_a_batch_that_an_older_program_cut_without_raising_the_number_raises_it_
     assert steps.book.totals.batch_progress == BatchProgress(2)
 
 
-@pytest.mark.parametrize(
-    ("max_ahead_ms", "event_ms", "effective_ms", "kept"),
-    [
-        (100, 600, 500, True),
-        (100, 601, 500, False),
-        (None, 10**12, 500, True),
-        (100, None, 500, True),
-        (100, 10**12, None, True),
-    ],
-)
-def test_an_opening_forgets_an_event_time_that_no_clock_can_have_shown(
-    steps: Steps, max_ahead_ms: int | None, event_ms: int | None, effective_ms: int | None, kept: bool
-) -> None:
-    steps(rules.open_shard, "a", (), "one")
-    steps(register, Flush((move(effective_ms=effective_ms, event_ms=event_ms),)), 1)
-    opened = steps(rules.open_shard, "a", (), "one", max_ahead_ms=max_ahead_ms)
-    assert opened.event_ms == steps.book.shards["a"].event_ms == (event_ms if kept else None)
-
-
 def test_a_server_that_enters_goes_on_with_the_ledgers_time_and_its_host_only_begins_it(steps: Steps) -> None:
     def beat_of(server_id: str, now_ms: int) -> int:
         steps(rules.enter, server_id, now_ms)
