@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from mldserver.base.backoff import Backoff, backoff
+from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
@@ -38,10 +38,6 @@ _LONGEST_POLLS: Final = 5
 """Poll intervals between two requests of a shard that has been quiet for long."""
 _SURE: Final = 3
 """Looks in a row at which nothing is left of a stream, until it is over."""
-_CHILD_LOOKS: Final = 10
-"""How often the children of a shard that ended are looked for, before that is left to the next listing."""
-_CHILD_SECONDS: Final = (0.05, 1.0)
-"""First and longest wait between those."""
 _AGAIN_SECONDS: Final = (1.0, 60.0)
 """First and longest wait until a shard that failed is begun again."""
 _AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
@@ -325,15 +321,12 @@ class DirectSource:
 
     async def _find_children(self, shard_id: str) -> None:
         """Look for the children of a shard that ended: they may be named only some time later."""
-        for attempt in range(1, _CHILD_LOOKS + 1):
-            if self._tree.children(shard_id) or self._stopping.is_set():
-                return
-            try:
-                self._learn(await self._listing.children(shard_id))
-            except OperatorError as error:
-                log.warning("stream.unlisted", stream=self._arn, **error.told())
-                return
-            await self._clock.sleep(backoff(attempt, *_CHILD_SECONDS))
+
+        def failed(error: MldserverError) -> None:
+            log.warning("stream.unlisted", stream=self._arn, **error.told())
+
+        await self._listing.find_children(shard_id, failed, leave=self._stopping.is_set)
+        self._learn(self._tree.children(shard_id))
 
     # One shard.
 

@@ -57,10 +57,6 @@ _TAKEN: Final = 4000
 """Records that are merged at a time; the loop gets a turn between."""
 _LISTED_SECONDS: Final = 30.0
 """Between two listings, which find shards that are new."""
-_CHILDREN_ASKED: Final = 10
-"""How often the children of a closed shard are asked for before others go on; later listings find them still."""
-_FIRST_WAIT_SECONDS: Final = 0.05
-_LONGEST_WAIT_SECONDS: Final = 1.0
 _SURE: Final = 3
 """Listings in a row of a disabled stream without a shard to read, until that is its end."""
 
@@ -458,7 +454,7 @@ class _StreamReading:
         while self._merge.waiting(shard_id) or self.ready():
             await self._held.setdefault(shard_id, asyncio.Event()).wait()
         self._ending_ms[shard_id] = self._clock.steady_ms()
-        await self._find_children(shard_id)
+        await self._listing.find_children(shard_id, self._fail)
         del self._ending_ms[shard_id]
         self._note()
         self._tree.finished(shard_id)
@@ -486,18 +482,6 @@ class _StreamReading:
         elif page.at_tip:
             self._merge.tip(shard_id, began_ms=page.began_ms)
         self._news.set()
-
-    async def _find_children(self, shard_id: str) -> None:
-        """Ask for the children of a shard that has ended: they may turn up a moment later than its end."""
-        for attempt in range(_CHILDREN_ASKED):
-            if self._tree.children(shard_id):
-                return
-            try:
-                await self._listing.children(shard_id)
-            except MldserverError as error:
-                self._fail(error)
-            if not self._tree.children(shard_id):
-                await self._clock.sleep(min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**attempt))
 
     def _fail(self, error: MldserverError) -> None:
         self._failure = error

@@ -7,12 +7,14 @@ out. AWS is asked for that parent by its name: only a shard that AWS neither lis
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
+from mldserver.base.backoff import backoff
 from mldserver.base.clock import Clock
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, ShardTree
 from mldserver.dynamodb_streams.streams_api import ShardGone, StreamsApi, Trimmed
-from mldserver.errors import OperatorError
+from mldserver.errors import MldserverError, OperatorError
 
 _GONE_SECONDS: Final = 5.0
 """For how long every answer must lack a shard before AWS is asked for it by its name."""
@@ -22,6 +24,9 @@ _NO_SUCH_ID: Final = "ValidationException"
 """What emulators answer for a shard that they do not know."""
 AGAIN_SECONDS: Final = 1.0
 """Between two listings while a shard is unresolved."""
+_CHILD_LISTINGS: Final = 10
+_CHILD_SECONDS: Final = (0.05, 1.0)
+"""The first and the longest wait between listings that look for children."""
 
 
 class StreamListing:
@@ -50,9 +55,26 @@ class StreamListing:
             await self._resolve(api)
         return new
 
-    async def children(self, shard_id: str) -> tuple[str, ...]:
-        """Ask for the children of a shard; return those that are new. Raises OperatorError."""
-        return self.tree.add_listing(await self._api.children(self.arn, shard_id), whole=False)
+    async def find_children(
+        self, shard_id: str, failed: Callable[[MldserverError], object], *, leave: Callable[[], bool] = bool
+    ) -> None:
+        """List the stream until it names children of a shard that has ended, or ``leave`` returns True.
+
+        They may be named a moment after the shard's end. After ten listings this returns: ``refresh`` finds them later.
+        ``failed`` is called with the error of a listing, which is then tried again.
+        """
+        for attempt in range(1, _CHILD_LISTINGS + 1):
+            if self.tree.children(shard_id) or leave():
+                return
+            try:
+                described = await self._api.describe(self.arn)
+            except MldserverError as error:
+                failed(error)
+            else:
+                # Not a whole answer: so many come here that a finished shard would soon be forgotten.
+                self.tree.add_listing(described.shards, whole=False)
+            if not self.tree.children(shard_id):
+                await self._clock.sleep(backoff(attempt, *_CHILD_SECONDS))
 
     async def _resolve(self, api: StreamsApi) -> None:
         """Find out what became of shards that an answer has just left out again."""

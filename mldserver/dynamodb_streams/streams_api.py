@@ -45,7 +45,6 @@ _TEXT: Final = 400
 _CONNECTIONS: Final = 1000
 """A shard that answers slowly holds one, and must not keep the others from theirs."""
 _OK: Final = 200
-_FILTER_REFUSED: Final = frozenset({"ValidationException", "ResourceNotFoundException"})
 READABLE: Final = frozenset({"ENABLED", "ENABLING"})
 """States of a stream that takes changes."""
 
@@ -166,8 +165,10 @@ class StreamsApi:
         self._describes = TokenBucket(_DESCRIBES_PER_SECOND)
         self._aws_time = _AwsTime()
         self._listing = asyncio.Lock()
-        self._listed: tuple[str, int, frozenset[str]] = ("", 0, frozenset())
-        """The latest whole listing for ``lists``: the stream, when it was asked for (steady time), and its shards."""
+        """Held while a stream is listed."""
+        self._listed: Description | None = None
+        """The latest listing."""
+        self._listings_begun = 0
         self._resources = contextlib.AsyncExitStack()
         self._client: Any = None
         self.retries = 0
@@ -192,6 +193,7 @@ class StreamsApi:
         """Return the same, which gives each call up after about ``seconds`` without an answer. Its calls raise NotThereYet."""
         api = copy.copy(self)
         api.patience_seconds = seconds
+        api._listing = asyncio.Lock()  # noqa: SLF001  # the other's listing may take any time
         return api
 
     def now_ms(self) -> int:
@@ -252,12 +254,22 @@ class StreamsApi:
         except NotThereYet:
             return None
 
-    async def describe(self, arn: str, **request: Any) -> Description:
+    async def describe(self, arn: str) -> Description:
         """Return a stream with all its shards, from the last page too. Raises OperatorError if the stream does not exist.
 
-        ``request``: more of what DescribeStream takes.
+        Callers that wait at the same time share one listing, which began after their calls.
         """
+        begun_before = self._listings_begun
+        async with self._listing:
+            if self._listed is None or self._listed.arn != arn or self._listings_begun <= begun_before:
+                self._listings_begun += 1
+                self._listed = None
+                self._listed = await self._list(arn)
+            return self._listed
+
+    async def _list(self, arn: str) -> Description:
         shards: list[StreamShard] = []
+        request: dict[str, Any] = {}
         while True:
             page = await self._describe_page(arn, **request)
             for shard in page.get("Shards", ()):
@@ -275,26 +287,10 @@ class StreamsApi:
     async def lists(self, arn: str, shard_id: str) -> bool:
         """Return whether DescribeStream lists a shard now. An answer without any shard says nothing: then return True.
 
-        Callers that ask at the same time share one listing. Raises OperatorError if the stream does not exist.
+        Raises OperatorError if the stream does not exist.
         """
-        called_ms = self._clock.steady_ms()
-        async with self._listing:
-            of, asked_ms, names = self._listed
-            if of != arn or asked_ms < called_ms:
-                asked_ms = self._clock.steady_ms()
-                names = frozenset(shard.id for shard in (await self.describe(arn)).shards)
-                self._listed = arn, asked_ms, names
+        names = [shard.id for shard in (await self.describe(arn)).shards]
         return not names or shard_id in names
-
-    async def children(self, arn: str, shard_id: str) -> list[StreamShard]:
-        """Return the children of a shard that AWS names just now; they may come later than the shard's end."""
-        filter_by = {"Type": "CHILD_SHARDS", "ShardId": shard_id}
-        try:
-            described = await self.describe(arn, ShardFilter=filter_by)
-        except _FilterRefused:
-            described = await self.describe(arn)
-        # An emulator may pass over the filter.
-        return [shard for shard in described.shards if shard.parent == shard_id]
 
     async def iterator(self, arn: str, shard_id: str, start: Start) -> str:
         """Return an iterator that begins at ``start``; for ``Since``, at the oldest record.
@@ -367,8 +363,6 @@ class StreamsApi:
                 raise ResponseParserError(f"an answer without {_ANSWERS[action]}")  # noqa: TRY301  # tried again below
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 code = error_code(error)
-                if "ShardFilter" in request and code in _FILTER_REFUSED:
-                    raise _FilterRefused from error
                 if code in _OURS:
                     raise _OURS[code](str(error)) from error
                 if not is_retryable(error):
@@ -416,7 +410,3 @@ class StreamsApi:
 def _text(error: Exception) -> str:
     """Return what an error says as one line, and not a whole page of a proxy's or an emulator's."""
     return " ".join(str(error).split())[:_TEXT].rstrip(".")
-
-
-class _FilterRefused(Exception):
-    """An emulator takes no ShardFilter, or AWS does not know the parent any more."""

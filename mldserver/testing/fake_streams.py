@@ -84,8 +84,6 @@ class FakeStreams(FakeTable):
         """The most shards of a page."""
         self.shuffled = False
         """Whether DescribeStream lists shards in an order that says nothing, the same for every page."""
-        self.child_filter = True
-        """Whether DescribeStream obeys ``ShardFilter``; older ones list everything."""
         self.null_iterator = False
         """Whether a closed shard's last page says ``NextShardIterator: null``, rather than nothing."""
         self.empty_last_page = False
@@ -176,8 +174,6 @@ class FakeStreams(FakeTable):
         shards = [each for each in stream.shards.values() if not each.gone and each.visible_ms <= steady_ms]
         if self.shuffled:
             shards.sort(key=lambda shard: hashlib.sha256(shard.id.encode()).digest())
-        if self.child_filter and (wanted := request.get("ShardFilter")):
-            shards = [shard for shard in shards if shard.parent == wanted["ShardId"]]
         if fault:
             shards = [] if fault == "empty" else shards[: len(shards) // 2]
         limit = min(self.page_shards, _limit("DescribeStream", request))

@@ -24,7 +24,7 @@ class World:
         self.fake.page_shards = self.random.choice([1, 2, 100])
         self.fake.trouble = self.random.choice([0.0, 0.05, 0.15])
         self.fake.ahead_ms = self.random.choice([-3_600_000, 0, 3_600_000])
-        for quirk in ("shuffled", "child_filter", "null_iterator", "empty_last_page"):
+        for quirk in ("shuffled", "null_iterator", "empty_last_page"):
             setattr(self.fake, quirk, self.random.random() < 0.5)
         self.new_roots = 0.3
         """How often a shard turns up that nothing led to: what it holds is found when the shards are listed."""

