@@ -40,7 +40,7 @@ from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.uris import redaction
 from mldserver.children.channel import Channel, Descriptors, encodable
 from mldserver.children.process import ChildProcess, ending
-from mldserver.children.supervise import Exit, supervise
+from mldserver.children.supervise import ChildExit, supervise
 from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.config.resolve import home
 from mldserver.config.settings import Settings
@@ -227,12 +227,12 @@ class AdminEndpoint:
     ) -> None:
         """Keep an endpoint process running."""
 
-        async def run_once() -> Exit:
+        async def run_once() -> ChildExit:
             try:
                 end = await self._live(group, listeners, carry_out)
             except OSError as error:  # no process, or no descriptor, to be had
                 end = str(error)
-            return Exit(lambda delay: log.warning("admin.lost", reason=end, delay_seconds=delay))
+            return ChildExit(lambda delay: log.warning("admin.lost", reason=end, delay_seconds=delay))
 
         await supervise(run_once, backoff=Backoff(1.0, _AGAIN_SECONDS, free=1), clock=self._clock)
 

@@ -30,7 +30,7 @@ from mldserver.records import Sequence
 from mldserver.sources.intake import SourceStatus
 from mldserver.sources.progress_log import ShardCounts
 from mldserver.workers.runtime import WorkerRuntime
-from mldserver.workers.worker import Worker
+from mldserver.workers.worker import WorkerSlot
 
 log = structlog.get_logger("mldserver")
 
@@ -223,7 +223,7 @@ class Gatherer:
         source, told = parts.source.status(), parts.coordinator.status()
         reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
         rules, counts = parts.coordinator.rules, source.counts
-        workers: tuple[Worker, ...] = ()
+        workers: tuple[WorkerSlot, ...] = ()
         version = parts.handler_version
         if isinstance(parts.runtime, WorkerRuntime):
             workers = tuple(parts.runtime.workers)
@@ -308,7 +308,7 @@ class Gatherer:
         )
 
     def _shards(
-        self, parts: Parts, source: SourceStatus, workers: Iterable[Worker]
+        self, parts: Parts, source: SourceStatus, workers: Iterable[WorkerSlot]
     ) -> tuple[document.Shard, ...]:
         """Return the shards that this server has or misses, and those that it has read to their end lately."""
         lineage, now_ms = parts.coordinator.lineage, self._clock.steady_ms()
@@ -423,7 +423,7 @@ def _windows(parts: Parts, told: CoordinatorStatus) -> document.Windows:
     )
 
 
-def _worker(worker: Worker) -> document.Worker:
+def _worker(worker: WorkerSlot) -> document.Worker:
     process = worker.present
     beat = None if process is None else process.beat
     return document.Worker(

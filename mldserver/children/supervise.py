@@ -16,7 +16,7 @@ HEALTHY_SECONDS: Final = 120.0
 """A run of this length is healthy: earlier failures no longer count. Spark and the KCL take up to a minute to start."""
 
 
-class Exit(NamedTuple):
+class ChildExit(NamedTuple):
     """How one run of a child process ended."""
 
     report: Callable[[float], None]
@@ -26,7 +26,7 @@ class Exit(NamedTuple):
 
 
 async def supervise(
-    run_once: Callable[[], Awaitable[Exit | None]],
+    run_once: Callable[[], Awaitable[ChildExit | None]],
     *,
     backoff: Backoff,
     clock: Clock,

@@ -156,7 +156,7 @@ class SchemaError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SchemaColumn:
     """One column of a handler's rows."""
 
     name: str
@@ -172,7 +172,7 @@ class Column:
 class Schema:
     """The columns of a handler's rows, in order."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[SchemaColumn, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ class Schema:
             definitions.append(f"{_quoted(column.name)} {column.sql}{not_null}{comment}")
         return ", ".join(definitions)
 
-    def column(self, name: str) -> Column | None:
+    def column(self, name: str) -> SchemaColumn | None:
         """Return the column called exactly ``name``, or None."""
         return next((column for column in self.columns if column.name == name), None)
 
@@ -211,7 +211,7 @@ def parse_schema(ddl: str) -> Schema:
     # Plain names with simple types; else all of it is read by sqlglot.
     plain = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
     columns = [
-        Column(one[1] or one[2], sql := one[3].upper(), _SIMPLE[sql], nullable=not one[4])
+        SchemaColumn(one[1] or one[2], sql := one[3].upper(), _SIMPLE[sql], nullable=not one[4])
         for one in (plain if all(plain) else ())
         if one
     ]
@@ -255,7 +255,7 @@ def _definitions(ddl: str) -> list[Any]:
     return list(create.this.expressions)
 
 
-def _column(definition: Any) -> Column:
+def _column(definition: Any) -> SchemaColumn:
     if definition.key == "identifier":
         raise SchemaError([f"column {definition.name} has no type (write: {definition.name} STRING)"])
     if definition.key != "columndef" or definition.this.key != "identifier":
@@ -274,7 +274,7 @@ def _column(definition: Any) -> Column:
                 raise SchemaError([f"{constraint.sql('spark')} has no meaning in a handler's schema"])  # noqa: TRY301  # told with its column
     except SchemaError as error:
         raise SchemaError([f"column {name}: {problem}" for problem in error.problems]) from None
-    return Column(name, sql, type_, nullable, comment)
+    return SchemaColumn(name, sql, type_, nullable, comment)
 
 
 def _type(kind: Any) -> tuple[str, Any]:

@@ -27,7 +27,7 @@ from mldserver.base.service import ServiceReport
 from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import client_context
 from mldserver.children.process import ChildProcess
-from mldserver.children.supervise import Exit, supervise
+from mldserver.children.supervise import ChildExit, supervise
 from mldserver.config.kinds import Address, UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, ConfigError, NotThereYet, OperatorError
 from mldserver.kcl.log_filter import ENDS_ITSELF, FilteredEvent, LogEvent, LogFilter, LogParser, verbatim
@@ -52,7 +52,7 @@ TELL_SECONDS: Final = 60.0
 COUNTS_SECONDS: Final = 10.0
 """Between two looks for counts of repeated lines that are due."""
 ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
-"""Exit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
+"""ChildExit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
 
@@ -127,7 +127,7 @@ class Supervisor:
         """Run one daemon after another until stopped; return the exit code."""
         exit_code = EXIT_CLEAN
 
-        async def run_once() -> Exit | None:
+        async def run_once() -> ChildExit | None:
             nonlocal exit_code
             if not await self._server_is_there():
                 return None
@@ -138,7 +138,7 @@ class Supervisor:
             await self._release_lead()
             if self._stopping.is_set():
                 exit_code = self._report_stop(code, seconds)
-            return Exit(partial(self._report_exit, code, seconds))
+            return ChildExit(partial(self._report_exit, code, seconds))
 
         if await self._name_is_free():
             # Of a former supervisor that was killed, with its JVM.

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from mldserver.handler.spec import RECORD_COLUMN, Column, Schema
+from mldserver.handler.spec import RECORD_COLUMN, Schema, SchemaColumn
 from mldserver.runtime.rows import Built, unknown_columns
 from mldserver.runtime.values import shown
 from mldserver.windows import counted
@@ -114,7 +114,7 @@ def _places(table: Any, records: int) -> tuple[list[int], Any]:
     return [places[row] for row in order], table
 
 
-def _column(table: Any, column: Column) -> Any:
+def _column(table: Any, column: SchemaColumn) -> Any:
     found = table.column_names.count(column.name)
     if found > 1:
         raise TableMismatch(f"column {column.name} is there {found} times")
@@ -165,7 +165,7 @@ def _is_list(type_: Any) -> bool:
     return bool(types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_))
 
 
-def _whole(held: Any, column: Column, time_column: str | None) -> Any:
+def _whole(held: Any, column: SchemaColumn, time_column: str | None) -> Any:
     """Return the column cast to its type, or None when some value is at fault."""
     try:
         if types.is_integer(held.type) and types.is_decimal(column.type):

@@ -27,7 +27,7 @@ from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.uris import redacted
 from mldserver.children.process import resident_bytes
-from mldserver.children.supervise import Exit, supervise
+from mldserver.children.supervise import ChildExit, supervise
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
@@ -287,7 +287,7 @@ class SparkEngine:
         self._changed = asyncio.Event()
 
     async def _keep_alive(self, java: Java | None) -> None:
-        async def run_once() -> Exit | None:
+        async def run_once() -> ChildExit | None:
             reason, exit_code, who, useful = "", None, "driver", False
             try:
                 life = await self._one_life(java)
@@ -301,7 +301,7 @@ class SparkEngine:
                 if life.jvm_exit_code is not None:
                     who, exit_code = "jvm", life.jvm_exit_code
             fields = {"who": who, "reason": reason, "exit_code": exit_code}
-            return Exit(lambda delay: log.error("spark.lost", delay_seconds=delay, **fields), useful)
+            return ChildExit(lambda delay: log.error("spark.lost", delay_seconds=delay, **fields), useful)
 
         if not self._closing.is_set():
             backoff = Backoff(base=1.0, cap=60.0)

@@ -36,16 +36,13 @@ from mldserver.records import Hook, Sequence, Shard, pack_sequence, unpack_seque
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
-from mldserver.workers.shared_memory import Mark, made, rows_bytes, rows_file
+from mldserver.workers.shared_memory import Mark, rows_bytes, rows_file
 from mldserver.workers.worker_reports import Heartbeat, telling_through
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""
 INLINE_ROWS: Final = 8 * 1024
 """Bytes of rows that go into the message."""
-NEAR_BYTES: Final = 1 << 20
-"""Bytes of rows that are copied on the loop."""
-
 _Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
 """A message, and the files that go with it."""
 _Work: TypeAlias = "Coroutine[Any, Any, _Answer | Sequence | None]"
@@ -65,7 +62,7 @@ class Child:
         """Serve what comes through ``end``."""
         self._end = end
         self._over = asyncio.Event()
-        self._start: asyncio.Future[wire.Start] = asyncio.get_running_loop().create_future()
+        self._start: asyncio.Future[wire.StartWorker] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """What works on each request."""
@@ -76,7 +73,7 @@ class Child:
         self._failed: set[str] = set()
         """Shards of which a batch has failed: what was sent behind it is not worked on."""
         self._runtime: InlineRuntime
-        """There when Start has come, and its handler is loaded: what is for it comes after that."""
+        """There when StartWorker has come, and its handler is loaded: what is for it comes after that."""
         self._pid = os.getpid()
         self._slow = False
         """Whether the last batch took long."""
@@ -161,17 +158,17 @@ class Child:
             case wire.Forget():
                 # Run at once: dropping a shard does not wait for a call that hangs.
                 self._begin(message, self._runtime.forget(message.shard), behind=False)
-            case wire.Cancel():
+            case wire.CancelRequest():
                 # What follows for its shard begins when it has ended all the same.
                 if message.id in self._tasks and message.id not in self._cancelled:
                     self._cancelled.add(message.id)
                     # Behind its first step, however soon this comes: without that it would end without an answer.
                     asyncio.get_running_loop().call_soon(self._tasks[message.id].cancel)
-            case wire.Number():
+            case wire.WorkerNumber():
                 entitle(self._pipeline, f"worker {message.number}")
             case wire.LogLevel():
                 set_level(message.level)
-            case wire.Start():
+            case wire.StartWorker():
                 self._pipeline = message.pipeline
                 entitle(self._pipeline, "standby worker")
                 file = files.pop(0)
@@ -180,7 +177,7 @@ class Child:
                 os.close(file)
                 self._start.set_result(message)
 
-    def _begin(self, message: wire.Request, work: _Work, *, behind: bool = True) -> None:
+    def _begin(self, message: wire.WorkerRequest, work: _Work, *, behind: bool = True) -> None:
         assert self._group is not None
         # Calls for one shard never overlap.
         before = frozenset(self._working.get(message.shard, ())) if behind else frozenset()
@@ -244,9 +241,7 @@ class Child:
                 outcome = self._runtime.begin(delivery)
             if os.getpid() != self._pid:
                 os._exit(1)  # the handler has forked: its child may neither answer nor go on
-            if type(outcome) is BatchOutcome and (
-                outcome.effects.rows is None or outcome.effects.rows.nbytes <= NEAR_BYTES
-            ):
+            if type(outcome) is BatchOutcome:
                 if not self._channel.unsent:
                     self._unsent = time.monotonic()
                 self._channel.send(*_answer_of(message.id, outcome))
@@ -267,10 +262,7 @@ class Child:
             raise InternalError(_BEHIND, shard=message.shard)
         threads = self._runtime.threads(message.shard)
         try:
-            outcome = await outcome_of(begun or self._runtime.process(delivery))
-            if outcome.effects.rows is None or outcome.effects.rows.nbytes <= NEAR_BYTES:
-                return _answer_of(message.id, outcome)
-            return await made(partial(_answer_of, message.id, outcome), lambda answer: os.close(answer[1][0]))
+            return _answer_of(message.id, await outcome_of(begun or self._runtime.process(delivery)))
         except Exception:
             if not message.redriven:
                 self._failed.add(message.shard)

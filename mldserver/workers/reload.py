@@ -25,7 +25,7 @@ from mldserver.records import Sequence as Position
 from mldserver.records import Shard
 from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.wire import Forget
-from mldserver.workers.worker import Worker
+from mldserver.workers.worker import WorkerSlot
 from mldserver.workers.worker_process import WorkerProcess
 
 WAIT_SECONDS: Final = 30.0
@@ -51,7 +51,7 @@ class Reload:
     """One reload of a runtime's handler; all that it is given is the runtime's own."""
 
     standby: StandbyWorkers
-    workers: Sequence[Worker]
+    workers: Sequence[WorkerSlot]
     shards: Mapping[str, Shard]
     parked: Mapping[str, Mapping[str, Position]]
     owing: AbstractSet[str]
@@ -100,7 +100,7 @@ class Reload:
 
         Skip dead workers: they run nothing, and requests queued for them are retried in the next process.
         """
-        inside: list[tuple[Worker, int]] = []
+        inside: list[tuple[WorkerSlot, int]] = []
         try:
             try:
                 async with asyncio.timeout(WAIT_SECONDS):
@@ -118,7 +118,7 @@ class Reload:
             for worker, pass_ in inside:
                 worker.gate.leave(pass_)
 
-    async def _open(self, worker: Worker, process: WorkerProcess) -> set[str]:
+    async def _open(self, worker: WorkerSlot, process: WorkerProcess) -> set[str]:
         """Open in a new process what is open in a worker's present one. Raises HandlerError."""
         names = [name for name in self.shards if worker.has_open(name)]
         opened = asyncio.Event()

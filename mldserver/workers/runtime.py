@@ -1,7 +1,7 @@
 """The runtime whose handlers run in worker processes (see ``Runtime``).
 
-    server ── WorkerRuntime ──┬── Worker 0 ── WorkerProcess ══ socket ══ child: InlineRuntime, the user's code
-                              ├── Worker 1 ── WorkerProcess ══ socket ══ child
+    server ── WorkerRuntime ──┬── WorkerSlot ── WorkerProcess ══ socket ══ child: InlineRuntime, the user's code
+                              ├── WorkerSlot ── WorkerProcess ══ socket ══ child
                               └── a standby worker, which replaces the next process that dies
 
 Batches go over as they came; rows come back as Arrow. A shard stays with its worker. When a process dies its unanswered
@@ -34,9 +34,9 @@ from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
 from mldserver.workers import wire
 from mldserver.workers.reload import Reload
-from mldserver.workers.shared_memory import NEAR_BYTES, Held
+from mldserver.workers.shared_memory import Held
 from mldserver.workers.standby import StandbyWorkers
-from mldserver.workers.worker import Limits, Worker, place, spread
+from mldserver.workers.worker import Limits, WorkerSlot, place, spread
 from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 
 log = structlog.get_logger("mldserver")
@@ -73,7 +73,7 @@ class WorkerRuntime:
         """
         self._policy, self._parks = policy, policy.parks
         clock = clock or SystemClock()
-        start = wire.Start(
+        start = wire.StartWorker(
             pipeline=pipeline or handler,
             handler=handler,
             python_path=[path for path in sys.path if path],
@@ -86,7 +86,8 @@ class WorkerRuntime:
         )
         self._standby = StandbyWorkers(start, clock=clock)
         self.workers = self._workers = [
-            Worker(number, fresh=self._standby.take, limits=limits, clock=clock) for number in range(workers)
+            WorkerSlot(number, fresh=self._standby.take, limits=limits, clock=clock)
+            for number in range(workers)
         ]
         self._plan: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
@@ -211,13 +212,12 @@ class WorkerRuntime:
         if (
             process is None
             or worker.opened.get(shard_id) != worker.generation
-            or len(line) > NEAR_BYTES
             or self._parks
             or (pass_ := worker.gate.enter_now()) is None
         ):
             return self.process(delivery)
         offset = None
-        if len(line) > INLINE_BYTES and (offset := process.arena.put_short(line)) is None:
+        if len(line) > INLINE_BYTES and (offset := process.arena.put(line)) is None:
             worker.gate.leave(pass_)
             return self.process(delivery)
         message = message_of(process, delivery, form, line, len(line), offset)
@@ -328,7 +328,7 @@ class WorkerRuntime:
         """Return what becomes of a batch in a process. Raises WorkerGone, and as ``Runtime.process``."""
         offset = None
         if held.length > INLINE_BYTES and process.is_open and held.own_file is None:
-            offset = await process.arena.put(held.line)
+            offset = process.arena.put(held.line)
         message = message_of(process, delivery, held.form, held.line, held.length, offset)
         outcome: BatchOutcome
         if message.inline is None and offset is None:
@@ -383,7 +383,7 @@ class WorkerRuntime:
                 worker.gate.leave(pass_)
             alone = alone or shard_id in self._worker(shard_id).suspects
 
-    async def _ensure_open(self, worker: Worker, process: WorkerProcess, shard_id: str) -> None:
+    async def _ensure_open(self, worker: WorkerSlot, process: WorkerProcess, shard_id: str) -> None:
         """Open the shard in this process. Raises Unopened, HandlerHalted, and HandlerLost."""
         if shard_id in self._owing:
             raise HandlerLost(
@@ -404,7 +404,7 @@ class WorkerRuntime:
             raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation
 
-    async def _until_done(self, shard_id: str, message: Callable[[int], wire.Request]) -> None:
+    async def _until_done(self, shard_id: str, message: Callable[[int], wire.WorkerRequest]) -> None:
         """Ask the shard's worker something, once it is open there, until it is answered."""
         while True:
             with contextlib.suppress(WorkerGone):
@@ -413,13 +413,13 @@ class WorkerRuntime:
                 )
                 return
 
-    def _worker(self, shard_id: str) -> Worker:
+    def _worker(self, shard_id: str) -> WorkerSlot:
         number = self._plan.get(shard_id)
         if number is None:
             raise InternalError("A shard is used that is not open.", shard=shard_id)
         return self._workers[number]
 
-    def _evade(self, worker: Worker) -> None:
+    def _evade(self, worker: WorkerSlot) -> None:
         """Shards that have nothing to do with a worker's deaths go on elsewhere when it fails for good."""
         healthy = [each.number for each in self._workers if not each.failed]
         if not worker.failed or not healthy:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
-from mldserver.children.supervise import Exit, supervise
+from mldserver.children.supervise import ChildExit, supervise
 from mldserver.errors import HandlerError, HandlerInvalid
 from mldserver.handler.spec import HandlerSpec
 from mldserver.workers import wire
@@ -35,7 +35,7 @@ _LONG_MS: Final = 30_000
 class StandbyWorkers:
     """Keeps one process ready, and starts more, several at a time, while workers wait for one."""
 
-    def __init__(self, start: wire.Start, *, clock: Clock) -> None:
+    def __init__(self, start: wire.StartWorker, *, clock: Clock) -> None:
         """``start`` is the first message to each process."""
         self._start = start
         self.handler = start.handler
@@ -60,7 +60,7 @@ class StandbyWorkers:
             return None
         return f"no worker process has loaded the handler for {waited_ms // 1000} s: see worker.not_started"
 
-    async def first(self) -> wire.Loaded:
+    async def first(self) -> wire.HandlerLoaded:
         """Start a process and return what it found in the handler. Raises HandlerError.
 
         If the process is killed while it loads, start another, up to three in all: the cause may be outside. If it exits,
@@ -93,7 +93,7 @@ class StandbyWorkers:
         list when the block ends are closed.
         """
         started: list[WorkerProcess] = []
-        loaded: list[wire.Loaded] = []
+        loaded: list[wire.HandlerLoaded] = []
         start = replace(self._start, code={})
         try:
             for _ in range(count):
@@ -165,8 +165,8 @@ class StandbyWorkers:
         while self._ready:
             await self._ready.popleft().close()
 
-    async def _start_one(self) -> Exit | None:
-        """Start a process once another is needed. Return an Exit if it failed, or if a process that was ready has ended."""
+    async def _start_one(self) -> ChildExit | None:
+        """Start a process once another is needed. Return an ChildExit if it failed, or if a process that was ready has ended."""
         while len(self._ready) + self._starting > self._wanted:
             if (ended := next((each for each in self._ready if not each.is_open), None)) is not None:
                 self._ready.remove(ended)
@@ -190,7 +190,7 @@ class StandbyWorkers:
         self._failures.worked()
         return None
 
-    async def _load(self, process: WorkerProcess, seconds: float | None) -> wire.Loaded:
+    async def _load(self, process: WorkerProcess, seconds: float | None) -> wire.HandlerLoaded:
         """Keep a process once it has loaded the handler, else close it. Raises TimeoutError, and as ``loaded`` does."""
         round_ = self._round
         try:
@@ -212,8 +212,8 @@ class StandbyWorkers:
 _TOO_LONG: Final = f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
 
 
-def _exit(what: str) -> Exit:
-    return Exit(partial(_report, what))
+def _exit(what: str) -> ChildExit:
+    return ChildExit(partial(_report, what))
 
 
 def _report(what: str, delay_seconds: float) -> None:

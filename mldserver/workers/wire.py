@@ -1,9 +1,9 @@
-"""What server and worker say to each other (``children/channel.py`` carries it), and the values that cross.
+"""The messages between server and worker (``children/channel.py`` carries them), and the values that cross.
 
-    server → worker    Start, then once Number and any number of Open, Process, Notify, Park, Unpark, Forget, Cancel and
-                       LogLevel; the end of the socket ends it
-    worker → server    Loaded, or Failed with id 0; then BeatMessage and LogLine at any time, Done once for each Process,
-                       Finished once for each other request but Cancel, or for any of them Failed
+    server → worker    StartWorker, then once WorkerNumber, and any number of Open, Process, Notify, Park, Unpark, Forget,
+                       CancelRequest and LogLevel. The end of the socket ends the worker.
+    worker → server    HandlerLoaded, or Failed with id 0. Then BeatMessage and ForwardedLog at any time; BatchDone once for
+                       each Process, Finished once for each other request, or Failed for any of them.
 
 A sequence's number has up to 56 digits: it crosses as bytes (``pack_sequence``).
 """
@@ -30,7 +30,7 @@ from mldserver.windows import Batches, Tumbling
 from mldserver.workers.shared_memory import rows_from, rows_in
 
 
-class Start(Message, frozen=True):
+class StartWorker(Message, frozen=True):
     """The first message; the arena's descriptor comes with it."""
 
     pipeline: str
@@ -48,20 +48,20 @@ class Start(Message, frozen=True):
     """The user's modules, as the first process has loaded them (``HandlerSpec.code``). Empty: as they lie on the disk."""
 
 
-class Number(Message, frozen=True):
+class WorkerNumber(Message, frozen=True):
     """It is not in reserve any more: which worker it is, for ``ps`` to show."""
 
     number: int
 
 
-class Request(Message, frozen=True):
-    """What is answered: by Done or Finished, or by Failed."""
+class WorkerRequest(Message, frozen=True):
+    """What is answered: by BatchDone or Finished, or by Failed."""
 
     id: int
     shard: str
 
 
-class Process(Request, frozen=True):
+class Process(WorkerRequest, frozen=True):
     """Take a batch through the handler. Its payload is in the message, in the arena, or in a passed file."""
 
     form: int
@@ -81,37 +81,37 @@ class Process(Request, frozen=True):
     """Those before it may be unanswered: it is not worked on if one of them fails."""
 
 
-class Open(Request, frozen=True):
+class Open(WorkerRequest, frozen=True):
     """Open a shard."""
 
     start: str | None
     start_sub: int
 
 
-class Notify(Request, frozen=True):
+class Notify(WorkerRequest, frozen=True):
     """Run a life-cycle hook."""
 
     hook: str
 
 
-class Park(Request, frozen=True):
+class Park(WorkerRequest, frozen=True):
     """Hold back later records of keys behind their dead letters."""
 
     keys: dict[str, bytes]
     """Sequences by key."""
 
 
-class Unpark(Request, frozen=True):
+class Unpark(WorkerRequest, frozen=True):
     """Process later records of a key again."""
 
     key: str
 
 
-class Forget(Request, frozen=True):
+class Forget(WorkerRequest, frozen=True):
     """Drop a shard's handler. With id 0 the server does not wait for the answer."""
 
 
-class Cancel(Message, frozen=True):
+class CancelRequest(Message, frozen=True):
     """Nobody waits for a request any more; it is answered all the same, so that its line's room is known to be free."""
 
     id: int
@@ -123,7 +123,7 @@ class LogLevel(Message, frozen=True):
     level: int
 
 
-class Loaded(Message, frozen=True):
+class HandlerLoaded(Message, frozen=True):
     """The handler is there: its ``HandlerSpec``, without what could be called."""
 
     kind: HandlerKind
@@ -140,7 +140,7 @@ class Loaded(Message, frozen=True):
     """As in ``HandlerSpec``."""
 
 
-class Done(Message, frozen=True):
+class BatchDone(Message, frozen=True):
     """A batch's outcome (see ``BatchOutcome``). Its rows are an Arrow stream, in the message or a passed file."""
 
     id: int
@@ -192,7 +192,7 @@ class BeatMessage(Message, frozen=True):
     resident_bytes: int
 
 
-class LogLine(Message, frozen=True):
+class ForwardedLog(Message, frozen=True):
     """An event for the log."""
 
     level: str
@@ -200,8 +200,10 @@ class LogLine(Message, frozen=True):
     fields: dict[str, Any]
 
 
-FromServer = Start | Number | Process | Open | Notify | Park | Unpark | Forget | Cancel | LogLevel
-FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
+FromServer = (
+    StartWorker | WorkerNumber | Process | Open | Notify | Park | Unpark | Forget | CancelRequest | LogLevel
+)
+FromWorker = HandlerLoaded | BatchDone | Finished | Failed | BeatMessage | ForwardedLog
 
 
 def packed_keys(keys: Mapping[str, Sequence]) -> dict[str, bytes]:
@@ -209,10 +211,10 @@ def packed_keys(keys: Mapping[str, Sequence]) -> dict[str, bytes]:
     return {key: data for key, sequence in keys.items() if (data := pack_sequence(sequence)) is not None}
 
 
-def loaded_of(spec: HandlerSpec) -> Loaded:
+def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
     """Return what the server must know of a handler."""
     windows = spec.windows
-    return Loaded(
+    return HandlerLoaded(
         spec.kind,
         spec.record_hook,
         dict(spec.hooks),
@@ -226,7 +228,7 @@ def loaded_of(spec: HandlerSpec) -> Loaded:
     )
 
 
-def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
+def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
     """Return a handler's spec without what could be called."""
     return HandlerSpec(
         path=handler,
@@ -243,11 +245,13 @@ def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
     )
 
 
-def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0) -> Done:
+def done_of(
+    request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0
+) -> BatchDone:
     """Return what became of a batch as it crosses; its rows are in ``rows``, or in a file of ``rows_bytes``."""
     outline = outcome.outline
     first = pack_sequence(outline.first)
-    return Done(
+    return BatchDone(
         request,
         outline.records,
         outline.duplicates,
@@ -267,7 +271,7 @@ def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None = None, r
     )
 
 
-def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
+def outcome_of(done: BatchDone, files: Descriptors) -> BatchOutcome:
     """Return what became of a batch; its rows lie where the worker wrote them. Takes their file out of ``files``."""
     rows = None if done.rows is None else rows_from(done.rows)
     if done.rows_bytes:

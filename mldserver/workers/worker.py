@@ -21,9 +21,9 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, first_of
-from mldserver.children.supervise import Exit, supervise
+from mldserver.children.supervise import ChildExit, supervise
 from mldserver.workers.gate import Gate
-from mldserver.workers.wire import BeatMessage, Number
+from mldserver.workers.wire import BeatMessage, WorkerNumber
 from mldserver.workers.worker_process import WorkerProcess
 
 log = structlog.get_logger("mldserver")
@@ -93,7 +93,7 @@ def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
     return made
 
 
-class Worker:
+class WorkerSlot:
     """Keeps a process running."""
 
     def __init__(
@@ -185,12 +185,12 @@ class Worker:
         """Keep a process running until cancelled."""
         await supervise(self._run_process, backoff=self._deaths, clock=self._clock)
 
-    async def _run_process(self) -> Exit | None:
+    async def _run_process(self) -> ChildExit | None:
         """Run one process to its end. Return None if the exit is not a failure."""
         process = self._next or await self._fresh()
         self._process, self._next, self._retiring = process, None, False
         self.generation += 1
-        process.tell(Number(self.number))
+        process.tell(WorkerNumber(self.number))
         log.info("worker.started", worker=self.number, pid=process.pid, generation=self.generation)
         self._there.set()
         try:
@@ -209,7 +209,7 @@ class Worker:
         if self.searches:
             report(0.0)
             return None
-        return Exit(report, useful=process.done > 0)
+        return ChildExit(report, useful=process.done > 0)
 
     async def _until_ended(self, process: WorkerProcess) -> tuple[Cause | None, str]:
         """Return once the process has ended: why the worker killed it, if it did, and the stacks of its threads then."""

@@ -107,7 +107,7 @@ class WorkerProcess:
         """By number, until it is answered: the shard, the answer, where its line is in the arena, and see ``post``."""
         self.files = asyncio.Semaphore(_MOST_FILES)
         """Limits the lines that are sent in separate files."""
-        self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[wire.HandlerLoaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self.is_open = True
         """Whether it takes requests."""
@@ -124,12 +124,12 @@ class WorkerProcess:
         """How many requests of a shard were unanswered when it ended."""
         self.beat: wire.BeatMessage | None = None
         self._beat_ms = clock.steady_ms()
-        self._channel = Channel[wire.Loaded](
+        self._channel = Channel[wire.HandlerLoaded](
             child.end, wire.FromWorker, receive=self._receive, ended=self._end
         )
 
     @classmethod
-    async def start(cls, start: wire.Start, clock: Clock) -> WorkerProcess:
+    async def start(cls, start: wire.StartWorker, clock: Clock) -> WorkerProcess:
         """Start a process, which then loads the handler. Raises OSError."""
         printed = _RawOutput()
         # With this path the worker finds this package, whatever the server's working directory is.
@@ -176,7 +176,7 @@ class WorkerProcess:
         """What it printed last, past Python's own streams."""
         return "\n".join(self._printed.last)
 
-    async def loaded(self) -> wire.Loaded:
+    async def loaded(self) -> wire.HandlerLoaded:
         """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
         # The socket alone does not show the end: a process that the handler's module started may hold it.
         await first_of(asyncio.wait({self._loaded}), self._gone.wait(), self._child.wait())
@@ -240,12 +240,12 @@ class WorkerProcess:
         return ending(await self._child.wait())
 
     async def ask(
-        self, message: wire.Request, files: tuple[int, ...] = (), *, offset: int | None = None
+        self, message: wire.WorkerRequest, files: tuple[int, ...] = (), *, offset: int | None = None
     ) -> Any:
         """Send a request, whose id is one of ``ids``, and return its answer: the outcome of a Process, else Finished.
 
         ``files`` are closed here; the line's room at ``offset`` is free once it is answered. Raises WorkerGone, and the
-        error that the worker answered with. If the caller is cancelled, the worker receives a Cancel and still
+        error that the worker answered with. If the caller is cancelled, the worker receives a CancelRequest and still
         answers.
         """
         future = self.post(message, files, offset=offset)
@@ -257,7 +257,7 @@ class WorkerProcess:
 
     def post(
         self,
-        message: wire.Request,
+        message: wire.WorkerRequest,
         files: tuple[int, ...] = (),
         *,
         offset: int | None = None,
@@ -278,7 +278,7 @@ class WorkerProcess:
         self._channel.send(message, files, within_seconds=_TOGETHER_SECONDS if patient else 0)
         return future
 
-    def tell(self, message: wire.Number | wire.Forget | wire.LogLevel | wire.Cancel) -> None:
+    def tell(self, message: wire.WorkerNumber | wire.Forget | wire.LogLevel | wire.CancelRequest) -> None:
         """Send a message that needs no answer, if the process takes requests. Forget has id 0: a call may hang."""
         if self.is_open:
             self._channel.send(message)
@@ -292,7 +292,7 @@ class WorkerProcess:
     def cancel(self, request_id: int) -> None:
         """Cancel a request in the worker, if it is unanswered."""
         if request_id in self._requests:
-            self.tell(wire.Cancel(request_id))
+            self.tell(wire.CancelRequest(request_id))
 
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:
@@ -303,9 +303,9 @@ class WorkerProcess:
 
     def _receive(self, message: Any, files: Descriptors) -> None:
         match message:
-            case wire.Done() | wire.Finished() | wire.Failed() if message.id:
+            case wire.BatchDone() | wire.Finished() | wire.Failed() if message.id:
                 self._answered(message, files)
-            case wire.Loaded() if not self._loaded.done():
+            case wire.HandlerLoaded() if not self._loaded.done():
                 # It beats from now on, however long loading took.
                 self._beat_ms = self._clock.steady_ms()
                 self._loaded.set_result(message)
@@ -314,19 +314,19 @@ class WorkerProcess:
             case wire.BeatMessage():
                 self.beat = message
                 self._beat_ms = self._clock.steady_ms()
-            case wire.LogLine() if message.event != "handler.loaded" or not self.again:
+            case wire.ForwardedLog() if message.event != "handler.loaded" or not self.again:
                 with contextlib.suppress(Exception):  # fields may have any name: a line is not worth a worker
                     getattr(log, message.level)(message.event, **message.fields)
 
-    def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
+    def _answered(self, message: wire.BatchDone | wire.Finished | wire.Failed, files: Descriptors) -> None:
         """Set a request's answer. Raises WireError if the answer's rows are unreadable."""
         _, future, offset, _ = self._requests[message.id]
         if future.done():
-            if isinstance(message, wire.Done) and message.rows_bytes:
+            if isinstance(message, wire.BatchDone) and message.rows_bytes:
                 os.close(files.pop(0))
         elif isinstance(message, wire.Failed):
             future.set_exception(wire.error_of(message))
-        elif isinstance(message, wire.Done):
+        elif isinstance(message, wire.BatchDone):
             try:
                 outcome = wire.outcome_of(message, files)
             except (pa.ArrowInvalid, IndexError, OSError) as error:

@@ -24,7 +24,7 @@ from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import LineLimit, Logger, caught_output, set_level
 from mldserver.runtime.calls import Deadlines
-from mldserver.workers.wire import BeatMessage, LogLine
+from mldserver.workers.wire import BeatMessage, ForwardedLog
 
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
@@ -64,17 +64,17 @@ class LogForwarder:
             fields = {key: _plain(value) for key, value in event.items()}
             if "self" in fields:  # a handler may bind it; no logger's method can be called with it
                 fields["self_"] = fields.pop("self")
-            if not self._send(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0):
+            if not self._send(ForwardedLog(method, name, fields), URGENT_SECONDS if urgent else 0.0):
                 limit.lost += 1
 
-    def _send(self, line: LogLine, wait_seconds: float) -> bool:
+    def _send(self, line: ForwardedLog, wait_seconds: float) -> bool:
         # If the server is gone, ``Heartbeat`` ends this process, and the line has no reader.
         with contextlib.suppress(OSError):
             return send_now(self._end, line, wait_seconds=wait_seconds)
         return False
 
     def _report_lost(self, lines: int) -> bool:
-        return self._send(LogLine("warning", "log.lost", {"lines": lines}), 0.0)
+        return self._send(ForwardedLog("warning", "log.lost", {"lines": lines}), 0.0)
 
     def report_lost(self) -> None:
         """Log how many lines were lost since the last report, if any."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from mldserver.base.backoff import Backoff
-from mldserver.children.supervise import HEALTHY_SECONDS, Exit, supervise
+from mldserver.children.supervise import HEALTHY_SECONDS, ChildExit, supervise
 from mldserver.testing import VirtualClock
 
 
@@ -19,12 +19,12 @@ class Child:
         self.delays: list[float] = []
         self.stopping = asyncio.Event()
 
-    async def run_once(self) -> Exit | None:
+    async def run_once(self) -> ChildExit | None:
         seconds, useful = next(self.lives, (0.0, None))
         if (seconds, useful) == (0.0, None):
             self.stopping.set()
         await self.clock.sleep(seconds)
-        return None if useful is None else Exit(self.delays.append, useful)
+        return None if useful is None else ChildExit(self.delays.append, useful)
 
     async def supervised(self, seconds: float = 3600) -> list[float]:
         backoff = Backoff(base=1.0, cap=8.0)

@@ -31,7 +31,7 @@ __all__ = [
     "without_standby",
 ]
 
-START = wire.Start(
+START = wire.StartWorker(
     pipeline="mine",
     handler="mine",
     python_path=[],

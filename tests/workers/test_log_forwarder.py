@@ -32,7 +32,7 @@ class Server:
                 (message,) = receive_now(self.there, wire.FromWorker)
             except BlockingIOError:
                 break
-            assert isinstance(message, wire.LogLine)
+            assert isinstance(message, wire.ForwardedLog)
             told.append((message.level, message.event, message.fields))
         return told
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
-from workers.kit import descriptors, no_descriptor
+from workers.kit import descriptors
 
 from mldserver.protocol.messages import Version
 from mldserver.runtime.interface import MLDLine
@@ -32,55 +32,19 @@ SIZE = 1 << 16
 ROWS = pa.table({"id": [1, 2, None], "name": ["a", "b", "ç"]})
 
 
-async def test_lines_are_seen_on_the_other_side_as_they_were_put_in_near_or_beside_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shared_memory, "NEAR_BYTES", 2000)
+def test_lines_are_seen_on_the_other_side_as_they_were_put_in() -> None:
     arena = Arena(SIZE)
     other = memoryview(mmap.mmap(arena.fd, SIZE, prot=mmap.PROT_READ))
-    lines = [os.urandom(size) for size in (1, 64, 1999, 2001, 5000)]
-    placed = [(await arena.put(line), line) for line in lines]
+    lines = [os.urandom(size) for size in (1, 64, 1999, 5000)]
+    placed = [(arena.put(line), line) for line in lines]
     for offset, line in placed:
         assert offset is not None
         assert bytes(other[offset : offset + len(line)]) == line
-    assert await arena.put(b"x" * (SIZE // 4 + 1)) is None, "others need room too"
+    assert arena.put(b"x" * (SIZE // 4 + 1)) is None, "others need room too"
     for offset, _ in placed:
         arena.give_back(offset or 0)
     assert arena.take(SIZE - 64) is not None, "all but the mark is free again"
-    assert await arena.put(b"x") is None
-    arena.close()
-
-
-async def test_a_line_that_is_copied_beside_the_loop_keeps_its_room_until_that_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shared_memory, "NEAR_BYTES", 0)
-    go, before = threading.Event(), descriptors()
-    executor = ThreadPoolExecutor(1)
-    asyncio.get_running_loop().set_default_executor(executor)
-    executor.submit(go.wait)
-    arena = Arena(SIZE)
-    putting = asyncio.create_task(arena.put(b"x" * 1000))
-    await asyncio.sleep(0)
-    putting.cancel()
-    await asyncio.wait({putting})
-    assert len(arena.taken) == 1
-    arena.close()
-    go.set()
-    await asyncio.to_thread(int)
-    while arena.taken:  # noqa: ASYNC110  # the loop is told in one of its next turns
-        await asyncio.sleep(0)
-    assert descriptors() == before
-
-
-async def test_a_line_that_cannot_be_copied_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "NEAR_BYTES", 0)
-    arena = Arena(SIZE)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "dup", no_descriptor)
-        with pytest.raises(OSError, match="Too many"):
-            await arena.put(b"x")
-    assert not arena.taken
+    assert arena.put(b"x") is None
     arena.close()
 
 

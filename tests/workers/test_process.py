@@ -143,8 +143,8 @@ async def process(child: Child) -> AsyncIterator[WorkerProcess]:
     await process.close()
 
 
-def done(number: int, **fields: Any) -> wire.Done:
-    return wire.Done(number, 1, 0, None, None, None, None, **fields)
+def done(number: int, **fields: Any) -> wire.BatchDone:
+    return wire.BatchDone(number, 1, 0, None, None, None, None, **fields)
 
 
 async def test_when_the_rows_of_an_answer_cannot_be_read_nobody_waits_for_ever(
@@ -174,7 +174,7 @@ async def test_what_a_process_said_last_is_heard(
     process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
 ) -> None:
     answer = process.post(wire.Forget(1, "s"))
-    child.says(wire.LogLine("info", "handler.output", {"text": "x"}), wire.Finished(1))
+    child.says(wire.ForwardedLog("info", "handler.output", {"text": "x"}), wire.Finished(1))
     await process.close()
     assert await answer == wire.Finished(1)
     assert (process.lost.total(), len(named(logged, "handler.output"))) == (0, 1)
@@ -228,7 +228,7 @@ async def test_after_stacks_were_asked_for_lines_are_kept_and_not_logged(
 
 async def test_a_line_that_cannot_be_logged_costs_nothing_else(process: WorkerProcess, child: Child) -> None:
     answer = process.post(wire.Forget(1, "s"))
-    child.says(wire.LogLine("info", "handler.output", {"event": "twice"}), wire.Finished(1))
+    child.says(wire.ForwardedLog("info", "handler.output", {"event": "twice"}), wire.Finished(1))
     assert await answer == wire.Finished(1)
 
 

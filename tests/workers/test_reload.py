@@ -26,7 +26,7 @@ from mldserver.testing import VirtualClock
 from mldserver.workers import reload
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.standby import StandbyWorkers
-from mldserver.workers.worker import Limits, Worker
+from mldserver.workers.worker import Limits, WorkerSlot
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
 
 HANDLER = '''
@@ -201,7 +201,7 @@ class New:
 
 
 def new_reload(standby: Any = None) -> reload.Reload:
-    worker = cast("Worker", SimpleNamespace(number=0, has_open="a".__eq__))
+    worker = cast("WorkerSlot", SimpleNamespace(number=0, has_open="a".__eq__))
     return reload.Reload(standby, [worker], {"a": Shard("a"), "b": Shard("b")}, {}, set())
 
 

@@ -89,7 +89,7 @@ def test_a_policy_crosses_with_all_its_rules() -> None:
         max_ahead_ms=6,
         failure_rules=(failure_rule("a.KeyError=retry:2"),),
     )
-    start = wire.Start("p", "h", ["/a"], "/b", policy, None, 1.5, 64, 20)
+    start = wire.StartWorker("p", "h", ["/a"], "/b", policy, None, 1.5, 64, 20)
     assert crossed(start).policy == policy
 
 
@@ -112,7 +112,7 @@ def test_errors_of_others_cross_as_bugs(error: Exception) -> None:
 
 def test_what_messagepack_does_not_know_crosses_as_text() -> None:
     fields = {"text": "half \ud800", "big": 2**80, "path": Path("/a"), "list": [(1, "\udfff")], "small": -1}
-    assert crossed(wire.LogLine("info", "x.y", fields)).fields == {
+    assert crossed(wire.ForwardedLog("info", "x.y", fields)).fields == {
         "text": "half \\ud800",
         "big": str(2**80),
         "path": "/a",
@@ -120,7 +120,7 @@ def test_what_messagepack_does_not_know_crosses_as_text() -> None:
         "small": -1,
     }
     effects: Any = {"dead_letters": [{"data": b"\xff\x00", "error": "\ud800"}]}
-    done = crossed(wire.Done(1, 0, 0, None, None, None, None, b"\x00", effects=effects))
+    done = crossed(wire.BatchDone(1, 0, 0, None, None, None, None, b"\x00", effects=effects))
     assert done.effects == {"dead_letters": [{"data": b"\xff\x00", "error": "\\ud800"}]}
     assert done.rows == b"\x00"
 

@@ -12,7 +12,7 @@ import pytest
 
 from mldserver.testing import VirtualClock
 from mldserver.workers.wire import BeatMessage as Beat
-from mldserver.workers.worker import Limits, Worker
+from mldserver.workers.worker import Limits, WorkerSlot
 
 LIMITS = Limits(worker_kill_after_ms=5_000, worker_memory=100)
 
@@ -79,7 +79,7 @@ class Stage:
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.processes: list[Process] = []
-        self.worker = Worker(0, fresh=self._fresh, limits=LIMITS, clock=self.clock)  # type: ignore[arg-type]  # see Process
+        self.worker = WorkerSlot(0, fresh=self._fresh, limits=LIMITS, clock=self.clock)  # type: ignore[arg-type]  # see Process
         self.life: asyncio.Task[None] | None = None
 
     async def _fresh(self) -> Any:

@@ -38,7 +38,7 @@ class CheckpointRefused(Exception):
     """A checkpoint that the KCL would refuse; its argument is the simple name of Java's exception."""
 
 
-class Progress:
+class ProcessorProgress:
     """What one processor was given, and what of it is checkpointed."""
 
     __slots__ = (
@@ -143,7 +143,7 @@ class Checkpointer:
     never meets a throttled lease table.
     """
 
-    _progress: Progress
+    _progress: ProcessorProgress
     _error: type[Exception]
     """What the processor catches: ``CheckpointError``, of amazon_kclpy or of the stand-in for it."""
 

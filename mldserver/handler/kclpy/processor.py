@@ -18,8 +18,8 @@ from mldserver.handler.kclpy.amazon_kclpy import (
     DictRecord,
     InitializeInput,
     LeaseLostInput,
+    ProcessorProgress,
     ProcessRecordsInput,
-    Progress,
     Record,
     ShardEndedInput,
     ShutdownInput,
@@ -57,7 +57,7 @@ class Processor:
     """A shard's record processor and what it has checkpointed."""
 
     def __init__(self, delegate: Any, version: int, error: type[Exception]) -> None:
-        self.progress = Progress()
+        self.progress = ProcessorProgress()
         self._delegate = delegate
         self._version = version
         self._error = error
@@ -65,7 +65,7 @@ class Processor:
 
     def initialize(self, shard: Shard) -> None:
         """Tell it its shard."""
-        self.progress = Progress(shard.start, shard.start_sub)
+        self.progress = ProcessorProgress(shard.start, shard.start_sub)
         self._checkpointer = Checkpointer(self.progress, self._error)
         first = self._version == 1
         start = InitializeInput(shard.id, shard.start, shard.start_sub)

@@ -10,7 +10,7 @@ from mldserver.handler.kclpy.amazon_kclpy import (
     Checkpointer,
     CheckpointError,
     CheckpointRefused,
-    Progress,
+    ProcessorProgress,
 )
 from mldserver.records import Sequence
 
@@ -20,13 +20,13 @@ MINUTE = 60_000
 S = Sequence
 
 
-def given_to(last: int | None, start: str | None = None) -> Progress:
-    progress = Progress(start)
+def given_to(last: int | None, start: str | None = None) -> ProcessorProgress:
+    progress = ProcessorProgress(start)
     progress.deliver(None if last is None else S(last))
     return progress
 
 
-def refused(progress: Progress, number: object, sub: object = None) -> str:
+def refused(progress: ProcessorProgress, number: object, sub: object = None) -> str:
     with pytest.raises(CheckpointRefused) as refusal:
         progress.checkpoint(number, sub)
     return str(refusal.value)
@@ -104,7 +104,7 @@ def test_where_the_daemon_starts_bounds_the_first_checkpoint() -> None:
 
 
 def test_where_the_daemon_starts_may_be_inside_an_aggregate() -> None:
-    progress = Progress("4", 2)
+    progress = ProcessorProgress("4", 2)
     progress.deliver(S(4, 6))
     assert refused(progress, "4", 1) == "IllegalArgumentException"
     progress.checkpoint("4", 3)
@@ -164,7 +164,7 @@ def test_nothing_can_be_checkpointed_once_the_lease_is_gone() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["deliver", "checkpoint", "settle"]), st.integers(0, 12))))
 def test_a_position_never_goes_back_and_never_passes_what_was_delivered(steps: list[tuple[str, int]]) -> None:
-    progress = Progress("3")
+    progress = ProcessorProgress("3")
     before: S | None = None
     for step, number in steps:
         if step == "deliver":
@@ -196,7 +196,7 @@ def test_the_checkpointer_raises_the_error_that_the_processor_knows() -> None:
 
 
 def test_a_processor_that_takes_records_and_never_checkpoints_is_overdue_every_ten_minutes() -> None:
-    progress = Progress()
+    progress = ProcessorProgress()
     assert progress.overdue_ms(0) is None
     progress.deliver(S(1))
     looks = [progress.overdue_ms(minute * MINUTE) for minute in (5, 14, 15, 20, 24, 25)]
@@ -204,7 +204,7 @@ def test_a_processor_that_takes_records_and_never_checkpoints_is_overdue_every_t
 
 
 def test_a_checkpoint_puts_off_the_next_reminder() -> None:
-    progress = Progress()
+    progress = ProcessorProgress()
     progress.deliver(S(2))
     assert progress.overdue_ms(0) is None
     progress.checkpoint("1")
