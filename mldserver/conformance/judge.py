@@ -23,9 +23,9 @@ from mldserver.testing.daemon import (
 from mldserver.testing.fake_stream import (
     SHARD_END,
     TRIM_HORIZON,
+    CheckpointRange,
     JavaThrow,
     Place,
-    ShardCheckpointer,
     WorkerMistake,
 )
 
@@ -61,7 +61,7 @@ class Judge:
         self._throttled_at: float | None = None
         self._error: str | None = None
         self._start = TRIM_HORIZON
-        self.checkpointer = ShardCheckpointer(TRIM_HORIZON, self._store)
+        self.checkpointer = CheckpointRange(TRIM_HORIZON, self._store)
 
     def ask(self, request: Ask) -> None:
         """Note that a request goes out."""
@@ -70,7 +70,7 @@ class Judge:
         self._throttled_at = None
         if request.start is not None:
             self._start = request.start
-            self.checkpointer = ShardCheckpointer(request.start, self._store)
+            self.checkpointer = CheckpointRange(request.start, self._store)
         for place in request.places:
             self.checkpointer.delivered(place)
             self._delivered.add((place.number.lstrip("0"), place.sub))

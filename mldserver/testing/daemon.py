@@ -29,9 +29,9 @@ from typing import Any, Final
 
 from mldserver.testing.fake_stream import (
     SHARD_END,
+    CheckpointRange,
     JavaThrow,
     Place,
-    ShardCheckpointer,
     StreamRecord,
     WorkerMistake,
 )
@@ -197,7 +197,7 @@ class DaemonShard:
         """
         self.shard_id = shard_id
         self.form = form
-        self.checkpointer = ShardCheckpointer(start, store)
+        self.checkpointer = CheckpointRange(start, store)
         self.outstanding: str | None = None
         """The action whose status is awaited."""
         self.last_answered: str | None = None

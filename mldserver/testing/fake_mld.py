@@ -43,7 +43,7 @@ class Line(NamedTuple):
     text: str
 
 
-class Exit(NamedTuple):
+class DaemonExit(NamedTuple):
     """One end of the JVM."""
 
     code: int
@@ -85,7 +85,7 @@ class FakeMLD:
         self.habits = habits or Habits()
         self.leases = leases or LeaseTable(seed=self.habits.seed)
         self.history: list[Line] = []
-        self.exits: list[Exit] = []
+        self.exits: list[DaemonExit] = []
         self.life = 0
         self.records_sent = 0
         """Records delivered, each delivery counted."""
@@ -184,11 +184,11 @@ class FakeMLD:
                 return ended.code
             await self._clock.sleep(self._backoff)
 
-    async def _live(self) -> Exit:
+    async def _live(self) -> DaemonExit:
         self.life += 1
         self._die.clear()
         self._blocked.clear()
-        faults: list[Exit] = []
+        faults: list[DaemonExit] = []
         to_raise: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -196,14 +196,14 @@ class FakeMLD:
                 await self._manage(group)
                 killer.cancel()
         except* JvmExit as group_of_exits:
-            faults += [Exit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
+            faults += [DaemonExit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
             stranded = [error for error in group_of_exits.exceptions if isinstance(error, NoServer)]
             if stranded and not (self._supervised or self._was_answered):
                 to_raise = stranded[0]
         except* _Killed:
-            faults.insert(0, Exit(EXIT_KILLED, "killed"))
+            faults.insert(0, DaemonExit(EXIT_KILLED, "killed"))
         except* _Stopped:
-            faults.append(Exit(EXIT_TERMINATED, "SIGTERM, its grace over"))
+            faults.append(DaemonExit(EXIT_TERMINATED, "SIGTERM, its grace over"))
         except* DaemonHangs as group_of_hangs:
             to_raise = group_of_hangs.exceptions[0]
         finally:
@@ -213,7 +213,9 @@ class FakeMLD:
             raise to_raise
         if faults:
             return faults[0]
-        return Exit(0, "finished") if self._stop_at_ms is None else Exit(EXIT_TERMINATED, "SIGTERM")
+        return (
+            DaemonExit(0, "finished") if self._stop_at_ms is None else DaemonExit(EXIT_TERMINATED, "SIGTERM")
+        )
 
     async def _die_when_told(self) -> None:
         await self._die.wait()

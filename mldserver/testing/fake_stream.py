@@ -1,7 +1,7 @@
 """What AWS holds, in memory: a Kinesis stream, and the lease table of a KCL application that reads it.
 
 The stream has shards with parents and hash ranges, seeded sequence numbers, splits and merges. The lease table says who
-owns which shard, and how far it was checkpointed: ``LeaseTable`` outlives workers, ``ShardCheckpointer`` is one shard's
+owns which shard, and how far it was checkpointed: ``LeaseTable`` outlives workers, ``CheckpointRange`` is one shard's
 checkpointer inside a running one, with the rules of KCL's ``ShardRecordProcessorCheckpointer``.
 """
 
@@ -42,8 +42,8 @@ class StreamRecord:
 
 
 @dataclass(slots=True)
-class FakeStreamShard:
-    """One shard; closed once it was split, merged or the stream ended."""
+class HashRange:
+    """One shard: a range of hash keys with its records. It is closed once it was split or merged, or the stream ended."""
 
     id: str
     parents: tuple[str, ...]
@@ -68,7 +68,7 @@ class FakeStream:
         self._now_ms = start_ms
         self.tip_ms: Callable[[], int] | None = None
         """The time now: what arrives later, in a shard whose arrival times ascend, is not there yet. None: all is."""
-        self.shards: dict[str, FakeStreamShard] = {}
+        self.shards: dict[str, HashRange] = {}
         borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
         for low, high in itertools.pairwise(borders):
             self._add_shard((), low, high - 1)
@@ -193,7 +193,7 @@ class FakeStream:
 
     def _place(
         self, partition_key: str | None, shard_id: str | None, arrival_ms: int | None
-    ) -> tuple[FakeStreamShard, str, int]:
+    ) -> tuple[HashRange, str, int]:
         """Return the shard that takes a record, the record's sequence number, and when it arrives."""
         if shard_id is not None:
             shard = self._open(shard_id)
@@ -207,7 +207,7 @@ class FakeStream:
         self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
         return shard, str(self._next_number), self._now_ms if arrival_ms is None else arrival_ms
 
-    def _open(self, shard_id: str) -> FakeStreamShard:
+    def _open(self, shard_id: str) -> HashRange:
         shard = self.shards[shard_id]
         if shard.closed:
             raise ValueError(f"{shard_id} is closed")
@@ -215,7 +215,7 @@ class FakeStream:
 
     def _add_shard(self, parents: tuple[str, ...], first_hash: int, last_hash: int) -> str:
         shard_id = f"shardId-{len(self.shards):012d}"
-        self.shards[shard_id] = FakeStreamShard(shard_id, parents, first_hash, last_hash)
+        self.shards[shard_id] = HashRange(shard_id, parents, first_hash, last_hash)
         return shard_id
 
 
@@ -262,7 +262,7 @@ TRIM_HORIZON: Final = Place("TRIM_HORIZON")
 SHARD_END: Final = Place("SHARD_END")
 
 
-class ShardCheckpointer:
+class CheckpointRange:
     """What may be checkpointed now: between the last checkpoint and the last record delivered (KCL 3.1.3)."""
 
     def __init__(self, initial: Place, store: Callable[[Place], None]) -> None:

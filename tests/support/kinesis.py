@@ -8,7 +8,7 @@ from typing import Any
 
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.testing import FakeStream
-from mldserver.testing.fake_stream import FakeStreamShard
+from mldserver.testing.fake_stream import HashRange
 
 _PAGE = 3
 """Shards a page."""
@@ -46,7 +46,7 @@ class FakeKinesis:
         return page if first + _PAGE >= len(shards) else page | {"NextToken": str(first + _PAGE)}
 
 
-def _described(shard: FakeStreamShard) -> dict[str, Any]:
+def _described(shard: HashRange) -> dict[str, Any]:
     parents = dict(zip(("ParentShardId", "AdjacentParentShardId"), shard.parents, strict=False))
     numbers = {"StartingSequenceNumber": "1"} | ({"EndingSequenceNumber": "2"} if shard.closed else {})
     return {"ShardId": shard.id, "SequenceNumberRange": numbers} | parents

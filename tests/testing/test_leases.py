@@ -1,18 +1,18 @@
 import pytest
 
 from mldserver.testing import JavaThrow, LeaseTable, Place
-from mldserver.testing.fake_stream import SHARD_END, TRIM_HORIZON, ShardCheckpointer
+from mldserver.testing.fake_stream import SHARD_END, TRIM_HORIZON, CheckpointRange
 
 
-def checkpointer(*delivered: Place, initial: Place = TRIM_HORIZON) -> tuple[ShardCheckpointer, list[Place]]:
+def checkpointer(*delivered: Place, initial: Place = TRIM_HORIZON) -> tuple[CheckpointRange, list[Place]]:
     stored: list[Place] = []
-    core = ShardCheckpointer(initial, stored.append)
+    core = CheckpointRange(initial, stored.append)
     for place in delivered:
         core.delivered(place)
     return core, stored
 
 
-def refused(core: ShardCheckpointer, number: str | None, sub: int | None = None) -> str:
+def refused(core: CheckpointRange, number: str | None, sub: int | None = None) -> str:
     with pytest.raises(JavaThrow) as caught:
         core.checkpoint(number, sub)
     return caught.value.simple_name
@@ -87,7 +87,7 @@ def test_a_failed_store_leaves_the_last_checkpoint() -> None:
     def store(_place: Place) -> None:
         raise JavaThrow("ThrottlingException", "too often")
 
-    core = ShardCheckpointer(TRIM_HORIZON, store)
+    core = CheckpointRange(TRIM_HORIZON, store)
     core.delivered(Place("3"))
     assert refused(core, "3") == "ThrottlingException"
     assert core.last == TRIM_HORIZON
