@@ -24,7 +24,7 @@ from mldserver.base.uris import redacted, redacted_option
 from mldserver.cli import working_directory
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.resolve import resolve
-from mldserver.config.settings import Settings
+from mldserver.config.settings import Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.kcl.launch import Files, bridge_command, find_jars, find_java, prepare, private_files
 from mldserver.kcl.lease_worker import LeaseWorker, host_worker
@@ -67,7 +67,7 @@ def kcl(
     app: Annotated[str, Parameter(help="The KCL application: also the name of its lease table in DynamoDB.")],
     stream: Annotated[str | None, Parameter(help="The Kinesis stream's name.")] = None,
     region: Annotated[str | None, Parameter(help="The stream's AWS region.")] = None,
-    connect: Annotated[
+    listen: Annotated[
         str | None,
         Parameter(name=["--connect", "--listen"], help="Where the server listens: HOST:PORT or unix:/path."),
     ] = None,
@@ -78,7 +78,7 @@ def kcl(
     tls_key: Annotated[
         str | None, Parameter(help="The certificate's private key; none: in the same file.")
     ] = None,
-    tls_ca: Annotated[
+    tls_client_ca: Annotated[
         str | None,
         Parameter(
             name=["--tls-ca", "--tls-client-ca"], help="The authority of the server's certificate (PEM)."
@@ -125,23 +125,8 @@ def kcl(
     config: Annotated[Path | None, Parameter(help="Settings file instead of mldserver.toml.")] = None,
 ) -> int:
     """Run the Java MultiLangDaemon until stopped; return the exit code."""
-    given = {
-        "stream": stream,
-        "region": region,
-        "listen": connect,
-        "tls_certificate": tls_certificate,
-        "tls_key": tls_key,
-        "tls_client_ca": tls_ca,
-        "listen_secret": listen_secret,
-        "insecure": insecure,
-        "endpoint_url": endpoint_url,
-        "java_home": java_home,
-        "log_file": log_file,
-        "log_level": log_level,
-        "log_format": log_format,
-        # This command runs no handler, but the table of settings asks for one.
-        "handler": "kcl",
-    }
+    # An option with a setting's name is that setting; the table of settings also asks for a handler, which does not run here.
+    given = {name: value for name, value in locals().items() if name in specs()} | {"handler": "kcl"}
     # Never the server's log file: two processes would rotate it.
     settings = resolve(
         given, environ=os.environ, folder=working_directory(), config=config, leave_out=("log_file",)
