@@ -195,4 +195,5 @@ async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the
             await world.play()
 
         await play_all(tmp_path, toll, seed, at_once=1, play=play, kind_for=lambda _toll, _usual: "table")
-    assert toll.died.keys() == {*OF_A_TABLE}
+    # Where a story ended before its step came, kills at any moment come before the next try.
+    assert toll.died.keys() - {""} == {*OF_A_TABLE}
