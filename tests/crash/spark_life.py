@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sqlite3
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from crash.lives import Plan
+from support import serve_quickly
+from support.serving import ALL_CONSTANTS
 
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.spark.driver_session import driver_command
@@ -43,15 +46,21 @@ class SparkLife:
 
     async def start(self) -> None:
         """Start the server."""
-        told = {f"MLDSERVER_{name.upper()}": _shown(value) for name, value in self._plan.settings.items()}
+        settings = self._plan.settings.items()
+        constants = json.dumps({name: value for name, value in settings if name in ALL_CONSTANTS})
+        told = {
+            f"MLDSERVER_{name.upper()}": _shown(value)
+            for name, value in settings
+            if name not in ALL_CONSTANTS
+        }
         known = [self._plan.python_path, *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = os.environ | told | {"PYTHONPATH": os.pathsep.join(known)}
         if self._step is not None:
             environ[KILL_VARIABLE] = self._step
         self._before = _listened(self._plan)
-        arguments = ["serve", self._plan.handler, "--out", str(self._plan.out)]
+        command = ["-P", serve_quickly.__file__, constants, self._plan.handler, "--out", str(self._plan.out)]
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "mldserver", *arguments, env=environ, cwd=self._plan.python_path
+            sys.executable, *command, env=environ, cwd=self._plan.python_path
         )
 
     def stream_is_over(self) -> None:

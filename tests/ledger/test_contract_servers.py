@@ -347,7 +347,7 @@ async def test_a_tool_looks_without_being_a_server(ledger_factory: Factory) -> N
 async def test_a_tool_creates_nothing(ledger_factory: Factory) -> None:
     for _ in range(2):
         ledger = ledger_factory("tool")
-        with pytest.raises(LedgerError, match="[Nn]o ledger"):
+        with pytest.raises(LedgerError, match=r"[Nn]o ledger"):
             await ledger.peek()
         await ledger.close()
 
