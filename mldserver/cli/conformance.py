@@ -95,7 +95,7 @@ def conformance(
             sys.stderr.write(f"\r{done} of {len(cases)} cases{'' if done < len(cases) else chr(10)}")
 
     try:
-        results = asyncio.run(play_all(cases, target, at_a_time=many, patience=patience, tell=count))
+        results = asyncio.run(play_all(cases, target, at_a_time=many, patience=patience, on_result=count))
     except ExceptionGroup as group:
         error = next(leaves(group))
         if not isinstance(error, OSError):

@@ -49,7 +49,7 @@ _SHOWN: Final = 2000
 
 @Parameter(name="*", group=Group("Which letters"))
 @dataclass(frozen=True, slots=True)
-class Which:
+class LetterFilter:
     """Chooses letters; those that meet every condition."""
 
     shard: str | None = None
@@ -61,7 +61,7 @@ class Which:
     since: str | None = None
     """Only those that failed since: an ISO 8601 time (UTC unless it says), or a duration such as `2 hours`."""
 
-    def of(self, ledger: Ledger, runner: asyncio.Runner) -> Iterator[StoredLetter]:
+    def matching(self, ledger: Ledger, runner: asyncio.Runner) -> Iterator[StoredLetter]:
         """Yield a ledger's letters that meet every condition. Raises ConfigError if ``since`` is not a time."""
         since_ms, after = 0, None
         if self.since is not None:
@@ -79,7 +79,7 @@ class Which:
             after = page[-1].id
 
 
-_ALL: Final = Which()
+_ALL: Final = LetterFilter()
 
 Letters = Annotated[
     str,
@@ -93,7 +93,7 @@ Everything = Annotated[bool, Parameter(name="--all", negative=(), help="All lett
 @app.command(name="list")
 def list_letters(
     *,
-    which: Which = _ALL,
+    which: LetterFilter = _ALL,
     limit: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
     where: Where = HERE,
     as_json: AsJson = False,
@@ -110,7 +110,7 @@ def list_letters(
     chosen: list[StoredLetter] = []
     more = 0
     with at_ledger(settings) as (ledger, held, runner):
-        for stored in which.of(ledger, runner):
+        for stored in which.matching(ledger, runner):
             if most is None or len(chosen) < most:
                 chosen.append(stored)
             else:
@@ -143,7 +143,7 @@ def show_letter(
     """
     settings = settings_at(where)
     with at_ledger(settings) as (ledger, _, runner):
-        (stored,) = _named(ledger, runner, (letter,), settings.pipeline)
+        (stored,) = _letters_named(ledger, runner, (letter,), settings.pipeline)
     if payload:
         write(stored.letter.data)
         return
@@ -154,7 +154,7 @@ def show_letter(
 @app.command(name="redrive")
 def redrive_letters(
     *letters: Letters,
-    which: Which = _ALL,
+    which: LetterFilter = _ALL,
     everything: Everything = False,
     files: Annotated[list[str] | None, Parameter(name="--from", negative=())] = None,
     cancel: Annotated[bool, Parameter(negative=())] = False,
@@ -176,24 +176,24 @@ def redrive_letters(
             raise OperatorError(
                 "--from takes all letters of the files.", advice="Leave the ids and conditions out."
             )
-        added, coming = _take_in(settings, files)
+        added, coming = _import_letters(settings, files)
         text = f"{added:,} letters are in the ledger, to be redriven."
         if coming:
             text += f" {coming:,} are left out: their records are delivered again anyway."
         answer(as_json, {"redriving": added, "delivered_again": coming}, text)
         return
     with at_ledger(settings) as (ledger, _, runner):
-        ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
+        ids = _chosen_ids(ledger, runner, letters, which, settings.pipeline, everything=everything)
         there = runner.run(ledger.redrive(ids, wanted=not cancel)) if ids else frozenset()
     name = "cancelled" if cancel else "redriving"
     what = "are left as they are" if cancel else "are marked for redrive: a running server takes them"
-    answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
+    answer(as_json, {name: sorted(there, key=_id_order)}, f"{len(there):,} letters {what}.")
 
 
 @app.command(name="purge")
 def purge_letters(
     *letters: Letters,
-    which: Which = _ALL,
+    which: LetterFilter = _ALL,
     everything: Everything = False,
     yes: Annotated[bool, Parameter(negative=())] = False,
     where: Where = HERE,
@@ -209,7 +209,7 @@ def purge_letters(
     settings = settings_at(where)
     gone: set[str] = set()
     with at_ledger(settings) as (ledger, _, runner):
-        ids = _chosen(ledger, runner, letters, which, settings.pipeline, everything=everything)
+        ids = _chosen_ids(ledger, runner, letters, which, settings.pipeline, everything=everything)
         if not yes:
             raise OperatorError(
                 f"{len(ids):,} letters would be deleted, and their records with them.",
@@ -218,10 +218,10 @@ def purge_letters(
             )
         for at in range(0, len(ids), LETTERS_AT_ONCE):
             gone |= runner.run(ledger.purge(ids[at : at + LETTERS_AT_ONCE]))
-    answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
+    answer(as_json, {"purged": sorted(gone, key=_id_order)}, f"{len(gone):,} letters are deleted.")
 
 
-def _named(
+def _letters_named(
     ledger: Ledger, runner: asyncio.Runner, names: tuple[str, ...], pipeline: str
 ) -> list[StoredLetter]:
     """Return letters by their ids, or their records' (``shard/sequence/sub``, with or without the pipeline before it).
@@ -229,7 +229,7 @@ def _named(
     All are looked for before one is used.
     """
     by_name: dict[str, StoredLetter] = {}
-    for stored in _ALL.of(ledger, runner):
+    for stored in _ALL.matching(ledger, runner):
         for name in (stored.id, stored.letter.record, f"{pipeline}/{stored.letter.record}"):
             if name in names:
                 by_name[name] = stored
@@ -241,11 +241,11 @@ def _named(
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
-def _chosen(
+def _chosen_ids(
     ledger: Ledger,
     runner: asyncio.Runner,
     names: tuple[str, ...],
-    which: Which,
+    which: LetterFilter,
     pipeline: str,
     *,
     everything: bool,
@@ -256,11 +256,11 @@ def _chosen(
             advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
         )
     if names:
-        return tuple(stored.id for stored in _named(ledger, runner, names, pipeline))
-    return tuple(stored.id for stored in which.of(ledger, runner))
+        return tuple(stored.id for stored in _letters_named(ledger, runner, names, pipeline))
+    return tuple(stored.id for stored in which.matching(ledger, runner))
 
 
-def _take_in(settings: Settings, places: list[str]) -> tuple[int, int]:
+def _import_letters(settings: Settings, places: list[str]) -> tuple[int, int]:
     """Put the letters of files into the ledger, wanted; return how many, and how many are delivered again anyway.
 
     All files are read before the first letter is put in. One that lies behind its shard's position was written by a
@@ -274,7 +274,7 @@ def _take_in(settings: Settings, places: list[str]) -> tuple[int, int]:
         for place in places:
             # Written twice, it is the same letter twice.
             letters |= {letter.record: letter for letter in read_letters(place, settings.pipeline)}
-        for stored in _ALL.of(ledger, runner):
+        for stored in _ALL.matching(ledger, runner):
             letters.pop(stored.letter.record, None)
         for letter in sorted(letters.values(), key=lambda letter: (letter.shard_id, letter.sequence)):
             shard = held.shards.get(letter.shard_id)
@@ -285,7 +285,7 @@ def _take_in(settings: Settings, places: list[str]) -> tuple[int, int]:
     return len(fresh), len(letters) - len(fresh)
 
 
-def _age(letter_id: str) -> tuple[int, ...]:
+def _id_order(letter_id: str) -> tuple[int, ...]:
     return tuple(int(part) for part in letter_id.split("."))
 
 

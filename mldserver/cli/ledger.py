@@ -75,8 +75,8 @@ ShardId = Annotated[str, Parameter(help="The shard's id, as `ledger show` lists 
 @app.command(name="show")
 def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show shards with their positions, servers, and counts of the rest."""
-    document = everything(state_at(where))
-    answer(as_json, document, *as_text(document))
+    document = ledger_document(state_at(where))
+    answer(as_json, document, *ledger_text(document))
 
 
 @app.command(name="create")
@@ -116,7 +116,7 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
     with _free_shards(shards, where) as (ledger, _, runner):
         done = runner.run(ledger.reset(frozenset(shards)))
     text = "is reset: it has no position any more."
-    _changed("reset", shards, done, dict.fromkeys(done, text), as_json=as_json)
+    _answer_changed("reset", shards, done, dict.fromkeys(done, text), as_json=as_json)
 
 
 @app.command(name="forget")
@@ -132,7 +132,7 @@ def forget_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False
     texts = {
         shard: f"is forgotten (its position was {held.shards[shard].position or 'none'})." for shard in done
     }
-    _changed("forgotten", shards, done, texts, as_json=as_json)
+    _answer_changed("forgotten", shards, done, texts, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def _free_shards(
         yield ledger, held, runner
 
 
-def _changed(
+def _answer_changed(
     word: str, shards: tuple[str, ...], done: frozenset[str], texts: Mapping[str, str], *, as_json: bool
 ) -> None:
     """Show what was done. Raises OperatorError for shards that a server has opened meanwhile."""
@@ -186,7 +186,7 @@ def _shard(held: LedgerState, shard_id: str) -> ShardState:
     return shard
 
 
-def everything(held: LedgerState) -> dict[str, Any]:
+def ledger_document(held: LedgerState) -> dict[str, Any]:
     """Return what `ledger show --json` shows."""
     counts = Counter(entry.state for entry in held.windows.values())
     shards = [dataclasses.asdict(shard) for _, shard in sorted(held.shards.items())]
@@ -207,7 +207,7 @@ def everything(held: LedgerState) -> dict[str, Any]:
     }
 
 
-def as_text(document: dict[str, Any]) -> list[RenderableType]:
+def ledger_text(document: dict[str, Any]) -> list[RenderableType]:
     """Return the document of `ledger show` as text."""
     return parts(
         document,
@@ -229,7 +229,7 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         A new or empty folder.
     """
     with as_operator_errors():
-        settings, ledger, store = _places(where)
+        settings, ledger, store = _backup_places(where)
         if folder.exists() and any(folder.iterdir()):
             raise OperatorError(f"{folder} is not empty.", advice="Name a folder that is new.")
         make_private(folder)
@@ -241,7 +241,7 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
             state = _read(part, settings.pipeline)
             # What is named and not there yet. Where some of it is gone, the ledger has gone on.
             whole = True
-            for path in _named(state):
+            for path in _files_named(state):
                 try:
                     if not (folder / _FILES / path).exists():
                         store.save(path, folder / _FILES / path)
@@ -255,7 +255,7 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
                 did="There is no backup.",
                 advice="Name a folder on the output folder's own disk: there they get a second name at once.",
             )
-        kept = set(_named(state))
+        kept = set(_files_named(state))
         for file in [file for file in (folder / _FILES).rglob("*") if file.is_file()]:
             if str(file.relative_to(folder / _FILES)) in kept:
                 sync(file)
@@ -296,14 +296,14 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
                 f"{folder} is not a backup of a ledger.",
                 advice="Name a folder that `mldserver ledger backup` has made.",
             )
-        settings, file, store = _places(where)
-        # A backup is untrusted: verify a copy of its ledger first, and write nothing until everything is verified.
+        settings, file, store = _backup_places(where)
+        # A backup is untrusted: verify a copy of its ledger first, and write nothing until ledger_document is verified.
         copy = Path(scratch) / _LEDGER
         copy_whole(folder / _LEDGER, copy)
         check_tables(copy)
         pipeline = where.pipeline or pipeline_of(copy) or settings.pipeline
         state = _read(copy, pipeline)
-        named = list(_named(state))
+        named = list(_files_named(state))
         _check_names(state, named)
         missing = [path for path in named if not store.exists(path)]
         _check_files(folder, state, frozenset(missing))
@@ -324,7 +324,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         go_on_from(part, pipeline, claim.read().folder)
         state = _read(part, pipeline)
         sync(part)
-        replaced = _set_aside(file)
+        replaced = _rename_replaced(file)
         part.rename(file)
         sync(file.parent)
         claim.give(state)
@@ -337,7 +337,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
     answer(as_json, done)
 
 
-def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
+def _backup_places(where: Where) -> tuple[Settings, Path, OutputStore]:
     from mldserver.assembly import store_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
     settings = settings_at(where)
@@ -357,7 +357,7 @@ def _read(file: Path, pipeline: str) -> LedgerState:
         return store.look(Book.state)
 
 
-def _named(state: LedgerState) -> Iterator[str]:
+def _files_named(state: LedgerState) -> Iterator[str]:
     """Yield the files that a ledger counts on."""
     yield from state.paths()
     for entry in state.windows.values():
@@ -434,7 +434,7 @@ def _untrusted(what: str) -> OperatorError:
     )
 
 
-def _set_aside(file: Path) -> Path | None:
+def _rename_replaced(file: Path) -> Path | None:
     """Rename the existing ledger and SQLite's files next to it; return the new path, None if no ledger exists."""
     if not file.exists():
         return None

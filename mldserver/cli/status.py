@@ -159,22 +159,22 @@ def show_status(*, at: ServerOptions = HERE, as_json: AsJson = False) -> int:
     try:
         document, status = ask(at.client(), at.meant_pipeline())
     except NoAnswer as error:
-        ledger, shown = instead(at, error)
+        ledger, shown = ledger_instead(at, error)
         answer(as_json, {"ready": False, "reasons": [str(error)], "ledger": ledger}, *shown)
         return EXIT_NOT_READY
     answer(as_json, document, *text(status))
     return EXIT_CLEAN if status.ready else EXIT_NOT_READY
 
 
-def instead(at: ServerOptions, no_answer: NoAnswer) -> tuple[dict[str, Any], list[RenderableType]]:
+def ledger_instead(at: ServerOptions, no_answer: NoAnswer) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the ledger's contents as a document and as text. Raises OperatorError when no ledger can be read either."""
-    from mldserver.cli.ledger import as_text, everything  # noqa: PLC0415  # only when no server answers
+    from mldserver.cli.ledger import ledger_document, ledger_text  # noqa: PLC0415  # only when no server answers
 
     try:
-        ledger = everything(state_at(at))
+        ledger = ledger_document(state_at(at))
     except OperatorError as error:
         raise OperatorError(f"{no_answer} Nor can the ledger be read: {error}") from error
-    return ledger, [plain(f"{no_answer} This is what the ledger holds:"), "", *as_text(ledger)]
+    return ledger, [plain(f"{no_answer} This is what the ledger holds:"), "", *ledger_text(ledger)]
 
 
 _TABLES: Final = {

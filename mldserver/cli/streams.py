@@ -76,7 +76,7 @@ def describe_stream(
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     place = _place(stream, where.resolved(), region, endpoint_url)
     held = None if where == HERE else state_at(where)
-    described, newest, rows = asyncio.run(_look(place, held))
+    described, newest, rows = asyncio.run(_read_stream(place, held))
     document = _document(described, newest, rows)
     columns = "shard parent state first last"
     if held is not None:
@@ -104,7 +104,7 @@ def _place(
     )
 
 
-async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Description, str, list[_Row]]:
+async def _read_stream(place: DynamoPlace, held: LedgerState | None) -> tuple[Description, str, list[_Row]]:
     """Return the stream, the ARN of the table's newest one that is enabled, and a row for each shard."""
     from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client  # noqa: PLC0415  # `--help` must not wait for AWS's client
 
@@ -130,12 +130,12 @@ async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Descripti
         rows += [_Row(StreamShard(shard_id), held=state, note=note) for shard_id, state in gone]
         if held is not None:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_measured(api, described.arn, row, api.now_ms())) for row in rows]
+                tasks = [group.create_task(_with_lag(api, described.arn, row, api.now_ms())) for row in rows]
             rows = [task.result() for task in tasks]
     return described, newest, rows
 
 
-async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
+async def _with_lag(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
     """Return a shard's row with its lag, if it has one."""
     from mldserver.dynamodb_streams.reader import to_record  # noqa: PLC0415  # see above
     from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed  # noqa: PLC0415  # see above

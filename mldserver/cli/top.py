@@ -15,7 +15,7 @@ from rich.live import Live
 from mldserver.admin.document import Status
 from mldserver.admin.http_client import Client, NoAnswer
 from mldserver.cli.render import as_bytes, moment, plain, table
-from mldserver.cli.status import HERE, ServerOptions, ask, instead, rows, text
+from mldserver.cli.status import HERE, ServerOptions, ask, ledger_instead, rows, text
 from mldserver.errors import OperatorError
 
 _HELP = """
@@ -67,7 +67,7 @@ class Screen:
             _, status = ask(self.client, self.pipeline)
         except NoAnswer as error:
             try:
-                _, self._shown = instead(self.at, error)
+                _, self._shown = ledger_instead(self.at, error)
             except OperatorError as both:
                 if not self._shown:
                     raise

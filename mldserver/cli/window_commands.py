@@ -153,7 +153,7 @@ def _decide(
                     f"Window {window} cannot be computed again: {why}.", did="Nothing was changed."
                 )
             if decision not in (*_choices(entry), "recompute"):
-                raise _refused(window, f"it is {_said(entry)}", _choices(entry))
+                raise _refused(window, f"it is {_state_text(entry)}", _choices(entry))
         for window in dict.fromkeys(windows):
             entry = held.windows[window]
             rows = sum(s.rows for s in (*entry.segments, *entry.pending) if s.revision in {0, entry.revision})
@@ -177,7 +177,7 @@ def _why_not_again(entry: WindowEntry) -> str:
     if entry.can_be_recomputed:
         return ""
     if entry.state is not WindowState.PUBLISHED:
-        return f"it is {_said(entry)}, not published"
+        return f"it is {_state_text(entry)}, not published"
     if entry.is_skipped:
         return "it was skipped, and stays as it is"
     return (
@@ -204,7 +204,7 @@ def _entry(held: LedgerState, window: str) -> WindowEntry:
     return entry
 
 
-def _said(entry: WindowEntry) -> str:
+def _state_text(entry: WindowEntry) -> str:
     more = ", halted" if entry.is_halted else ", skipped" if entry.is_skipped else ""
     return entry.state.replace("_", " ") + more
 

@@ -63,7 +63,7 @@ class Judge:
         self._start = TRIM_HORIZON
         self.checkpointer = CheckpointRange(TRIM_HORIZON, self._store)
 
-    def ask(self, request: Ask) -> None:
+    def begin_request(self, request: Ask) -> None:
         """Note that a request goes out."""
         self.asking, self.asked, self.skipped = request, 0, ""
         self._replies = deque(request.replies)
@@ -77,7 +77,7 @@ class Judge:
         if request.ends:
             self.checkpointer.reach_end()
 
-    def hear(self, text: str, now: float) -> bytes | None:
+    def receive_line(self, text: str, now: float) -> bytes | None:
         """Take a line; return the reply to it, if one is due. ``now``: seconds of steady time."""
         reply = read_reply(self._form, text)
         shown = text if len(text) <= 100 else f"{text[:100]}…"  # noqa: PLR2004  # as much as a report has room for

@@ -165,7 +165,7 @@ class Play:
         self._patience = patience * case.patience
         self.judge = Judge(case.form)
         self.not_shown = ""
-        self._deaf = False
+        self._ignores_input = False
         """Whether a request is left unanswered on purpose: what still comes to it is nothing new."""
         self._child: ChildPipes
         """There while steps are played."""
@@ -202,7 +202,7 @@ class Play:
                 await self._quiet(seconds)
             case Write(what):
                 if isinstance(what, Ask):
-                    self.judge.ask(what)
+                    self.judge.begin_request(what)
                 await self._write(what.line if isinstance(what, Ask) else what)
             case EndsItself():
                 await self._quiet(_ENDS_ITSELF_SECONDS)
@@ -223,11 +223,11 @@ class Play:
         await self._child.close(cut=cut)
         judge = Judge(self._case.form)
         judge.faults, judge.remarks = self.judge.faults, self.judge.remarks
-        self.judge, self._child, self._deaf = judge, await self._target.open(), False
+        self.judge, self._child, self._ignores_input = judge, await self._target.open(), False
 
     async def _ask(self, ask: Ask) -> None:
         data = ask.make() if ask.make else ask.line.replace(SHARD.encode(), self._shard)
-        self.judge.ask(ask)
+        self.judge.begin_request(ask)
         for at in range(0, len(data), ask.piece or len(data)):
             if at and ask.pause:
                 await asyncio.sleep(ask.pause)
@@ -256,7 +256,7 @@ class Play:
             try:
                 text = await self._child.line(self._patience if until is None else max(0.0, until - now()))
             except TimeoutError:
-                self._deaf = True
+                self._ignores_input = True
                 if ask.want is Want.REFUSAL:
                     judge.remarks.append("neither closed nor answered")
                 elif ask.want is not Want.NO_STATUS:
@@ -269,7 +269,7 @@ class Play:
                 if ask.want is Want.STATUS:
                     judge.faults.append(f"closed in place of answering {ask.action}: the JVM exits")
                 return
-            reply = judge.hear(text, now())
+            reply = judge.receive_line(text, now())
             if reply is not None:
                 judge.replying = True
                 await self._quiet(ask.reply_after)
@@ -282,10 +282,10 @@ class Play:
         now = asyncio.get_running_loop().time
         until = now() + seconds
         over = self.judge.faults
-        while (left := until - now()) > 0 and not (self._child.ended or self._deaf or over):
+        while (left := until - now()) > 0 and not (self._child.ended or self._ignores_input or over):
             with contextlib.suppress(TimeoutError):
                 if text := await self._child.line(left):
-                    self.judge.hear(text, now())
+                    self.judge.receive_line(text, now())
 
     async def _provoke(self, step: Provoke) -> None:
         """Send batches until the child has been given every reply."""
@@ -317,8 +317,8 @@ class Play:
         try:
             async with asyncio.timeout(self._patience):
                 while (text := await self._child.line(self._patience)) is not None:
-                    if not self._deaf:
-                        self.judge.hear(text, asyncio.get_running_loop().time())
+                    if not self._ignores_input:
+                        self.judge.receive_line(text, asyncio.get_running_loop().time())
                 code = None if self._child.process is None else await self._child.process.wait()
         except TimeoutError:
             self.judge.faults.append(
@@ -336,7 +336,7 @@ async def play_all(
     *,
     at_a_time: int,
     patience: float,
-    tell: Callable[[Result], None] = lambda _result: None,
+    on_result: Callable[[Result], None] = lambda _result: None,
 ) -> list[Result]:
     """Play cases, several at a time, each with a separate shard; return the results in the cases' order.
 
@@ -348,7 +348,7 @@ async def play_all(
     async def one(place: int, case: Case) -> Result:
         async with slots:
             result = await Play(case, target, f"shardId-{run:08d}{place:04d}", patience).run()
-            tell(result)
+            on_result(result)
             return result
 
     # Those that take long begin first.

@@ -60,7 +60,7 @@ def checkpoint_reply(form: Form, number: str | None, sub: int | None, error: str
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StatusReply:
     """A status."""
 
     response_for: str | None
@@ -94,7 +94,7 @@ class Ignored:
     """A line without text: skipped without a word."""
 
 
-Reply = Said | AskCheckpoint | NullMessage | Unreadable | Ignored
+Reply = StatusReply | AskCheckpoint | NullMessage | Unreadable | Ignored
 
 _KEYS: Final = {
     Form.V1: {"status": {"responseFor"}, "checkpoint": {"checkpoint", "error"}},
@@ -128,7 +128,7 @@ def _read_message(form: Form, value: Any, trailing: str) -> Reply:
         return Unreadable(f"{action} has no property {', '.join(strange)} in form {form.value}")
     if action == "status":
         response_for = value.get("responseFor")
-        return Said(response_for if isinstance(response_for, str) else None, trailing)
+        return StatusReply(response_for if isinstance(response_for, str) else None, trailing)
     number = value.get("checkpoint" if form is Form.V1 else "sequenceNumber")
     sub = value.get("subSequenceNumber")
     if not isinstance(number, str | None) or isinstance(sub, bool) or not isinstance(sub, int | None):
@@ -277,7 +277,7 @@ class DaemonShard:
             if self._on_line is not None:
                 self._on_line("out", self._lines[-1])
             if self.outstanding is None:
-                self._note_early("a line that answers no request", self._lines[-1])
+                self._report_early_line("a line that answers no request", self._lines[-1])
         self._read()
 
     def receive_eof(self) -> None:
@@ -304,7 +304,7 @@ class DaemonShard:
         self._send(_line({"action": action, **fields}))
         self._read()
 
-    def _note_early(self, what: str, line: str) -> None:
+    def _report_early_line(self, what: str, line: str) -> None:
         if not isinstance(read_reply(self.form, line), Ignored):
             self._violation(f"{what}; the daemon takes it for the next answer", line)
 
@@ -342,7 +342,7 @@ class DaemonShard:
         self.outstanding = None
         self.hang = None
         for early in self._lines:
-            self._note_early("a line behind the status", early)
+            self._report_early_line("a line behind the status", early)
 
     def _checkpoint(self, line: str, number: str | None, sub: int | None) -> None:
         error: str | None = None

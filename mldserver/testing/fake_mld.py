@@ -192,7 +192,7 @@ class FakeMLD:
         to_raise: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                killer = group.create_task(self._die_when_told())
+                killer = group.create_task(self._die_on_request())
                 await self._manage(group)
                 killer.cancel()
         except* JvmExit as group_of_exits:
@@ -217,7 +217,7 @@ class FakeMLD:
             DaemonExit(0, "finished") if self._stop_at_ms is None else DaemonExit(EXIT_TERMINATED, "SIGTERM")
         )
 
-    async def _die_when_told(self) -> None:
+    async def _die_on_request(self) -> None:
         await self._die.wait()
         for session in self._sessions.values():
             session.abort(reset=self._death is _Killed)
@@ -237,8 +237,8 @@ class FakeMLD:
                     begun = shard.id in self._sessions or shard.id in self._blocked
                     ended, elsewhere = self.leases.ended(shard.id), self.leases.elsewhere(shard.id)
                     if not (begun or ended or elsewhere) and all(map(self.leases.ended, shard.parents)):
-                        session = self._sessions[shard.id] = self._seat(shard.id)
-                        group.create_task(self._attend(session), name=shard.id)
+                        session = self._sessions[shard.id] = self._new_session(shard.id)
+                        group.create_task(self._run_session(session), name=shard.id)
                 if self._stop_at_end and self.finished and not self._sessions:
                     return
             elif not self._sessions:
@@ -247,8 +247,8 @@ class FakeMLD:
                 raise _Stopped
             await self._clock.sleep(self.habits.idle_seconds)
 
-    def _seat(self, shard_id: str) -> DaemonSession:
-        life, token = self.life, self.leases.take(shard_id)
+    def _new_session(self, shard_id: str) -> DaemonSession:
+        life, token = self.life, self.leases.acquire(shard_id)
 
         def note(direction: str, text: str) -> None:
             self.history.append(Line(shard_id, life, direction, text))
@@ -267,10 +267,10 @@ class FakeMLD:
             leases=self.leases,
             clock=self._clock,
             habits=self.habits,
-            on_batch=self._count,
+            on_batch=self._count_batch,
         )
 
-    async def _attend(self, session: DaemonSession) -> None:
+    async def _run_session(self, session: DaemonSession) -> None:
         try:
             await session.run()
         finally:
@@ -280,7 +280,7 @@ class FakeMLD:
             if session.core.end_blocked:
                 self._blocked.add(session.core.shard_id)
 
-    def _count(self, records: int) -> None:
+    def _count_batch(self, records: int) -> None:
         self.records_sent += records
         self.batches_sent += 1
         while self._plans and self._plans[0][0] <= self.records_sent:

@@ -340,7 +340,7 @@ class LeaseTable:
         """Return whether the shard's end was checkpointed."""
         return self._leases[shard_id].place == SHARD_END
 
-    def take(self, shard_id: str) -> int:
+    def acquire(self, shard_id: str) -> int:
         """Take (or renew after a restart) the lease; return the token that checkpoints must carry."""
         lease = self._leases[shard_id]
         lease.token += 1

@@ -95,7 +95,7 @@ class LocalEngine:
         if self.fail is not None:
             for job in jobs:
                 if (error := self.fail(job)) is not None:
-                    await asyncio.to_thread(_leave_wreckage, job)
+                    await asyncio.to_thread(_write_partial_output, job)
                     raise error
         rows = await asyncio.to_thread(
             lambda: [_compute(job, self.on_table, self.window_columns) for job in jobs]
@@ -126,7 +126,7 @@ def _file(job: WindowJob) -> str:
     return f"part-00000-{job.attempt:04d}.parquet"
 
 
-def _leave_wreckage(job: WindowJob) -> None:
+def _write_partial_output(job: WindowJob) -> None:
     filesystem, staging = reach(job.staging, job.out)
     filesystem.create_dir(staging, recursive=True)
     with filesystem.open_output_stream(f"{staging}/{_file(job)}.crashed") as stream:
@@ -173,7 +173,7 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
 
 
 _NS_PER_MS = 1_000_000
-_SETTLE_PASSES = 25
+_LOOP_TURNS = 25
 """Turns of the event loop after each wake-up: enough for a chain of awaits that many links long."""
 
 T = TypeVar("T")
@@ -224,14 +224,14 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"time does not go back: {seconds}")
         target = self._now_ns + round(seconds * 1e9)
-        await _settle()
+        await _run_ready_tasks()
         while self._sleepers and self._sleepers[0][0] <= target:
             due, _, future = heapq.heappop(self._sleepers)
             if future.done():  # its task was cancelled
                 continue
             self._now_ns = max(self._now_ns, due)
             future.set_result(None)
-            await _settle()
+            await _run_ready_tasks()
         self._now_ns = target
 
     async def drive(self, work: Coroutine[object, object, T], *, step: float = 0.05) -> T:
@@ -243,6 +243,6 @@ class VirtualClock:
         return task.result()
 
 
-async def _settle() -> None:
-    for _ in range(_SETTLE_PASSES):
+async def _run_ready_tasks() -> None:
+    for _ in range(_LOOP_TURNS):
         await asyncio.sleep(0)

@@ -102,10 +102,10 @@ def test_the_catalogue_speaks_as_the_java_did_and_the_judge_replies_as_it_did(na
     judge, compared = Judge(Form.KCL3), 0
     for message, line, told in captured(f"kcl313-{name}"):
         if message["action"] == "checkpoint":
-            said = judge.hear(told, 0.0)
+            said = judge.receive_line(told, 0.0)
         else:
             ask = as_the_catalogue_has_it(message)
-            judge.ask(ask)
+            judge.begin_request(ask)
             said = ask.line.replace(SHARD.encode(), str(message.get("shardId")).encode())
         assert said is not None
         assert said.decode() == line + "\n"

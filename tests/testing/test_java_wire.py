@@ -8,7 +8,7 @@ from mldserver.testing.daemon import (
     AskCheckpoint,
     Ignored,
     NullMessage,
-    Said,
+    StatusReply,
     Unreadable,
     checkpoint_reply,
     read_reply,
@@ -70,9 +70,9 @@ def test_kcl_3_writes_action_first_in_messages_and_last_in_records() -> None:
 
 @pytest.mark.parametrize("form", list(Form))
 def test_a_status_reads_the_same_in_every_form(form: Form) -> None:
-    assert read_reply(form, '{"responseFor": "x", "action": "status"}') == Said("x")
-    assert read_reply(form, '{"action":"status"}') == Said(None)
-    assert read_reply(form, '{"action":"status","responseFor":7}') == Said(None)
+    assert read_reply(form, '{"responseFor": "x", "action": "status"}') == StatusReply("x")
+    assert read_reply(form, '{"action":"status"}') == StatusReply(None)
+    assert read_reply(form, '{"action":"status","responseFor":7}') == StatusReply(None)
 
 
 def test_a_checkpoint_may_leave_keys_out() -> None:
@@ -84,7 +84,9 @@ def test_a_checkpoint_may_leave_keys_out() -> None:
 
 
 def test_what_follows_a_message_on_its_line_is_lost() -> None:
-    assert read_reply(Form.KCL3, '{"action":"status","responseFor":"x"}{"more":1}') == Said("x", '{"more":1}')
+    assert read_reply(Form.KCL3, '{"action":"status","responseFor":"x"}{"more":1}') == StatusReply(
+        "x", '{"more":1}'
+    )
 
 
 @pytest.mark.parametrize("line", ["", "  ", "\r", "\t"])

@@ -95,8 +95,8 @@ def test_a_failed_store_leaves_the_last_checkpoint() -> None:
 
 def test_a_checkpoint_under_an_old_token_is_a_shutdown_exception() -> None:
     table = LeaseTable()
-    old = table.take("s")
-    new = table.take("s")
+    old = table.acquire("s")
+    new = table.acquire("s")
     with pytest.raises(JavaThrow, match="ShutdownException"):
         table.store("s", old, Place("1"))
     table.store("s", new, Place("1"))
@@ -105,7 +105,7 @@ def test_a_checkpoint_under_an_old_token_is_a_shutdown_exception() -> None:
 
 def test_a_stolen_lease_refuses_until_it_is_granted_and_taken_again() -> None:
     table = LeaseTable()
-    token = table.take("s")
+    token = table.acquire("s")
     table.lose("s")
     assert table.elsewhere("s")
     with pytest.raises(JavaThrow, match="ShutdownException"):
@@ -114,13 +114,13 @@ def test_a_stolen_lease_refuses_until_it_is_granted_and_taken_again() -> None:
     assert not table.elsewhere("s")
     with pytest.raises(JavaThrow, match="ShutdownException"):
         table.store("s", token, Place("1"))
-    table.store("s", table.take("s"), SHARD_END)
+    table.store("s", table.acquire("s"), SHARD_END)
     assert table.ended("s")
 
 
 def test_a_graceful_loss_lets_the_last_checkpoint_through() -> None:
     table = LeaseTable()
-    token = table.take("s")
+    token = table.acquire("s")
     table.lose("s", graceful=True)
     assert table.leaving("s")
     table.store("s", token, Place("1"))
@@ -131,7 +131,7 @@ def test_a_graceful_loss_lets_the_last_checkpoint_through() -> None:
 
 def test_checkpoints_are_refused_on_request_and_by_probability() -> None:
     table = LeaseTable()
-    token = table.take("s")
+    token = table.acquire("s")
     table.refuse("s", times=2)
     table.refuse("s", error="KinesisClientLibDependencyException")
     for error in ("ThrottlingException", "ThrottlingException", "KinesisClientLibDependencyException"):
