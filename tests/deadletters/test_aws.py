@@ -6,12 +6,12 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import aioboto3
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from support.clocks import RecordingClock
 from werkzeug.serving import make_server
 
 from mldserver.deadletters.aws_destinations import (
@@ -26,19 +26,6 @@ from tests.ledger.samples import letter
 
 LETTERS = tuple(letter(number) for number in range(1, 24))
 LARGE = letter(99, data=b"x" * 900_000)
-
-
-@dataclass
-class NoTime:
-    slept: list[float] = field(default_factory=list)
-
-    def now_ms(self) -> int:
-        return 0
-
-    steady_ms = now_ms
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +52,11 @@ async def sending(made: Any) -> AsyncIterator[Any]:
         await made.close()
 
 
-def of(kind: Any, place: str, aws: str, session: Any, clock: NoTime | None = None) -> Any:
+def of(kind: Any, place: str, aws: str, session: Any, clock: RecordingClock | None = None) -> Any:
     return kind(
         place,
         pipeline="p",
-        clock=clock or NoTime(),
+        clock=clock or RecordingClock(),
         jitter=lambda: 0.5,
         session=session,
         region="eu-central-1",
@@ -184,7 +171,7 @@ class Throttled:
 
 @pytest.mark.parametrize("kind", [QueueDestination, StreamDestination])
 async def test_what_was_not_taken_is_sent_again_and_nothing_else(kind: Any) -> None:
-    clock, client = NoTime(), Throttled()
+    clock, client = RecordingClock(), Throttled()
     destination = of(kind, "place", "", None, clock)
     destination._client = client
     assert await destination.store(LETTERS[:9]) == ()
@@ -194,7 +181,7 @@ async def test_what_was_not_taken_is_sent_again_and_nothing_else(kind: Any) -> N
 
 @pytest.mark.parametrize("kind", [QueueDestination, StreamDestination])
 async def test_after_some_times_the_flush_fails(kind: Any) -> None:
-    clock = NoTime()
+    clock = RecordingClock()
     destination = of(kind, "place", "", None, clock)
     destination._client = Throttled(none=True)
     with pytest.raises(LedgerError, match=r"9 letters were not taken, 5 times \(\w+\)"):

@@ -15,27 +15,15 @@ from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
 from tests.ledger.dynamodb_fake import FakeDynamo
+from tests.support.clocks import HandClock
 
 if TYPE_CHECKING:
     from tests.ledger.dynamodb_emulator import Emulator
 
 
-@dataclass
-class HandClock:
-    ms: int = 1_000
-
-    def now_ms(self) -> int:
-        return self.ms
-
-    steady_ms = now_ms
-
-    async def sleep(self, seconds: float) -> None:
-        raise AssertionError("a ledger never waits for time to pass")
-
-
 @pytest.fixture
 def clock() -> HandClock:
-    return HandClock()
+    return HandClock(1_000)
 
 
 @dataclass

@@ -22,8 +22,8 @@ from tests.ledger.samples import letter
 
 if TYPE_CHECKING:
     from mldserver.ledger.dynamodb import DynamoLedger
-    from tests.ledger.conftest import HandClock
     from tests.ledger.dynamodb_emulator import Emulator
+    from tests.support.clocks import HandClock
 
     Factory = Callable[..., DynamoLedger]
 

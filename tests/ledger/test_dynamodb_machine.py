@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from mldserver.ledger.dynamodb import DynamoLedger
-from tests.ledger.conftest import HandClock, PatientClock
+from tests.ledger.conftest import PatientClock
 from tests.ledger.dynamodb_fake import FakeDynamo, canceled, client_error, lost_answer
 from tests.ledger.test_store_machine import LedgerMachine
+from tests.support.clocks import HandClock
 
 MISFORTUNES: dict[str, Callable[[FakeDynamo], None]] = {
     "throttled": lambda dynamo: dynamo.before.append(client_error("ThrottlingException", "x")),

@@ -15,8 +15,8 @@ from tests.ledger.dynamodb_fake import FakeDynamo, beat, canceled, client_error,
 
 if TYPE_CHECKING:
     from mldserver.ledger.dynamodb import DynamoLedger
-    from tests.ledger.conftest import HandClock
     from tests.ledger.dynamodb_emulator import Emulator
+    from tests.support.clocks import HandClock
 
     Factory = Callable[..., DynamoLedger]
 

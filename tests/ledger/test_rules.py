@@ -24,7 +24,7 @@ from mldserver.ledger.contract import (
 from mldserver.ledger.operations import Transaction
 from mldserver.ledger.row_rules import register
 from mldserver.records import Sequence
-from tests.ledger.samples import BATCH, HUGE, W1, W2, late, letter, more, move, seg
+from tests.ledger.samples import BATCH, HUGE, W1, W2, W3, late, letter, more, move, seg
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
 
@@ -386,3 +386,100 @@ def test_a_server_that_enters_again_releases_the_windows_it_had(steps: Steps) ->
     assert steps.book.time_ms == 0
     steps(rules.enter, "one", 1)
     assert steps.book.windows[W1].owner is None
+
+
+def test_a_server_that_enters_has_a_life_of_its_own_and_its_reports_keep_life_and_shape(steps: Steps) -> None:
+    known = steps.book.totals.ledger_id
+    assert known
+    second = steps(rules.enter, "two", 0)
+    assert (steps.life, second) == (1, 2)
+    assert steps.book.totals.ledger_id == known
+    declared(steps, "f1")
+    steps(rules.beat, ServerState("one", 5, reason="behind", held_by="\ud800"), "one")
+    server = steps.book.servers["one"]
+    assert (server.life, server.shape, server.beat_ms, server.reason) == (steps.life, "f1", 5, "behind")
+    assert server.held_by is not None
+    assert server.held_by.isascii()
+
+
+def test_an_opening_keeps_the_parents_and_shows_an_accepted_gap_once(steps: Steps) -> None:
+    assert steps(rules.open_shard, "c", ("p",), "one").parents == ("p",)
+    assert steps(rules.accept_gap, "c")
+    opened = steps(rules.open_shard, "c", (), "one")
+    assert (opened.parents, opened.gap_accepted, opened.epoch) == (("p",), True, 2)
+    assert not steps(rules.open_shard, "c", ("q",), "two").gap_accepted
+    assert steps.book.shards["c"].parents == ("q",)
+    assert steps.book.shards["c"].owner == "two"
+
+
+def test_a_shard_that_is_reset_is_read_from_its_beginning_under_another_epoch(steps: Steps) -> None:
+    steps(rules.open_shard, "a", (), "one")
+    steps(register, Flush((move(effective_ms=5, event_ms=6, ended=True),)), 1)
+    steps(rules.release_shard, "a", 1)
+    assert steps(rules.reset, {"a"}) == {"a"}
+    shard = steps.book.shards["a"]
+    assert (shard.epoch, shard.position, shard.ended_ms) == (2, None, None)
+    assert (shard.effective_ms, shard.event_ms) == (None, None)
+
+
+def test_a_window_goes_through_its_life_with_what_each_step_says(steps: Steps) -> None:
+    steps.to(WindowState.COMMITTED)
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.owner, entry.attempt) == (WindowState.COMMITTED, "one", 1)
+    assert (entry.staging, entry.files, entry.rows_out, entry.error) == ("stage", ("f",), 1, None)
+    assert (entry.revision, entry.rows_in) == (1, 5)
+    steps(rules.published, {W1: 1}, "one", retain=True, now_ms=5)
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.owner, entry.staging) == (WindowState.PUBLISHED, None, None)
+    assert (entry.published_ms, entry.retained, entry.segments) == (5, True, (seg("s1", revision=1),))
+    assert steps(rules.cut, (W1,), "one") == (), "no late rows wait"
+    assert [each.path for each in steps(rules.expire, published_before_ms=6, keep_bytes=0, limit=1)] == ["s1"]
+    entry = steps.book.windows[W1]
+    assert (entry.retained, entry.segments) == (False, ())
+
+
+def test_a_window_is_set_aside_with_its_error_and_without_an_owner(steps: Steps) -> None:
+    steps.to(WindowState.SET_ASIDE)
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.owner, entry.error) == (WindowState.SET_ASIDE, None, "no")
+    assert steps(rules.decide, W1, "skip", 9)
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.owner, entry.published_ms) == (WindowState.PUBLISHED, None, 9)
+
+
+def test_a_halted_window_that_is_skipped_has_no_owner(steps: Steps) -> None:
+    steps.to(WindowState.CUT)
+    steps(rules.halt, W1, "no", "one", first=True)
+    assert steps(rules.decide, W1, "skip", 9)
+    assert steps.book.windows[W1].owner is None
+
+
+def test_a_publication_clears_the_error_of_an_attempt_that_committed_after_it(steps: Steps) -> None:
+    steps.to(WindowState.COMMITTED)
+    steps(rules.halt, W1, "no", "one", first=True)
+    assert steps.book.windows[W1].error == "no"
+    steps(rules.published, {W1: 1}, "one", retain=True, now_ms=5)
+    assert steps.book.windows[W1].error is None
+
+
+def test_orphans_are_adopted_oldest_first_and_runs_of_rows_before_them(steps: Steps) -> None:
+    for window_id in (W3, W2, BATCH, W1):
+        steps(register, Flush((), (seg(window_id, window_id),)), 1)
+    steps(rules.cut, (W3, W2, BATCH, W1), "one")
+    steps(rules.leave, "one", steps.life)
+    assert [each.window_id for each in steps(rules.adopt, "two")] == [BATCH, W1, W2, W3]
+
+
+def test_the_text_of_a_shape_is_stored_once(steps: Steps) -> None:
+    declared(steps, "f1")
+    steps(rules.declare, "one", ShapeChange("f1", "another text"), steps.book.version, 0)
+    assert steps.book.shapes["f1"] == "text"
+
+
+def test_windows_are_pruned_that_were_published_before_a_time_and_not_at_it(steps: Steps) -> None:
+    steps.to(WindowState.PUBLISHED)
+    steps(rules.expire, published_before_ms=9, keep_bytes=0, limit=9)
+    before = {"shards_before_ms": 0, "keep_shards": frozenset[str](), "limit": 9, "ends_before_ms": 10_000}
+    assert steps(rules.prune, windows_before_ms=5, **before) == 0
+    assert steps(rules.prune, windows_before_ms=6, **before) == 1
+    assert steps.book.totals.cut_below_ms == 10_000

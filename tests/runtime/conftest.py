@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.clocks import RecordingClock
 
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
@@ -23,31 +24,13 @@ from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
 SHARD = "shardId-000000000001"
 
 
-class RecordingClock:
-    """A clock whose sleeps take no time and are written down."""
-
-    def __init__(self) -> None:
-        self.ms = 5_000
-        self.slept: list[float] = []
-
-    def now_ms(self) -> int:
-        return self.ms
-
-    steady_ms = now_ms
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.ms += round(seconds * 1000)
-        await asyncio.sleep(0)
-
-
 class Kit:
     """What a test needs to run a handler."""
 
     shard = SHARD
 
     def __init__(self) -> None:
-        self.clock = RecordingClock()
+        self.clock = RecordingClock(5_000)
         self.runtimes: list[InlineRuntime] = []
         self.tasks: list[asyncio.Task[None]] = []
 

@@ -5,25 +5,12 @@ from __future__ import annotations
 import inspect
 import sqlite3
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mldserver.base.clock import Clock
 from mldserver.ledger.sqlite import SqliteLedger
-
-
-@dataclass
-class _Clock:
-    ms: int = 0
-
-    def now_ms(self) -> int:
-        return self.ms
-
-    steady_ms = now_ms
-
-    async def sleep(self, seconds: float) -> None:
-        raise AssertionError(f"a ledger never waits {seconds} s")
+from tests.support.clocks import HandClock
 
 
 class InlineLedger(SqliteLedger):
@@ -43,7 +30,7 @@ class SqliteStore:
         self, path: Path, *, pipeline: str, server_id: str, clock: Clock | None = None, **more: Any
     ) -> None:
         """``clock``: None where calls say what time it is."""
-        self._clock = _Clock()
+        self._clock = HandClock()
         self.server_id = server_id
         self._more = {"pipeline": pipeline, "server_id": server_id, "clock": clock or self._clock, **more}
         self._path, self._told = path, clock is None

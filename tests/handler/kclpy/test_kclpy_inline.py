@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from amazon_kclpy import kcl
 from amazon_kclpy.v3 import processor
-from handler.kclpy.wire import SHARD, InstantClock, delivery
+from handler.kclpy.wire import SHARD, delivery
 from msgspec.structs import replace
+from support.clocks import RecordingClock
 
 from mldserver.errors import HandlerHalted
 from mldserver.handler.inspection import inspect_handler
@@ -60,7 +61,7 @@ class Processor(processor.RecordProcessorBase):
 
 class Kit:
     def __init__(self) -> None:
-        self.clock = InstantClock()
+        self.clock = RecordingClock()
         self.runtimes: list[InlineRuntime] = []
 
     async def start(self, cls: type[Processor], **policy: Any) -> InlineRuntime:

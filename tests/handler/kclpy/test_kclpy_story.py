@@ -9,9 +9,10 @@ from typing import Any
 
 from amazon_kclpy import kcl
 from amazon_kclpy.v3 import processor
-from handler.kclpy.wire import SHARD, InstantClock, delivery
+from handler.kclpy.wire import SHARD, delivery
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clocks import RecordingClock
 
 from mldserver.coordinator.core.sessions import ShardPosition
 from mldserver.handler.inspection import inspect_handler
@@ -97,7 +98,7 @@ async def tell(seed: int, bad: frozenset[int]) -> None:
     runtime = InlineRuntime(
         spec,
         policy=FailurePolicy(attempts=2),
-        clock=InstantClock(),
+        clock=RecordingClock(),
         random=lambda: 1.0,
         deadline_seconds=None,
     )

@@ -12,18 +12,6 @@ from mldserver.runtime.interface import Delivery, MLDLine
 SHARD = Shard("shardId-000000000001", "TRIM_HORIZON")
 
 
-class InstantClock:
-    ms = 0
-
-    def now_ms(self) -> int:
-        return self.ms
-
-    steady_ms = now_ms
-
-    async def sleep(self, seconds: float) -> None:
-        self.ms += round(seconds * 1000)
-
-
 def delivery(*numbers: int, after: int | None = None) -> Delivery:
     records = [
         {
