@@ -438,7 +438,7 @@ def _worker(worker: WorkerSlot) -> document.Worker:
 
 
 def _dead_letters(parts: Parts, told: CoordinatorStatus, *, messages: bool) -> document.DeadLetters:
-    state, shown = parts.coordinator.shards.state, str if messages else without_messages
+    state, shown = parts.coordinator.ledger_view.state, str if messages else without_messages
     return document.DeadLetters(
         waiting=state.dead_letters if parts.letters is None else None,
         redriving=state.redrives,
@@ -459,7 +459,7 @@ def _dead_letters(parts: Parts, told: CoordinatorStatus, *, messages: bool) -> d
 def _servers(parts: Parts, now_ms: int) -> tuple[document.Peer, ...]:
     """Return the servers on the ledger, as this one looked at it last."""
     membership, shown = parts.coordinator.shards.membership, []
-    told = parts.coordinator.shards.state.servers.get(parts.ledger.server_id)
+    told = parts.coordinator.ledger_view.state.servers.get(parts.ledger.server_id)
     for server in (*membership.peers.states(), *([] if told is None else [told])):
         own, name = server is told, server.server_id
         silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms[name]

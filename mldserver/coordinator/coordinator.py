@@ -28,6 +28,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention, recover, take_over
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch, flush_at
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions
@@ -90,11 +91,13 @@ class Coordinator:
         self._store = store
         self._claim = claim
         self._runner = runner
+        self.ledger_view = view = LedgerView(ledger.server_id)
         self._sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
         self._flusher = Flusher(
             spec=spec,
             shape=shape.fingerprint,
             ledger=ledger,
+            view=view,
             store=store,
             clock=clock,
             unique=unique,
@@ -114,6 +117,7 @@ class Coordinator:
         )
         self._membership = Membership(
             ledger=ledger,
+            view=view,
             lineage=self.lineage,
             watermark=self.watermark,
             clock=clock,
@@ -136,7 +140,7 @@ class Coordinator:
         """Returns when a whole cycle that began after the call is done."""
         self.leave = self._membership.leave
         """Takes this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
-        self.redriving = RedriveIntake(ledger.server_id, spec, self.buffer, self.flush)
+        self.redriving = RedriveIntake(view, spec, self.buffer, self.flush)
         self._company: tuple[int, frozenset[str]] = (0, frozenset())
         """How often servers have started, and which were there, when this one last cleaned up behind others."""
         self._ended = asyncio.Event()
@@ -145,6 +149,7 @@ class Coordinator:
             rules=rules,
             spec=spec,
             ledger=ledger,
+            view=view,
             clock=clock,
             buffer=self.buffer,
             lineage=self.lineage,
@@ -179,7 +184,7 @@ class Coordinator:
                 steps = self._runner.steps
                 steps.ledger_id, steps.older = state.ledger_id, self._shape.older(state)
                 steps.engine.ledger_id = state.ledger_id
-            self._learn(state)
+            self._follow(state)
             await recover(state, self._ledger, self._store, self._runner)
             self._company = (state.claims, frozenset(state.servers))
 
@@ -202,7 +207,7 @@ class Coordinator:
         batches = self.buffer.snapshot()
         await self._sync()
         self._reports.tell_missing(now_ms)
-        self._reports.note_unread(now_ms, had_shards=bool(self.shards.state.shards))
+        self._reports.note_unread(now_ms, had_shards=bool(self.ledger_view.state.shards))
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._membership.release()
@@ -238,7 +243,7 @@ class Coordinator:
         state = await self._membership.sync()
         self._sessions.catch_up(state.shards.values())
         self._membership.learn(state)
-        self._learn(state)
+        self._follow(state)
         if state.draining:
             self.draining.set()
         company = (state.claims, frozenset(state.servers) - await self._membership.bury())
@@ -250,10 +255,12 @@ class Coordinator:
             )
         self._company = company
 
-    def _learn(self, state: LedgerState) -> None:
-        self._flusher.learn(state)
-        self.shards.learn(state)
-        self.redriving.learn(state)
+    def _follow(self, state: LedgerState) -> None:
+        """Replace the view, and continue from what it shows."""
+        removed = self.ledger_view.state.shards.keys() - state.shards.keys()
+        self.ledger_view.state = state
+        self._flusher.follow_ledger()
+        self.shards.forget_removed(removed)
         # Count again: other servers write and delete segments too.
         pressure = self._backpressure
         pressure.segment_bytes = state.segment_bytes + self._flusher.garbage_bytes

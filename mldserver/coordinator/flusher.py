@@ -20,6 +20,7 @@ from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
 from mldserver.effects import Effects
 from mldserver.errors import LedgerError
@@ -28,7 +29,6 @@ from mldserver.ledger.contract import (
     BatchStep,
     Flush,
     FlushResult,
-    LedgerState,
     PositionUpdate,
     Segment,
     SegmentKind,
@@ -37,7 +37,7 @@ from mldserver.ledger.contract import (
 )
 from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
-from mldserver.output.layout import segment_path, writer_tag, written
+from mldserver.output.layout import segment_path, written
 from mldserver.output.store import Garbage, OutputStore
 from mldserver.records import DeadLetter, Sequence
 from mldserver.windows import Batches, WindowSpec
@@ -90,6 +90,7 @@ class Flusher:
     shape: str
     """The fingerprint of the rows'."""
     ledger: Ledger
+    view: LedgerView
     store: OutputStore
     clock: Clock
     unique: Callable[[], str]
@@ -113,12 +114,9 @@ class Flusher:
     latest_letters: deque[DeadLetter] = field(init=False, default_factory=lambda: deque(maxlen=20))
     late_by_window: dict[str, int] = field(init=False, default_factory=dict)
     """Rows that came late, of the windows for which some came lately."""
-    _tag: str = field(init=False, default="")
     _merge_clock: int = field(init=False, default=0)
     _late: tuple[Segment, ...] = field(init=False, default=())
     _doubtful: tuple[Segment, ...] = field(init=False, default=())
-    _version: int = field(init=False, default=0)
-    """Of the ledger, as it was read last."""
     _unanswered: int | None = field(init=False, default=None)
     """The ledger's version before a flush with dead letters of which it is not known whether it was registered; None: of
     each it is."""
@@ -134,18 +132,15 @@ class Flusher:
         """What files take on disk that are of no use, and could not be deleted yet."""
         return self.garbage.bytes + sum(segment.bytes for segment in self._doubtful)
 
-    def learn(self, state: LedgerState) -> None:
-        """Take over what the ledger holds now, of other servers too. Never while a flush or a cut is under way.
+    def follow_ledger(self) -> None:
+        """Continue from what the ledger holds now, of other servers too. Never while a flush or a cut is in progress.
 
-        The clock above all: a shard that comes from another server goes on behind the rows that it has there.
+        The clock above all: a shard that comes from another server continues behind the rows that it has there.
         """
-        self._tag = writer_tag(state.ledger_id, self.ledger.server_id)
+        state, tag = self.view.state, self.view.tag
         self._merge_clock = max(self._merge_clock, state.clock)
-        self._version = state.version
         # Also those of a registration whose answer was lost.
-        self._late = tuple(
-            segment for segment in state.late_segments if written(segment.path).tag == self._tag
-        )
+        self._late = tuple(segment for segment in state.late_segments if written(segment.path).tag == tag)
         if self.open_windows is None:
             return
         self._arrived(shard.effective_ms for shard in state.shards.values())
@@ -284,7 +279,7 @@ class Flusher:
         except LedgerError:
             self._doubtful = segments
             if effects.dead_letters and self._unanswered is None:
-                self._unanswered = self._version
+                self._unanswered = self.view.state.version
             raise
 
     def _refused(self, result: FlushResult) -> None:
@@ -321,7 +316,12 @@ class Flusher:
         """Write each file. Raises OSError, and then deletes what was written."""
         files = {
             segment_path(
-                file.key.id, self._merge_clock, self.unique(), kind=file.kind, tag=self._tag, shape=self.shape
+                file.key.id,
+                self._merge_clock,
+                self.unique(),
+                kind=file.kind,
+                tag=self.view.tag,
+                shape=self.shape,
             ): file
             for file in planned.files
         }

@@ -24,6 +24,7 @@ import structlog
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage, Peers, Presence
 from mldserver.coordinator.core.shape import Shape
 from mldserver.coordinator.core.watermark import View, Watermark
@@ -42,6 +43,8 @@ class Membership:
     """The servers on one ledger, as this server sees them."""
 
     ledger: Ledger
+    view: LedgerView
+    """Heartbeats ask for the changes since it was read."""
     lineage: Lineage
     watermark: Watermark
     clock: Clock
@@ -61,8 +64,6 @@ class Membership:
     beat_at_ms: int = field(init=False)
     """When that was, by the steady clock."""
     _joined: bool = field(init=False, default=False)
-    _version: int = field(init=False, default=0)
-    """The version of the ledger's last known state: heartbeats ask for later changes."""
     released: dict[str, int] = field(init=False, default_factory=dict)
     """The epochs of shards whose lease or connection is gone; ``release`` removes them from the ledger."""
 
@@ -143,11 +144,11 @@ class Membership:
             state = await self.ledger.peek()
 
     async def sync(self) -> LedgerState:
-        """Send a heartbeat and return the ledger's state, with only the windows that changed since the last known state.
+        """Send a heartbeat and return the ledger's state, with only the windows that changed since ``view``.
 
         Raises LedgerError, and ServerBuried if this server has expired.
         """
-        return await self.ledger.sync(self._state(), self._version)
+        return await self.ledger.sync(self._state(), self.view.state.version)
 
     async def beat(self) -> None:
         """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
@@ -195,7 +196,6 @@ class Membership:
     def learn(self, state: LedgerState) -> bool:
         """Take in the shards and servers of a ledger; True when it named a shard, or a shard's end, that is news."""
         now_ms = self.clock.steady_ms()
-        self._version = state.version
         self.peers.learn(state.servers, state.shards, now_ms)
         news = [self._learn_shard(shard, now_ms) for shard in state.shards.values()]
         for shard_id, shard in state.shards.items():

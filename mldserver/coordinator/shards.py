@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -16,6 +16,7 @@ from mldserver.base.clock import Clock
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch, buffered, flush_at, last_effective_ms
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import DRAIN, Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
@@ -23,7 +24,7 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
 from mldserver.errors import GapRefused, PeerError
-from mldserver.ledger.contract import LedgerState, ShardState
+from mldserver.ledger.contract import ShardState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome
@@ -40,6 +41,7 @@ class Shards:
     rules: CoordinatorRules
     spec: WindowSpec | None
     ledger: Ledger
+    view: LedgerView
     clock: Clock
     buffer: Buffer
     lineage: Lineage
@@ -55,8 +57,6 @@ class Shards:
     """Lets a cycle follow at once."""
     ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
-    state: LedgerState = field(init=False, default_factory=LedgerState)
-    """As the latest cycle found it."""
     _openings: Counter[str] = field(init=False, default_factory=Counter)
     """How many connections open each shard just now."""
     _unlisted: set[str] = field(init=False, default_factory=set)
@@ -134,12 +134,11 @@ class Shards:
     def _is_listed(self, shard_id: str) -> bool:
         return self.retention.listed is not None and shard_id in self.retention.listed
 
-    def learn(self, state: LedgerState) -> None:
-        """Take over what the ledger holds now. A shard that an operator removed there is unknown here too."""
-        for shard_id in self.state.shards.keys() - state.shards.keys():
+    def forget_removed(self, shard_ids: Iterable[str]) -> None:
+        """Forget shards that an operator removed from the ledger, unless the stream lists them or one is being opened."""
+        for shard_id in shard_ids:
             if not self._is_listed(shard_id) and shard_id not in self._openings:
                 self.lineage.forget(shard_id)
-        self.state = state
 
     async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
         shard_id = opening.shard_id
@@ -188,12 +187,119 @@ class Shards:
 
     def seen(self) -> Seen:
         """Return what the ledger held when this server looked last."""
-        servers = frozenset(name for name in self.state.servers if not name.startswith(DRAIN))
+        servers = frozenset(name for name in self.view.state.servers if not name.startswith(DRAIN))
         shards = {
             name: KnownShard(shard.position, shard.ended, shard.owner)
-            for name, shard in self.state.shards.items()
+            for name, shard in self.view.state.shards.items()
         }
         return Seen(self.ledger.server_id, servers | {self.ledger.server_id}, shards)
+
+    # What sessions ask for.
+
+    def accept(
+        self, session: ShardSession, outcome: BatchOutcome, now_ms: int, received_ms: int | None
+    ) -> bool:
+        """Accept a batch's effects; return whether the daemon may be answered at once."""
+        shard_id, outline = session.shard_id, outcome.outline
+        node = self.lineage.nodes[shard_id]
+        floor_ms = self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
+        fresh = outline.records > outline.duplicates
+        position, last = session.position, outline.last
+        if last is not None:
+            position.deliver(last)
+            if fresh:
+                position.accept(last)
+        last = position.claim(outcome.position if outcome.keeps_position else last)
+        if not outcome.effects:
+            # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
+            # not show it.
+            effective_ms = last_effective_ms(outline, floor_ms)
+            event_ms = effective_ms if self.rules.on_arrival else None
+            if fresh or last is not None:
+                self.buffer.move(shard_id, session.epoch, last, effective_ms, event_ms)
+        else:
+            batch = buffered(
+                shard_id,
+                session.epoch,
+                outcome,
+                floor_ms=floor_ms,
+                spec=self.spec,
+                max_ahead_ms=self.rules.max_ahead_ms,
+            )
+            batch.last = last
+            if batch.ahead is not None:
+                self.reports.note_ahead(shard_id, batch.ahead)
+            self.buffer.add(batch)
+            self.rows_accepted += 0 if batch.effects.rows is None else len(batch.effects.rows)
+            effective_ms, event_ms = batch.effective_ms, batch.latest_event_ms
+        if effective_ms is not None:
+            node.effective_ms = effective_ms
+        self.watermark.observed(
+            shard_id,
+            now_ms,
+            records=outline.records,
+            lag_ms=outline.millis_behind_latest,
+            event_ms=event_ms if fresh else None,
+            arrival_ms=effective_ms,
+            received_ms=received_ms,
+        )
+        if self.buffer.new_bytes >= self.flush_at:
+            self.soon()
+        if self.backpressure.is_held(session):
+            return False
+        self.watermark.answered(shard_id, now_ms)
+        return True
+
+    async def admit(
+        self,
+        session: ShardSession,
+        *,
+        answered: bool,
+        checkpoint: Callable[[], Awaitable[object]] | None,
+    ) -> None:
+        """Wait while a session's shard is throttled or paused; flush and checkpoint it meanwhile for a drain."""
+        backpressure, shard_id = self.backpressure, session.shard_id
+        if session.alive and backpressure.is_held(session):
+            self.soon()
+            await backpressure.wait(session, answered=answered)
+        paused = session.paused and not answered
+        while paused:
+            await backpressure.until(lambda: not session.paused or shard_id in backpressure.draining)
+            if paused := session.paused:
+                await self.flush("drain")
+                if checkpoint is not None:
+                    await checkpoint()
+                backpressure.draining.discard(shard_id)
+                await backpressure.release()
+        if session.alive:
+            self.watermark.answered(shard_id, self.clock.steady_ms())
+
+    def move(self, session: ShardSession, position: Sequence) -> None:
+        """Move a shard's position with the next flush, without effects."""
+        self.buffer.move(session.shard_id, session.epoch, position)
+
+    async def end(self, session: ShardSession) -> bool:
+        """Flush, and mark a session's shard ended durably. False: the session has lost it meanwhile."""
+        last = session.position.accepted
+        self.buffer.add(BufferedBatch(session.shard_id, session.epoch, last=last, ends_shard=True))
+        await self.flush("shard_ended")
+        if not session.alive:
+            return False
+        session.alive, session.ended = False, True
+        self.sessions.end(session, self.clock.steady_ms())
+        log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
+        return True
+
+    async def finish(self, session: ShardSession) -> None:
+        """Throttle a session's shard only as a shard of which no batch follows."""
+        session.finishing = True
+        await self.backpressure.release()
+
+    def let_go(self, session: ShardSession) -> None:
+        """Release a shard that its session has let go: it is missing until another session opens it."""
+        if self.sessions.let_go(session, self.clock.steady_ms()):
+            self.membership.released[session.shard_id] = session.epoch
+            self.soon()
 
 
 class ShardSession:
@@ -209,7 +315,7 @@ class ShardSession:
         within_aggregates: bool = True,
     ) -> None:
         """Start at the ledger's position, under the epoch just raised; ``parked``: keys with dead letters."""
-        self._shards = shards
+        self._shards, self._watermark, self._clock = shards, shards.watermark, shards.clock
         self.shard_id = shard_id
         self.epoch = state.epoch
         self.parked = parked
@@ -228,77 +334,27 @@ class ShardSession:
     def began(self, received_ms: int | None = None) -> None:
         """Note that the work on a batch begins, which came at ``received_ms`` (steady time; None: now)."""
         if self.alive:
-            came_ms = self._shards.clock.steady_ms() if received_ms is None else received_ms
-            self._shards.watermark.began(self.shard_id, came_ms)
+            came_ms = self._clock.steady_ms() if received_ms is None else received_ms
+            self._watermark.began(self.shard_id, came_ms)
 
     def busy(self) -> None:
         """Note that the shard is not silent, or its end not over, until it is ``answered``."""
         if self.alive:
-            self._shards.watermark.busy(self.shard_id)
+            self._watermark.busy(self.shard_id)
         elif self.ended:
-            self._shards.watermark.ending(self.shard_id)
+            self._watermark.ending(self.shard_id)
 
     def answered(self) -> None:
         """Note that the daemon was answered: from now on the shard's silence counts."""
-        watermark, now_ms = self._shards.watermark, self._shards.clock.steady_ms()
+        now_ms = self._clock.steady_ms()
         if self.alive:
-            watermark.free(self.shard_id, now_ms)
+            self._watermark.free(self.shard_id, now_ms)
         elif self.ended:
-            watermark.end_answered(self.shard_id, now_ms)
+            self._watermark.end_answered(self.shard_id, now_ms)
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
-        """Accept a batch's rows; return whether the daemon may be answered without ``admitted``."""
-        if not self.alive:
-            return True
-        shards, shard_id, outline = self._shards, self.shard_id, outcome.outline
-        node = shards.lineage.nodes[shard_id]
-        floor_ms = shards.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
-        fresh = outline.records > outline.duplicates
-        position, last = self.position, outline.last
-        if last is not None:
-            position.deliver(last)
-            if fresh:
-                position.accept(last)
-        last = position.claim(outcome.position if outcome.keeps_position else last)
-        if not outcome.effects:
-            # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
-            # not show it.
-            effective_ms = last_effective_ms(outline, floor_ms)
-            event_ms = effective_ms if shards.rules.on_arrival else None
-            if fresh or last is not None:
-                shards.buffer.move(shard_id, self.epoch, last, effective_ms, event_ms)
-        else:
-            batch = buffered(
-                shard_id,
-                self.epoch,
-                outcome,
-                floor_ms=floor_ms,
-                spec=shards.spec,
-                max_ahead_ms=shards.rules.max_ahead_ms,
-            )
-            batch.last = last
-            if batch.ahead is not None:
-                shards.reports.note_ahead(shard_id, batch.ahead)
-            shards.buffer.add(batch)
-            shards.rows_accepted += 0 if batch.effects.rows is None else len(batch.effects.rows)
-            effective_ms, event_ms = batch.effective_ms, batch.latest_event_ms
-        if effective_ms is not None:
-            node.effective_ms = effective_ms
-        shards.watermark.observed(
-            shard_id,
-            now_ms,
-            records=outline.records,
-            lag_ms=outline.millis_behind_latest,
-            event_ms=event_ms if fresh else None,
-            arrival_ms=effective_ms,
-            received_ms=received_ms,
-        )
-        if shards.buffer.new_bytes >= shards.flush_at:
-            shards.soon()
-        if shards.backpressure.is_held(self):
-            return False
-        shards.watermark.answered(shard_id, now_ms)
-        return True
+        """Accept a batch's effects; return whether the daemon may be answered without ``admitted``."""
+        return not self.alive or self._shards.accept(self, outcome, now_ms, received_ms)
 
     @property
     def paused(self) -> bool:
@@ -308,28 +364,14 @@ class ShardSession:
     async def admitted(
         self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        """Wait while the shard is held back; from then on its silence counts. See ``ShardIntake``."""
-        shards, backpressure = self._shards, self._shards.backpressure
-        if self.alive and backpressure.is_held(self):
-            shards.soon()
-            await backpressure.wait(self, answered=answered)
-        paused = self.paused and not answered
-        while paused:
-            await backpressure.until(lambda: not self.paused or self.shard_id in backpressure.draining)
-            if paused := self.paused:
-                await shards.flush("drain")
-                if checkpoint is not None:
-                    await checkpoint()
-                backpressure.draining.discard(self.shard_id)
-                await backpressure.release()
-        if self.alive:
-            shards.watermark.answered(self.shard_id, shards.clock.steady_ms())
+        """Wait while the shard is throttled; from then on its silence counts. See ``ShardIntake``."""
+        await self._shards.admit(self, answered=answered, checkpoint=checkpoint)
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed up to ``position`` in one of its hooks."""
         last = self.position.claim(position) if self.alive else None
         if last is not None:
-            self._shards.buffer.move(self.shard_id, self.epoch, last)
+            self._shards.move(self, last)
 
     def begin(self, position: Sequence) -> None:
         """Note where a shard begins of which the ledger has no position."""
@@ -354,15 +396,8 @@ class ShardSession:
         """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
         if not self.alive:
             return False
-        shards = self._shards
-        end = BufferedBatch(self.shard_id, self.epoch, last=self.position.accepted, ends_shard=True)
-        shards.buffer.add(end)
-        if not await self._flushed("shard_ended"):
-            return False
-        self.alive, self.ended = False, True
-        shards.sessions.end(self, shards.clock.steady_ms())
-        log.info("shard.ended", shard=self.shard_id, position=str(self.position.durable))
-        return True
+        self.busy()
+        return await self._shards.end(self)
 
     async def _flushed(self, reason: str) -> bool:
         """Return, once a flush is done, whether the session has its shard still."""
@@ -383,17 +418,13 @@ class ShardSession:
 
         Batches that were answered early and are in flight still wait for room in memory.
         """
-        self.finishing = True
-        await self._shards.backpressure.release()
+        await self._shards.finish(self)
 
     def disconnected(self) -> None:
         """Let go without an ending: the shard is missing from now on; what is buffered is still flushed."""
-        if not self.alive:
-            return
-        self.alive, shards = False, self._shards
-        if shards.sessions.let_go(self, shards.clock.steady_ms()):
-            shards.membership.released[self.shard_id] = self.epoch
-            shards.soon()
+        if self.alive:
+            self.alive = False
+            self._shards.let_go(self)
 
 
 def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool) -> None:
@@ -422,24 +453,21 @@ def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool
 class RedriveIntake:
     """Takes outcomes of dead letters in beside those of shards."""
 
-    server_id: str
+    view: LedgerView
     spec: WindowSpec | None
     buffer: Buffer
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
-    wanted: int = 0
-    """How many dead letters in the ledger wait to be redriven."""
-    elsewhere: frozenset[str] = frozenset()
-    """Shards that another server has: their letters are taken there."""
 
-    def learn(self, state: LedgerState) -> None:
-        """Take over what the ledger holds now."""
-        self.wanted = state.redrives
-        self.elsewhere = frozenset(
-            shard.shard_id
-            for shard in state.shards.values()
-            if shard.owner not in {None, self.server_id} and not shard.ended
-        )
+    @property
+    def wanted(self) -> int:
+        """How many dead letters in the ledger are marked for a redrive."""
+        return self.view.state.redrives
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Shards that another server has: that server redrives their letters."""
+        return self.view.owned_elsewhere()
 
     async def register(self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...]) -> None:
         """Return when what letters gave is registered together with their end, or is left out: they were gone already.

@@ -258,10 +258,10 @@ async def test_what_was_written_since_the_last_cut_is_counted_whichever_server_c
     await writing.flusher.cut(10_000, close_all=False)
     assert writing.flusher.uncut_bytes == 0
     await writing.flush(batches[1:], "interval")
-    writing.flusher.learn(writing.registered())
+    writing.restore(writing.registered())
     assert writing.flusher.uncut_bytes == batches[1].bytes + batches[2].bytes
     writing.ledger.store.cut([W[1]])
-    writing.flusher.learn(writing.registered())
+    writing.restore(writing.registered())
     assert writing.flusher.uncut_bytes == 0
 
 

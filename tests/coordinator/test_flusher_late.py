@@ -152,7 +152,7 @@ async def test_what_other_servers_did_is_learned(again: Writing) -> None:
     )
     assert other.register(far, now_ms=0).registered
     told = ServerState("one", again.clock.now_ms())
-    again.flusher.learn(await again.ledger.sync(told))
+    again.restore(await again.ledger.sync(told))
     assert len(again.flusher.cut_windows.due_ms) == 1
     entries = await again.flusher.cut(None, close_all=True)
     assert [(entry.window_id, entry.revision) for entry in entries] == [(W[3], 1), (W[0], 2)]

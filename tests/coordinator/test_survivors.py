@@ -15,6 +15,7 @@ from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import Holder, View, Watermark
@@ -66,6 +67,7 @@ def member(ledger: Any) -> Membership:
     lineage = Lineage()
     return Membership(
         ledger=ledger,
+        view=LedgerView(ledger.server_id),
         lineage=lineage,
         watermark=Watermark(CoordinatorRules(), lineage, 0),
         clock=VirtualClock(0),

@@ -14,6 +14,7 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.watermark import Watermark
@@ -54,6 +55,7 @@ class Writing:
             spec=spec,
             shape="0" * 12,
             ledger=ledger,
+            view=LedgerView(ledger.server_id),
             store=store,
             clock=clock,
             unique=lambda: f"u{next(names)}",
@@ -75,7 +77,8 @@ class Writing:
         return writing
 
     def restore(self, state: LedgerState) -> None:
-        self.flusher.learn(state)
+        self.flusher.view.state = state
+        self.flusher.follow_ledger()
 
     async def flush(self, batches: list[BufferedBatch], reason: str = "interval") -> Flushed:
         flushed = await self.flusher.flush(batches, reason, self.durable)

@@ -14,6 +14,7 @@ from coordinator.outcomes import outcome
 from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import Buffer
+from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.shards import RedriveIntake
 from mldserver.deadletters import redriver as wanted
 from mldserver.deadletters.redriver import Redriver, portions, wanted_portions
@@ -110,7 +111,7 @@ class House:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.store)
-        self.redriving = RedriveIntake("one", None, self.buffer, self.flush)
+        self.redriving = RedriveIntake(LedgerView("one"), None, self.buffer, self.flush)
 
     async def flush(self, reason: str) -> None:
         from mldserver.ledger.contract import Flush  # beside its only use
@@ -242,10 +243,10 @@ async def test_letters_that_are_gone_before_their_turn_are_left_out(
 
 async def test_another_servers_shard_is_left_to_it(house: House) -> None:
     shards = {"a": ShardState("a", 1, owner="two")}
-    house.redriving.learn(LedgerState(shards=shards, redrives=3))
+    house.redriving.view.state = LedgerState(shards=shards, redrives=3)
     await house.redriver().round()
     assert (house.handler.calls, house.redriving.wanted) == ([], 3)
-    house.redriving.learn(LedgerState(shards={"a": replace(shards["a"], ended_ms=5)}))
+    house.redriving.view.state = LedgerState(shards={"a": replace(shards["a"], ended_ms=5)})
     await house.redriver().round()
     assert house.left() == []
 
@@ -287,12 +288,12 @@ async def test_a_key_goes_on_also_when_the_ledger_was_away_as_its_last_letter_we
     claim = house.owners.take("a")
     claim.opened = True
     house.redriving.flush = flush
-    house.redriving.learn(LedgerState(redrives=3))
+    house.redriving.view.state = LedgerState(redrives=3)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(house.redriver(parks=True).run())
         await house.clock.advance(2)
         assert (house.handler.calls, house.left()) == ([("process", "a", [1, 2, 9])], [])
-        house.redriving.learn(LedgerState())
+        house.redriving.view.state = LedgerState()
         house.ledger.failing = False
         if not stays:
             house.owners.release("a", claim)
@@ -309,7 +310,7 @@ async def test_it_looks_only_when_something_is_wanted_and_again_when_the_ledger_
     async with asyncio.TaskGroup() as group:
         running = group.create_task(house.redriver().run())
         await house.clock.advance(2)
-        house.redriving.learn(LedgerState(redrives=3))
+        house.redriving.view.state = LedgerState(redrives=3)
         await house.clock.advance(2)
         assert house.handler.calls == []
         house.ledger.failing = False
