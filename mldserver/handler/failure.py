@@ -7,10 +7,10 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _MESSAGE_LIMIT = 10_000
 _TRACEBACK_LIMIT = 20_000
 _REMEMBERED: Final = 1_000
-"""Classes and places that are remembered, each; what is beyond costs time, nothing else."""
+"""Places that are remembered; what is beyond costs time, nothing else."""
 _VALUES: Final = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
 """What differs from one refused row to the next."""
 _OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
@@ -85,27 +85,19 @@ def bad_row(text: str) -> Failure:
     return Failure(f"BadRow: {text}", names=("BadRow",))
 
 
-class _Class(NamedTuple):
-    """The names of a class of errors. It keeps the class alive, so that no other class gets its id."""
-
-    cls: type
-    name: str
-    shown: str
-    """As in a traceback's last line."""
-    names: tuple[str, ...]
-
-
-_classes: dict[int, _Class] = {}
 _frames: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}
 """Tracebacks without their last line, by the ids of their code (kept alive here) and the places in it. To render one takes
-longer than most handlers do: under a stream of errors nothing else would happen."""
+longer than most handlers do: a stream of errors would take all the time."""
 
 
 def describe(error: BaseException) -> Failure:
     """Return an error of the user's code as text: its own frames only, bounded. Never fails, whatever the error's code does."""
-    cls, frames = _class_of(error), ""
+    cls, frames = type(error), ""
+    names = tuple(
+        f"{_of_class(base, '__module__')}.{_of_class(base, '__qualname__')}" for base in type.mro(cls)[:-1]
+    )
     message = printed(error)
-    summary = f"{cls.name}: {message}" if message else cls.name
+    summary = ": ".join(filter(None, (_of_class(cls, "__qualname__"), message)))
     try:
         # Skip the server's frames at the top, unless all frames are the server's.
         place = error.__traceback__
@@ -114,77 +106,21 @@ def describe(error: BaseException) -> Failure:
         place = place or error.__traceback__
         frames = _frames_of(place)
         caused = error.__cause__ or (error.__context__ and not error.__suppress_context__)
-        if not caused and not _is_special(error):
-            text = _middle_cut(frames + _last_line(cls, message))
+        if caused or isinstance(error, SyntaxError | BaseExceptionGroup) or hasattr(error, "__notes__"):
+            lines = traceback.TracebackException(cls, error, place, compact=True).format()
+            text = _middle_cut("".join(map(_middle_cut, lines)))
         else:
-            text = _middle_cut("".join(map(_middle_cut, _rendered(error, place, frames))))
+            shown = names[0].removeprefix("builtins.").removeprefix("__main__.")
+            text = _middle_cut(f"{frames}{': '.join(filter(None, (shown, message)))}\n")
     except BaseException:  # noqa: BLE001  # the user's exception may fail in any way; its name is better than nothing
         text = f"{summary}\n"
     if not isinstance(error, Verdict):
-        return Failure(summary, text, cls.names, frames=frames)
+        return Failure(summary, text, names, frames=frames)
     requested = next((each for kind, each in _REQUESTED.items() if isinstance(error, kind)), None)
     # A subclass may hold something else there than a number of seconds, or some of the records.
     after = _safely(lambda: _after(error), None)
     records = _safely(lambda: None if error.records is None else tuple(error.records), None)
-    return Failure(summary, text, cls.names, requested, after, records, frames)
-
-
-def _class_of(error: BaseException) -> _Class:
-    cls = type(error)
-    known = _classes.get(id(cls))
-    if known is None:
-        names = tuple(
-            f"{_of_class(base, '__module__')}.{_of_class(base, '__qualname__')}"
-            for base in type.mro(cls)[:-1]
-        )
-        shown = names[0].removeprefix("builtins.").removeprefix("__main__.")
-        known = _Class(cls, _of_class(cls, "__qualname__"), shown, names)
-        if len(_classes) >= _REMEMBERED:
-            _classes.clear()
-        _classes[id(cls)] = known
-    return known
-
-
-def _rendered(error: BaseException, place: TracebackType | None, frames: str) -> Iterator[str]:
-    """Yield what ``traceback`` would, causes first, but from what is remembered of places."""
-    chain: list[tuple[BaseException, TracebackType | None, str, str]] = []
-    seen: set[int] = set()
-    link = ""
-    while True:
-        seen.add(id(error))
-        chain.append((error, place, frames, link))
-        if _is_special(error):
-            break  # it is rendered with what caused it
-        if (cause := error.__cause__) is not None:
-            link = _CAUSE
-        elif (cause := error.__context__) is not None and not error.__suppress_context__:
-            link = _CONTEXT
-        else:
-            break
-        if id(cause) in seen:
-            break
-        error, place = cause, cause.__traceback__
-        frames = _frames_of(place)
-    for error, place, frames, link in reversed(chain):
-        if _is_special(error):
-            yield from traceback.TracebackException(type(error), error, place, compact=True).format()
-        else:
-            yield frames
-            yield _last_line(_class_of(error), printed(error))
-        yield link
-
-
-_CAUSE: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
-_CONTEXT: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
-
-
-def _last_line(cls: _Class, message: str) -> str:
-    return f"{cls.shown}: {message}\n" if message else f"{cls.shown}\n"
-
-
-def _is_special(error: BaseException) -> bool:
-    """Whether an error's report needs more than its frames and its message."""
-    return isinstance(error, SyntaxError | BaseExceptionGroup) or hasattr(error, "__notes__")
+    return Failure(summary, text, names, requested, after, records, frames)
 
 
 def _frames_of(place: TracebackType | None) -> str:

@@ -9,7 +9,6 @@ fault is named with its column and value, and all others keep their rows.
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -67,7 +66,6 @@ class RowBuilder:
         self._known = frozenset(self._names)
         self._width = -1 if schema is None else len(self._names)
         self._converters = [converter(column.sql, column.type) for column in columns]
-        self._fits = [convert.fits for convert in self._converters]
         self._null_faults = [
             None if each.nullable else "it is null, but declared NOT NULL" for each in columns
         ]
@@ -98,7 +96,7 @@ class RowBuilder:
             value, kind = tuple(map(value.get, self._names)), tuple
         if kind is tuple and len(value) == self._width:
             row = value if not self._copied else self._own(value)
-            if not self._at_once or all(map(operator.call, self._fits, row)):
+            if not self._at_once:
                 return row
         elif kind is list and not (self._at_once or self._copied) and set(map(type, value)) == _TUPLES:
             # Some may be of another width, but none can change.
@@ -129,17 +127,17 @@ class RowBuilder:
         rows, records, faults = self._flatten(returned)
         if not rows:
             return Built(None, [], faults)
-        arrays = self._arrays(rows)
-        if arrays is None:
+        arrays, bad = self._arrays(rows)
+        if bad:
             for row, record in zip(rows, records, strict=True):
-                if fault := self._row_fault(row):
+                if fault := self._row_fault(row, bad):
                     faults.setdefault(record, fault)
             kept = [place for place, record in enumerate(records) if record not in faults]
             rows, records = [rows[place] for place in kept], [records[place] for place in kept]
-            arrays = self._arrays(rows)
+            arrays, bad = self._arrays(rows)
         if not rows or self._schema is None:
             return Built(None, [], faults)
-        assert arrays is not None, "rows without a fault convert"
+        assert not bad, "rows without a fault convert"
         return Built(pa.Table.from_arrays(arrays, schema=self._schema.arrow), records, faults)
 
     def _flatten(
@@ -183,31 +181,30 @@ class RowBuilder:
             return tuple([value.get(name) for name in self._names])
         raise BadRow(f"{shown(value)} is not a row: return a tuple, a dict, a list of rows, or None")
 
-    def _arrays(self, rows: Sequence[tuple[Any, ...]]) -> list[Any] | None:
-        """Return one array a column, or None when some value is at fault."""
-        arrays = []
+    def _arrays(self, rows: Sequence[tuple[Any, ...]]) -> tuple[list[Any], list[int]]:
+        """Return an array for each column, and the places of the columns in which some value is at fault."""
+        arrays, bad = [], []
         for place, (convert, null_fault) in enumerate(zip(self._converters, self._null_faults, strict=True)):
             try:
                 array = convert.array([row[place] for row in rows])
             except Exception:  # noqa: BLE001  # Arrow and the values' own code may raise anything
-                return None
-            if array.null_count and null_fault:
-                return None
-            arrays.append(array)
-        return arrays
-
-    def _row_fault(self, row: tuple[Any, ...]) -> str:
-        """Return what is wrong with a row; empty when nothing is."""
-        problems = []
-        columns = zip(self._names, self._converters, self._null_faults, row, strict=True)
-        for name, convert, null_fault, value in columns:
-            if convert.fits(value):
+                bad.append(place)
                 continue
+            if array.null_count and null_fault:
+                bad.append(place)
+            arrays.append(array)
+        return arrays, bad
+
+    def _row_fault(self, row: tuple[Any, ...], places: Iterable[int] | None = None) -> str:
+        """Return what is wrong with a row, in the columns ``places`` or in any; empty when nothing is."""
+        problems = []
+        for place in range(self._width) if places is None else places:
+            convert, value = self._converters[place], row[place]
             problem = convert.fault(value)
             if problem is None and convert.one(value) is None:
-                problem = null_fault
+                problem = self._null_faults[place]
             if problem:
-                problems.append(f"column {name}: {problem}")
+                problems.append(f"column {self._names[place]}: {problem}")
         return "; ".join(problems)
 
 

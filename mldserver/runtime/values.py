@@ -13,7 +13,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import date, datetime
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from types import GeneratorType
@@ -79,8 +79,6 @@ class Converter:
     """Types that Arrow takes without a change of meaning."""
     normal: Callable[[Any], Any]
     """Returns a plain value for one of another type; raises ValueError with the reason."""
-    fits: Callable[[Any], bool]
-    """Says quickly of most values that can be in the column that they can; null is for others to judge."""
 
     def array(self, values: Sequence[Any]) -> Any:
         """Return ``values`` as an Arrow array. Raises whatever the first bad value makes Arrow or Python raise."""
@@ -124,24 +122,8 @@ def converter(sql: str, type_: Any) -> Converter:
     elif types.is_struct(type_):
         normal = partial(_structured, {field.name: converter("", field.type) for field in type_})
     else:
-        plain, normal = next((plain, normal) for test, plain, normal, _ in _SCALARS if test(type_))
-    return Converter(sql, type_, frozenset({*plain, type(None)}), normal, _fitting(type_))
-
-
-def _fitting(type_: Any) -> Callable[[Any], bool]:
-    if types.is_integer(type_):
-        limit = 1 << (type_.bit_width - 1)
-        return lambda value: type(value) is int and -limit <= value < limit
-    if types.is_string(type_):
-        return lambda value: type(value) is str and value.isascii()
-    if types.is_timestamp(type_):
-        zone = UTC if type_.tz else None
-        return lambda value: type(value) is datetime and value.tzinfo is zone
-    if types.is_list(type_):
-        element = _fitting(type_.value_type)
-        return lambda value: type(value) is list and all(map(element, value))
-    only = next((kind for test, _, _, kind in _SCALARS if test(type_)), None)
-    return lambda value: type(value) is only
+        plain, normal = next((plain, normal) for test, plain, normal in _SCALARS if test(type_))
+    return Converter(sql, type_, frozenset({*plain, type(None)}), normal)
 
 
 def _refuse(_: Any) -> Any:
@@ -242,15 +224,15 @@ def _structured(fields: dict[str, Converter], value: Any) -> dict[str, Any]:
     return {name: field.one(value.get(name)) for name, field in fields.items()}
 
 
-_Scalar = tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any], type | None]
+_Scalar = tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any]]
 _SCALARS: Final[tuple[_Scalar, ...]] = (
-    (types.is_boolean, (bool,), _refuse, bool),
-    (types.is_integer, (int,), _integer, None),
-    (types.is_float64, (float, int), partial(_real, sys.float_info.max), float),
-    (types.is_float32, (), partial(_real, float(np.finfo(np.float32).max)), None),
-    (types.is_string, (str,), _text, None),
-    (types.is_binary, (bytes,), _bytes, bytes),
-    (types.is_decimal, (Decimal, int), _decimal, None),
-    (types.is_date32, (date,), _date, date),
+    (types.is_boolean, (bool,), _refuse),
+    (types.is_integer, (int,), _integer),
+    (types.is_float64, (float, int), partial(_real, sys.float_info.max)),
+    (types.is_float32, (), partial(_real, float(np.finfo(np.float32).max))),
+    (types.is_string, (str,), _text),
+    (types.is_binary, (bytes,), _bytes),
+    (types.is_decimal, (Decimal, int), _decimal),
+    (types.is_date32, (date,), _date),
 )
-"""For each test of a column's type: its plain types, the function for all others, and the type of which every value fits."""
+"""For each test of a column's type: the types that Arrow takes as they are, and the function for all others."""

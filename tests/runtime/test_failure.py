@@ -309,7 +309,7 @@ def test_failures_of_one_place_have_one_fingerprint_whatever_they_say() -> None:
     assert refused[0] == refused[1] != bad_row("column m: 'x' is not INT").fingerprint
 
 
-def test_what_is_remembered_of_places_and_classes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_of_places_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mldserver.handler.failure._REMEMBERED", 2)
     for number in range(5):
         module: dict[str, Any] = {}
@@ -317,7 +317,6 @@ def test_what_is_remembered_of_places_and_classes_is_bounded(monkeypatch: pytest
         assert f"E{number}" in describe(_caught(module["fail"])).traceback
     from mldserver.handler import failure
 
-    assert len(failure._classes) <= 2
     assert len(failure._frames) <= 2
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mldserver.handler.spec import parse_schema
 from mldserver.runtime.rows import BadRow, RowBuilder
-from mldserver.runtime.values import converter
 
 pytestmark = pytest.mark.quick
 
@@ -272,10 +271,3 @@ def test_a_fault_is_found_at_once_when_and_only_when_it_is_found_at_the_end(sche
     with pytest.raises(BadRow) as caught:
         taken((value,), schema=schema, at_once=True)
     assert str(caught.value) == built.faults[0]
-
-
-@given(st.sampled_from(ONE_COLUMN), ANY_VALUE)
-def test_a_value_that_fits_at_a_glance_has_no_fault(schema: Any, value: Any) -> None:
-    (column,) = schema.columns
-    convert = converter(column.sql, column.type)
-    assert not convert.fits(value) or convert.fault(value) is None
