@@ -258,7 +258,7 @@ class WorkerRuntime:
             finally:
                 worker.searches -= 1
         finally:
-            held.let_go()
+            held.close()
         return outcome
 
     async def _tried(
@@ -333,7 +333,7 @@ class WorkerRuntime:
         outcome: BatchOutcome
         if message.inline is None and offset is None:
             async with process.files:
-                outcome = await process.ask(message, (await held.file(),))
+                outcome = await process.ask(message, (held.file(),))
         else:
             outcome = await process.ask(message, offset=offset)
         process.done += delivery.part is None

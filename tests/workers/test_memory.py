@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
@@ -21,7 +18,6 @@ from mldserver.workers.shared_memory import (
     Held,
     Mark,
     line_file,
-    made,
     rows_bytes,
     rows_file,
     rows_from,
@@ -99,45 +95,13 @@ def test_what_is_no_arrow_stream_is_refused() -> None:
         rows_from(b"not arrow at all")
 
 
-async def test_a_file_that_is_made_when_nobody_waits_for_it_any_more_is_closed() -> None:
-    go, closed = threading.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def make() -> int:
-        go.wait()
-        return line_file(b"x")
-
-    def close(file: int) -> None:
-        os.close(file)
-        loop.call_soon_threadsafe(closed.set)
-
-    before = descriptors()
-    making = asyncio.create_task(made(make, close))
-    await asyncio.sleep(0)
-    making.cancel()
-    await asyncio.wait({making})
-    assert making.cancelled()
-    go.set()
-    await closed.wait()
-    assert descriptors() == before
-
-
-async def test_what_is_made_comes_back_and_so_does_why_it_cannot_be() -> None:
-    assert await made(lambda: 7, print) == 7
-    with pytest.raises(ZeroDivisionError):
-        await made(lambda: 1 // 0, print)
-
-
-async def test_a_long_lines_file_is_closed_however_busy_other_threads_are_and_nobody_waits_for_that() -> None:
-    go = threading.Event()
-    executor = ThreadPoolExecutor(1)
-    asyncio.get_running_loop().set_default_executor(executor)
+def test_a_line_without_room_is_kept_in_a_file_until_its_batch_is_done() -> None:
     before = descriptors()
     held = Held(MLDLine(bytearray(b"x" * 100), Version.V2))
-    held.own_file = line_file(b"x")
-    executor.submit(go.wait)
-    held.let_go()
-    assert descriptors() == before + 1
-    go.set()
-    await asyncio.to_thread(int)
+    files = [held.file(), held.file()]
+    assert [os.pread(file, 200, 0) for file in files] == [b"x" * 100] * 2
+    for file in files:
+        os.close(file)
+    held.close()
+    held.close()
     assert descriptors() == before
