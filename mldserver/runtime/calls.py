@@ -2,8 +2,8 @@
 
 Whatever a hook raises comes back as a value, so nothing of the user's can travel through the server as an exception:
 ``SystemExit``, ``StopIteration``, ``GeneratorExit`` and a ``CancelledError`` that the hook made itself are failures
-like any other. Two things are not the hook's and pass through: the cancellation of the calling task, even when the
-hook swallows it, and a ``KeyboardInterrupt`` on the thread of the server's own event loop, which is the operator's.
+like any other. So is ``KeyboardInterrupt``: the server handles the operator's Ctrl-C as a signal. Only the cancellation
+of the calling task passes through, even when the hook swallows it.
 
 Asynchronous calls run in a task of their own, one for all calls of a batch (or lane). Only so can it be known who
 cancels: libraries with time-outs cancel the task that they are in, and older ones do not take that back
@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -207,7 +206,6 @@ class Caller:
         thread: WorkerThread | None,
         deadlines: Deadlines,
         clock: Clock,
-        interrupts: bool = True,
         watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -215,11 +213,9 @@ class Caller:
 
         ``deadlines`` are looked after while they are run.
 
-        ``interrupts``: whether a KeyboardInterrupt on the event loop's thread is the operator's, and passes through.
         ``watched``: whether another thread looks at calls on the event loop, too.
         ``mark`` is given 1 when a run of calls begins, on the thread where it does, and -1 when it ends.
         """
-        self._interrupts = interrupts
         self._mark = mark
         self.watched = watched
         self._pid = os.getpid()
@@ -319,11 +315,9 @@ class Caller:
                         break
                 value = function(argument)
                 values.append(value if type(value) in plain else take(value))
-        except BaseException as error:  # the user's code may raise anything; see the module
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
             if os.getpid() != self._pid:
                 os._exit(1)  # the hook has forked: its child may not go on as another of this process
-            if self.is_operators(error):
-                raise
             returned.failure = bad_row(str(error)) if type(error) is BadRow else describe(error)
         finally:
             asyncio._set_running_loop(loop)  # noqa: SLF001  # see above
@@ -340,14 +334,6 @@ class Caller:
             if watch is self.deadlines.here:
                 self.deadlines.tell_here()
             watch.started_ms = None
-
-    def is_operators(self, error: BaseException) -> bool:
-        """Whether an error is none of the handler's, but Ctrl-C: that comes on the main thread alone."""
-        return (
-            self._interrupts
-            and isinstance(error, KeyboardInterrupt)
-            and threading.current_thread() is threading.main_thread()
-        )
 
     async def _call_each(
         self,
@@ -375,9 +361,7 @@ class Caller:
             try:
                 value = await hook.function(argument)
                 value = value if type(value) in plain else hook.take(value)
-            except BaseException as error:  # the user's code may raise anything; see the module
-                if self.is_operators(error):
-                    raise
+            except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
                 failure, value = bad_row(str(error)) if type(error) is BadRow else describe(error), None
             if cancelling():
                 late = await _take_back(task)

@@ -67,7 +67,6 @@ class InlineRuntime:
         deadline_seconds: float | None = None,
         concurrency: int | None = None,
         at_once: bool = False,
-        interrupts: bool = True,
         watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -76,7 +75,7 @@ class InlineRuntime:
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
         time): then an asynchronous call is cancelled and has failed, and a synchronous one is logged. ``at_once``:
-        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts``, ``watched`` and
+        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``watched`` and
         ``mark``: as ``Caller`` has them.
         """
         lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
@@ -103,7 +102,6 @@ class InlineRuntime:
                 thread=None if here else self._thread,
                 deadlines=self.deadlines,
                 clock=clock,
-                interrupts=interrupts,
                 watched=watched,
                 mark=mark,
             ),

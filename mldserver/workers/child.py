@@ -122,7 +122,6 @@ class Child:
                     deadline_seconds=start.deadline_seconds,
                     concurrency=start.concurrency,
                     at_once=True,
-                    interrupts=False,  # Ctrl-C is for the server: here it can only be the handler's own
                     watched=True,
                     mark=self._mark.add,
                 )

@@ -334,7 +334,9 @@ async def test_a_line_that_is_no_batch_is_raised_and_the_handler_not_called(
 
 
 @any_hook
-@pytest.mark.parametrize("error", ["SystemExit", "StopIteration", "GeneratorExit", "CancelledError"])
+@pytest.mark.parametrize(
+    "error", ["SystemExit", "StopIteration", "GeneratorExit", "CancelledError", "KeyboardInterrupt"]
+)
 async def test_what_would_end_the_server_is_a_failure_like_any_other(stage: Stage, error: str) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", f"raise {error}", "row")
@@ -347,20 +349,6 @@ async def test_an_error_may_say_what_no_text_can_hold(stage: Stage) -> None:
     shard = await stage.opened()
     (letter,) = (await shard.process("mumbles", "row")).effects.dead_letters
     assert letter.error.encode(errors="backslashreplace") == rb"ValueError: \udc80 is no text"
-
-
-@over("ByRecord", "ByBatch", "ByTable", kinds=("inline", "workers"))
-async def test_an_interrupt_that_a_synchronous_hook_raises_is_a_failure_like_any_other(stage: Stage) -> None:
-    shard = await stage.opened()
-    outcome = await shard.process("row", "raise KeyboardInterrupt", "row")
-    assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
-    assert outcome.effects.dead_letters[0].error == "KeyboardInterrupt: no good"
-
-
-@over("ByRecordAsync", "ByBatchAsync", kinds=("workers",))
-async def test_so_is_one_that_an_asynchronous_hook_raises_in_a_worker(stage: Stage) -> None:
-    shard = await stage.opened()
-    assert dead(await shard.process("row", "raise KeyboardInterrupt", "row")) == [2]
 
 
 # What handlers say about their own failures.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mldserver.base.threads import WorkerThread
-from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Deadlines, Returned
+from mldserver.runtime.calls import BoundHook, Caller, Deadlines
 from mldserver.testing.stand_ins import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -95,17 +95,6 @@ async def test_whatever_a_hook_raises_is_its_failure(bench: Any, error: Any, tol
         returned = await bench.run(hook)
         # A coroutine cannot raise StopIteration: Python turns it into a RuntimeError.
         assert returned.failure.error in {told, "RuntimeError: coroutine raised StopIteration"}
-
-
-async def test_ctrl_c_on_the_loops_thread_is_the_operators(bench: Any) -> None:
-    async def hook(argument: Any) -> None:
-        raise KeyboardInterrupt
-
-    # Not in a task of its own: one that is interrupted ends the loop with it.
-    bound = BoundHook("hook", hook, is_async=True)
-    call = bench.caller()._call_each(bound, [None], CallWatch(), Returned(), lambda: False)
-    with pytest.raises(KeyboardInterrupt):
-        await call
 
 
 async def test_an_interrupt_that_a_hook_raises_on_the_worker_thread_is_its_failure(bench: Any) -> None:
