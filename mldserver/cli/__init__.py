@@ -23,7 +23,7 @@ from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR, MldserverError, Operator
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells expect."""
 EXIT_READER_GONE: Final = 141
-"""128 + SIGPIPE, which ends other programs where it does not end Python's."""
+"""128 + SIGPIPE: the signal ends other programs, but Python ignores it."""
 
 _PROSE_WIDTH: Final = 110
 
@@ -86,7 +86,7 @@ _ELSEWHERE: Final = {
         for name in ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
     },
 }
-"""Commands whose module has another's name."""
+"""Commands whose module has a different name."""
 
 _STDOUT: Final = 1
 _STDERR: Final = 2
@@ -145,7 +145,7 @@ def complain(text: str) -> None:
 
 
 def working_directory() -> Path:
-    """Return it. Raises OperatorError when it was deleted, or cannot be looked up."""
+    """Return the working directory. Raises OperatorError when it was deleted, or cannot be read."""
     try:
         return Path.cwd()
     except OSError as error:
@@ -173,7 +173,7 @@ def show_page(topic: str | None = None, /) -> None:
     mldserver help settings | less
     ```
 
-    In a terminal it is set for reading; elsewhere it is the page's Markdown.
+    A terminal shows the page formatted; otherwise the output is its Markdown.
     """
     import mldserver  # noqa: PLC0415  # other commands need none of it
 

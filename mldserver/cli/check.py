@@ -109,7 +109,7 @@ def render(handler: str, report: TrialReport) -> str:
 
 
 def failure_lines(failures: Iterable[FailureClass]) -> list[str]:
-    """Return failed records as text: how many of each class of error, and where and with what the first one was."""
+    """Return failed records as text: for each class of error the count, and the place and data of the first."""
     lines = []
     for failure in failures:
         lines.append(f"{failure.records} with {harmless(failure.name)}, such as")

@@ -117,7 +117,7 @@ def _described(case: Case) -> dict[str, Any]:
 
 
 def _target(child: Sequence[str]) -> Target:
-    """Return where children are: one word that is an address, or a command. Raises ConfigError when nothing is named."""
+    """Return the child's address, or the command that starts it. Raises ConfigError when nothing is named."""
     if not child:
         raise ConfigError("No child is named.", advice="Give HOST:PORT, unix:PATH, or -- COMMAND.")
     if len(child) == 1 and ("/" not in child[0] or child[0].startswith("unix:")):
@@ -129,7 +129,7 @@ def _target(child: Sequence[str]) -> Target:
 
 
 def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
-    """Return what became of each case, and how many of each section came to what, as one document."""
+    """Return the result of each case, and the counts of each section by verdict, as one document."""
     return {
         "schema": 1,
         "mldserver": __version__,

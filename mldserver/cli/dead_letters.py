@@ -167,8 +167,9 @@ def redrive_letters(
     ----------
     files
         Letters in files (`dead_letters = jsonl` or `parquet`, or `s3://…`), as paths or URIs; `*` stands for any name in a
-        folder. They are put into the ledger first; letters that the ledger already has are not added again. cancel Cancel
-        the redrive of letters that no server has taken yet.
+        folder. They are put into the ledger first; letters that the ledger already has are not added again.
+    cancel
+        Cancel the redrive of letters that no server has begun.
     """
     settings = settings_at(where)
     if files:
@@ -226,7 +227,7 @@ def _letters_named(
 ) -> list[StoredLetter]:
     """Return letters by their ids, or their records' (``shard/sequence/sub``, with or without the pipeline before it).
 
-    All are looked for before one is used.
+    All must exist before one is used.
     """
     by_name: dict[str, StoredLetter] = {}
     for stored in _ALL.matching(ledger, runner):
@@ -261,7 +262,7 @@ def _chosen_ids(
 
 
 def _import_letters(settings: Settings, places: list[str]) -> tuple[int, int]:
-    """Put the letters of files into the ledger, wanted; return how many, and how many are delivered again anyway.
+    """Put the letters of files into the ledger, to be redriven; return how many, and how many are delivered again anyway.
 
     All files are read before the first letter is put in. One that lies behind its shard's position was written by a
     server that died before it could move the position: its record comes again from the daemon.

@@ -358,7 +358,7 @@ def _read(file: Path, pipeline: str) -> LedgerState:
 
 
 def _files_named(state: LedgerState) -> Iterator[str]:
-    """Yield the files that a ledger counts on."""
+    """Yield the files that a ledger needs."""
     yield from state.paths()
     for entry in state.windows.values():
         if entry.staging is not None:

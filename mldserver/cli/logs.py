@@ -44,7 +44,7 @@ _CHUNK: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LineView:
-    """How lines are shown: which, and in what form."""
+    """Which lines are shown, and in which form."""
 
     selection: Selection
     raw: bool
@@ -129,7 +129,7 @@ def logs(
 
 
 def _show(view: LineView, lines: Iterable[bytes], last: int | None = None) -> None:
-    """Write lines as they come; with ``last`` only the last so many, at the end."""
+    """Write lines as they come, or only the ``last`` ones, at the end."""
     out = sys.stdout.buffer
     shown = (text for line in lines if (text := view.shown(line)) is not None)
     for line in shown if last is None else deque(shown, maxlen=min(last, sys.maxsize)):
@@ -159,7 +159,7 @@ def _standard_input() -> Iterator[bytes]:
 def show_file(
     path: Path, view: LineView, *, last: int | None, follow: bool, wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Show a file, from its ``last`` lines on, and with ``follow`` what comes, asking again after each ``wait``.
+    """Show a file from its ``last`` lines on. With ``follow``, show new lines too, reading again after each ``wait``.
 
     Raises ConfigError if the file does not exist; with ``follow`` the file may appear later.
     """

@@ -103,7 +103,7 @@ def serve(handler: Handler = None, /, *, config: Config = None, **given: object)
 def takes_settings(app: App, command: Callable[..., int]) -> None:
     """Make ``command`` what an application runs, with the table of settings in the place of its ``**given``.
 
-    ``--help`` shows the settings of the first days, ``--help-all`` every one.
+    ``--help`` shows the common settings, ``--help-all`` every setting.
     """
     own = inspect.signature(command, eval_str=True)
     kept = [option for option in own.parameters.values() if option.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -115,7 +115,7 @@ def takes_settings(app: App, command: Callable[..., int]) -> None:
         return app
 
     def help_all() -> None:
-        """Display every option, those too that are rarely needed, and exit."""
+        """Display every option, including rarely needed ones, and exit."""
         whole = App(name=f"mldserver {app.name[0]}", help=app.help, help_format="markdown", usage=app.usage)
         among(whole, rare=True).help_print([])
 

@@ -32,7 +32,7 @@ from mldserver.ledger.sqlite_file import pipeline_of
 EXIT_NOT_READY: Final = 3
 
 _WINDOWS: Final = 5
-"""The latest windows that are shown; more only of those that are not done."""
+"""How many of the latest windows are shown; unfinished windows are always shown."""
 _LETTERS: Final = 3
 
 _HELP = """
@@ -135,7 +135,7 @@ HERE: Final = ServerOptions()
 
 
 def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
-    """Return a server's status, raw and parsed. A server that is not alive is not ready, whatever its last status says.
+    """Return a server's status, raw and parsed. A server that is not alive is not ready, even if its last status says so.
 
     Raises NoAnswer if no server, or a server of another ``pipeline``, answers; Refused if the server denies access.
     """

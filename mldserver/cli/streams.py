@@ -34,7 +34,7 @@ mldserver streams describe orders --endpoint-url http://127.0.0.1:8000 --json
 """
 _PATIENCE_SECONDS: Final = 20.0
 _EMPTY_PAGES: Final = 5
-"""So many in a row cross any gap of an open shard."""
+"""This many empty pages in a row cross any gap of an open shard."""
 
 app = App(name="streams", help=_HELP, help_format="markdown")
 
@@ -46,7 +46,7 @@ class _Row(NamedTuple):
     held: ShardState | None = None
     """What the ledger stores about the shard."""
     lag_ms: int | None = None
-    """The age of the oldest change behind the ledger's position; 0: there is none. None: not known."""
+    """The age of the oldest change after the ledger's position; 0: no change; None: unknown."""
     note: str = ""
 
 
@@ -195,7 +195,7 @@ def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str
 
 
 def _summary(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what only the text has: how many shards are in each state, and a note about a stream that was disabled."""
+    """Return what only the text shows: the number of shards in each state, and a note about a disabled stream."""
     newest = document["newest_enabled"]
     other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
     note = f"What is left of this stream can be read for 24 hours after it was disabled. {other}"

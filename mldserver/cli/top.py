@@ -60,7 +60,7 @@ class Screen:
     def refresh(self, height: int = sys.maxsize) -> float:
         """Ask the server, or else read the ledger; return the seconds until the next time.
 
-        ``height``: lines of the terminal; shards get half of them. Raises OperatorError when the server refuses, and when
+        ``height`` is the terminal's, in lines; shards get one half. Raises OperatorError when the server refuses, and when
         neither a server nor a ledger has answered yet.
         """
         try:

@@ -1,4 +1,4 @@
-"""A catalogue of what the MultiLangDaemon may say to a child, and a judge of how the child takes it."""
+"""A catalogue of conversations between the MultiLangDaemon and a child, and a judge of the child's answers."""
 
 from __future__ import annotations
 

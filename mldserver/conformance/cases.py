@@ -1,7 +1,7 @@
-"""What a case is: the daemon's lines in order, and what a child may do with each. All of it is data.
+"""The data of a case: the daemon's lines in order, and what a child may answer to each.
 
 The lines are written as the Java writes them: compact JSON in raw UTF-8, ``action`` first in messages and last in records,
-``null`` for what is absent. ``SHARD`` stands for a shard's id; each run of a case puts one of its own there.
+``null`` for absent values. ``SHARD`` stands for a shard's id; each run of a case inserts its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mldserver.testing.fake_stream import TRIM_HORIZON, Place
 
 SHARD: Final = "@SHARD@"
 SHARD_ID_LENGTH: Final = 20
-"""Of what takes its place: ``shardId-`` and twelve digits."""
+"""Length of the id that replaces it: ``shardId-`` and twelve digits."""
 FIRST: Final = 49680413909947883502063281066617764366550132805456625682
 """The first record's sequence number, as Kinesis counts."""
 ARRIVAL_MS: Final = 1_795_221_970_967
@@ -29,7 +29,7 @@ FORM_NAMES: Final = {KCL3: "KCL 2 and 3", V2: "KCL 1.7.1 to 1.x", V1: "KCL befor
 
 
 class Want(enum.Enum):
-    """What must become of a request."""
+    """The right answer to a request."""
 
     STATUS = enum.auto()
     """One status."""
@@ -38,7 +38,7 @@ class Want(enum.Enum):
     EITHER = enum.auto()
     """A status, or the child closes: both are right."""
     NO_STATUS = enum.auto()
-    """Anything but a status, which would lose data: checkpoints asked for again, silence, or the end."""
+    """Anything except a status, which would lose data: repeated checkpoints, silence, or the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,32 +46,32 @@ class Ask:
     """A request of the daemon."""
 
     action: str
-    """What its status must name."""
+    """The action that the status must name."""
     line: bytes = b""
     """With its LF."""
     make: Callable[[], bytes] | None = None
-    """Makes a line that is too long to keep."""
+    """Makes a line that is too long to store."""
     start: Place | None = None
-    """Of ``initialize``: where the daemon's checkpoint is."""
+    """The daemon's checkpoint, in ``initialize``."""
     places: tuple[Place, ...] = ()
     """The records that it delivers."""
     ends: bool = False
     """Whether the shard is at its end: a status without a stored checkpoint blocks the shard's children."""
     replies: tuple[str | bytes | None, ...] = ()
-    """To its checkpoints in this order, then as the Java would: an error's name, None for a success, or bytes as they are."""
+    """Replies to the child's checkpoints in order: an error's name, None for a success, or raw bytes. Later ones as the Java replies."""
     reply_after: float = 0.0
     """Seconds that the daemon takes for each reply."""
     want: Want = Want.STATUS
     checkpointable: bool = True
-    """Whether a checkpoint may be asked for meanwhile."""
+    """Whether the child may ask for a checkpoint before it answers."""
     checkpoint: bool = False
-    """Whether the case shows nothing unless a checkpoint is asked for."""
+    """Whether the case proves nothing unless the child asks for a checkpoint."""
     piece: int = 0
     """Bytes that arrive at a time; 0: all at once."""
     pause: float = 0.0
     """Seconds between two pieces."""
     covers: bool = False
-    """Whether all that was delivered should be checkpointed when it is answered."""
+    """Whether every delivered record should be checkpointed when the child answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class HangUp:
 class Reopen:
     """The connection is over; another child (or connection) begins, for the same shard.
 
-    ``cut``: by a reset in place of an orderly end, where there is such a thing.
+    ``cut``: a reset ends the connection, not an orderly close.
     """
 
     cut: bool = False
@@ -137,13 +137,13 @@ class Case:
     section: str
     title: str
     source: str
-    """Where it stands in the Java, or on which documented behaviour it rests."""
+    """The Java class, or the documented behaviour, that the case rests on."""
     steps: tuple[Step, ...]
     form: Form
     strict: bool = True
-    """Whether what goes wrong hurts with a real daemon; else it is reported as not strict."""
+    """Whether a mistake does harm with a real daemon; else it is reported as not strict."""
     patience: float = 1.0
-    """By how much longer than others it may take."""
+    """Factor by which the case may take longer than others."""
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class Daemon:
     ) -> Ask:
         """Return a batch of records, or of the shard's n-th records that came in no aggregate.
 
-        ``behind`` in milliseconds, not in V1. ``line_of`` writes the message in another way than the daemon does.
+        ``behind`` in milliseconds, not in V1. ``line_of`` writes the message differently than the daemon does.
         """
         # KCL 2 and 3 number a record that came in no aggregate 0, KCL 1.x not at all.
         sub = 0 if self.form is KCL3 else None
@@ -271,7 +271,7 @@ class Daemon:
         return Ask(line=line({"action": "shutdown", "reason": reason}), action="shutdown", **ask)
 
     def provoke(self, *replies: str | bytes | None, **more: Any) -> Provoke:
-        """Return batches until the child has got these replies to its checkpoints; without any, one success."""
+        """Return the step that sends batches until the child has received these replies to its checkpoints; by default one success."""
         return Provoke(self.form, replies or (None,), **more)
 
 

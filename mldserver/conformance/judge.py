@@ -1,8 +1,8 @@
-"""The daemon's ears: what each line of a child does to a real daemon. No I/O.
+"""Judges a child's lines by what each does to a real daemon. No I/O.
 
-A child is read as the Java reads it. What would hurt there is a fault: the daemon waits for ever, its JVM exits with every
-shard of the host, records are acknowledged unread, a shard's children are blocked. What works and is a mistake all the same
-is a remark.
+Lines are read as the Java reads them. A mistake that does harm there is a fault: the daemon waits for ever, its JVM exits
+with every shard of the host, records are acknowledged unread, or a shard's children are blocked. Any other mistake is a
+remark.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mldserver.testing.fake_stream import (
 )
 
 ENDLESS: Final = 60
-"""Checkpoints for one request, beyond which a child is taken never to stop."""
+"""A child that asks for more checkpoints than this in one request will not stop."""
 AT_ONCE_SECONDS: Final = 0.01
-"""A checkpoint that was throttled and is asked for again sooner than this was not waited for."""
+"""A child that repeats a throttled checkpoint sooner than this did not wait."""
 
 _MOST_REMARKS: Final = 1000
 _PASSING: Final = frozenset({"ThrottlingException", "KinesisClientLibDependencyException"})
-"""Errors that pass by themselves."""
+"""Transient errors."""
 _GONE: Final = "ShutdownException"
 
 
@@ -54,7 +54,7 @@ class Judge:
         self.skipped = ""
         """The last line that the daemon could not read, and why; it explains a daemon that waits for ever."""
         self.replying = False
-        """Whether the daemon is about to reply to a checkpoint: nothing may come meanwhile."""
+        """Whether the daemon is about to reply to a checkpoint: the child must not write meanwhile."""
         self._replies: deque[str | bytes | None] = deque()
         self._delivered: set[tuple[str, int]] = set()
         self._gone = False
@@ -64,7 +64,7 @@ class Judge:
         self.checkpointer = CheckpointRange(TRIM_HORIZON, self._store)
 
     def begin_request(self, request: Ask) -> None:
-        """Note that a request goes out."""
+        """Record that the daemon sends a request."""
         self.asking, self.asked, self.skipped = request, 0, ""
         self._replies = deque(request.replies)
         self._throttled_at = None
@@ -78,7 +78,7 @@ class Judge:
             self.checkpointer.reach_end()
 
     def receive_line(self, text: str, now: float) -> bytes | None:
-        """Take a line; return the reply to it, if one is due. ``now``: seconds of steady time."""
+        """Judge a line; return the daemon's reply, if one is due. ``now``: seconds of steady time."""
         reply = read_reply(self._form, text)
         shown = text if len(text) <= 100 else f"{text[:100]}…"  # noqa: PLR2004  # as much as a report has room for
         if isinstance(reply, Ignored):
@@ -104,7 +104,7 @@ class Judge:
         return None
 
     def _fault(self, what: str) -> None:
-        """Note what would hurt. Where no daemon would have spoken so it cannot: then it is a mistake like others."""
+        """Record a harmful mistake. After a request that no daemon sends, a mistake does no harm: it is a remark."""
         refusable = self.asking is not None and self.asking.want is Want.REFUSAL
         (self.remarks if refusable else self.faults).append(what)
 

@@ -1,7 +1,7 @@
-"""Plays cases at a child: over TCP or a Unix socket with a connection each, or on the pipes of a process each.
+"""Plays cases at a child: with a connection for each over TCP or a Unix socket, or with a process for each.
 
-What comes is read as the Java's reader does: a line ends at CR, LF or both. A child is given ``patience`` for each of its
-lines; where none comes in time, the daemon would wait for ever.
+Input is read as the Java reads it: a line ends at CR, LF or both. A child may take ``patience`` for each line; after that,
+the daemon would wait for ever.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from mldserver.testing.daemon_session import abort, connect
 
 _READ_BYTES: Final = 1 << 16
 _SURPLUS_SECONDS: Final = 0.01
-"""How long after each answer is listened for a second one."""
+"""How long the player waits for a surplus line after each answer."""
 _NO_STATUS_SECONDS: Final = 2.0
-"""How long is listened for a status that must not come."""
+"""How long the player waits for a status that must not come."""
 _ENDS_ITSELF_SECONDS: Final = 5.0
 _BETWEEN_BATCHES_SECONDS: Final = 0.05
 _PROVOKING: Final = 1_000
-"""The first record's place where nothing is checkpointed yet."""
+"""The first record's place while no checkpoint is stored."""
 _ERROR_BYTES: Final = 2000
-"""Of the end of a child's standard error."""
+"""How much of the end of a child's standard error is kept."""
 
 
 class Grade(enum.StrEnum):
-    """What a case came to, from best to worst."""
+    """A case's verdict, from best to worst."""
 
     PASS = "pass"  # noqa: S105  # no secret
     NON_STRICT = "non-strict"
-    """It works with a real daemon, and is a mistake all the same."""
+    """A mistake that does no harm with a real daemon."""
     NOT_SHOWN = "not shown"
-    """The child never asked for the checkpoint that the case is about."""
+    """The child did not ask for the checkpoint that the case tests."""
     FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     verdict: Grade
@@ -131,7 +131,7 @@ class ChildPipes:
         return self._lines.popleft() if self._lines else None
 
     async def close(self, *, cut: bool = False) -> str:
-        """Let go, of a connection with ``cut`` by a reset; a process that still runs is killed. Return the end of its standard error."""
+        """Close the connection (with ``cut`` by a reset) or kill the process; return the end of its standard error."""
         if self.process is None:
             abort(self.writer, reset=cut)
         else:
@@ -151,11 +151,11 @@ class ChildPipes:
 
 
 class _Over(Exception):
-    """The case is decided: nothing more of it can be played."""
+    """The case is decided: the remaining steps are not played."""
 
 
 class Play:
-    """One case at one child after the other."""
+    """Plays one case, at one child or several in turn."""
 
     def __init__(self, case: Case, target: Target, shard_id: str, patience: float) -> None:
         """Prepare; ``patience``: seconds for each line of the child."""
@@ -166,9 +166,9 @@ class Play:
         self.judge = Judge(case.form)
         self.not_shown = ""
         self._ignores_input = False
-        """Whether a request is left unanswered on purpose: what still comes to it is nothing new."""
+        """Whether the child has left a request unanswered: its later lines are not judged."""
         self._child: ChildPipes
-        """There while steps are played."""
+        """Set while steps are played."""
 
     async def run(self) -> Result:
         """Play every step, release the child, and return the result. Raises OSError if the child does not exist."""
@@ -278,7 +278,7 @@ class Play:
         await self._quiet(_SURPLUS_SECONDS)
 
     async def _quiet(self, seconds: float) -> None:
-        """Listen for what must not come."""
+        """Judge lines that come while the child must not write."""
         now = asyncio.get_running_loop().time
         until = now() + seconds
         over = self.judge.faults
@@ -288,7 +288,7 @@ class Play:
                     self.judge.receive_line(text, now())
 
     async def _provoke(self, step: Provoke) -> None:
-        """Send batches until the child has been given every reply."""
+        """Send batches until the child has received every reply."""
         judge, now = self.judge, asyncio.get_running_loop().time
         until, left = now() + self._patience, list(step.replies)
         # Records go on behind the checkpoint: a daemon delivers none twice that lies before it.
@@ -359,7 +359,7 @@ async def play_all(
 
 
 def counts(results: Iterable[Result]) -> dict[str, dict[Grade, int]]:
-    """Return for each section how many cases came to what."""
+    """Return the number of cases of each section by verdict."""
     table: dict[str, dict[Grade, int]] = {}
     for result in results:
         row = table.setdefault(result.case.section, dict.fromkeys(Grade, 0))

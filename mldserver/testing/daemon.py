@@ -1,4 +1,4 @@
-"""One shard's end of the MultiLangDaemon, without I/O: as strict, and as silent, as the Java is.
+"""The MultiLangDaemon's side of one shard's conversation, without I/O, as strict and as silent as the Java.
 
 The worker asks for a message (``initialize()``, ``process_records()`` …) and gets the line to send; what the server
 writes back goes into ``receive_data``; ``data_to_send`` returns the answers to its checkpoints. The Java reads only
@@ -7,7 +7,7 @@ next request: that is how a surplus status acknowledges a batch that the server 
 
 Three things can go wrong, and the difference matters when you debug a server:
 
-* A line that the Java cannot read is skipped and the Java goes on waiting: ``hang`` tells which line and why.
+* A line that the Java cannot read is skipped and the Java goes on waiting: ``hang`` has the line and the reason.
 * A wrong or missing answer makes the process exit, with every shard in it: ``JvmExit`` is raised.
 * What goes through but is a mistake all the same is in ``violations``.
 
@@ -65,7 +65,7 @@ class StatusReply:
 
     response_for: str | None
     trailing: str = ""
-    """What stood behind the message on its line: the Java never sees it."""
+    """The rest of the line after the message: the Java never reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A line without text: skipped without a word."""
+    """An empty line: the Java skips it silently."""
 
 
 Reply = StatusReply | AskCheckpoint | NullMessage | Unreadable | Ignored
@@ -100,7 +100,7 @@ _KEYS: Final = {
     Form.V1: {"status": {"responseFor"}, "checkpoint": {"checkpoint", "error"}},
     Form.V2: {"status": {"responseFor"}, "checkpoint": {"sequenceNumber", "subSequenceNumber", "error"}},
 }
-"""The properties that the Java classes have. Jackson refuses any other key, and cares for case."""
+"""The properties that the Java classes have. Jackson refuses any other key; case matters."""
 
 
 def read_reply(form: Form, line: str) -> Reply:
@@ -162,11 +162,11 @@ class JvmExit(Exception):
 
 
 class NoServer(JvmExit):
-    """Nobody listens at the server's address."""
+    """No server listens at the address."""
 
 
 class Misuse(Exception):
-    """The test asked the fake daemon for something that no real one does."""
+    """The test asked the fake daemon for something that no real daemon does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Hang:
 
 
 class DaemonShard:
-    """The protocol's daemon side for one shard."""
+    """The daemon's side of the protocol, for one shard."""
 
     def __init__(
         self,
@@ -251,22 +251,22 @@ class DaemonShard:
         self._request("shutdownRequested")
 
     def lease_lost(self) -> None:
-        """Tell that the lease is gone: ``leaseLost``, or ``shutdown`` with ``ZOMBIE`` in KCL 1.x."""
+        """Report that the lease is lost: ``leaseLost``, or ``shutdown`` with ``ZOMBIE`` in KCL 1.x."""
         self._end("leaseLost", "ZOMBIE")
 
     def shard_ended(self) -> None:
-        """Tell that the shard is read to its end: ``shardEnded``, or ``shutdown`` with ``TERMINATE`` in KCL 1.x."""
+        """Report that the shard was read to its end: ``shardEnded``, or ``shutdown`` with ``TERMINATE`` in KCL 1.x."""
         self.checkpointer.reach_end()
         self._end("shardEnded", "TERMINATE")
 
     def data_to_send(self) -> bytes:
-        """Return what goes to the server now: the request, or answers to checkpoints."""
+        """Return the bytes for the server: the request, or answers to checkpoints."""
         data = bytes(self._out)
         self._out.clear()
         return data
 
     def receive_data(self, data: bytes) -> None:
-        """Take bytes from the server, in any cuts. Raises JvmExit."""
+        """Process bytes from the server, cut anywhere. Raises JvmExit."""
         # Java's BufferedReader ends a line at CR, LF or both; decoding replaces what is not UTF-8.
         text = self._decoder.decode(data).replace("\r\n", "\n").replace("\r", "\n")
         head, *rest = text.split("\n")
@@ -281,7 +281,7 @@ class DaemonShard:
         self._read()
 
     def receive_eof(self) -> None:
-        """The server closed. Raises JvmExit while an answer is awaited, or if the shard is not finished."""
+        """Process the end of the server's output. Raises JvmExit while an answer is awaited, or if the shard is not finished."""
         if not self.finished:
             awaited = f"waiting for the answer to {self.outstanding}"
             raise self._exit(f"EOF while {awaited if self.outstanding else 'between two requests'}")

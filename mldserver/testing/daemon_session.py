@@ -21,7 +21,7 @@ _CHECKPOINT: Final = b'{"action":"checkpoint"'
 
 
 class DaemonHangs(Exception):
-    """The real daemon would now wait for ever; the message says for what, and which line it skipped."""
+    """The real daemon would wait for ever; the message names the awaited answer and the skipped line."""
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -43,7 +43,7 @@ def abort(writer: asyncio.StreamWriter, *, reset: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How the worker behaves: its properties file, so to speak."""
+    """How the worker behaves, as its properties file would say."""
 
     form: Form = Form.KCL3
     seed: int = 0
@@ -52,7 +52,7 @@ class Habits:
     call_with_empty: bool = True
     """``callProcessRecordsEvenForEmptyRecordList``."""
     idle_seconds: float = 0.05
-    """Between two reads of a shard without news (``idleTimeBetweenReadsInMillis``)."""
+    """Pause between two reads of a shard without new records (``idleTimeBetweenReadsInMillis``)."""
     checkpoint_seconds: float = 0.0
     """How long the lease table takes to store a checkpoint."""
     close_patience_seconds: float = 10.0
@@ -97,7 +97,7 @@ class DaemonSession:
                 await writer.wait_closed()
 
     def abort(self, *, reset: bool) -> None:
-        """Cut the connection, if there is one; ``reset``: see ``abort``."""
+        """Cut the connection, if it is open. With ``reset`` the server sees a reset."""
         if self._writer is not None:
             abort(self._writer, reset=reset)
 
@@ -161,7 +161,7 @@ class DaemonSession:
         self.core.receive_eof()
 
     async def _leave(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Close our side and drain the server's to its end: the Java does so without a time limit."""
+        """Close the daemon's side and read the server's side to its end; the Java sets no time limit for that."""
 
         async def drain() -> None:
             with contextlib.suppress(ConnectionError):

@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
 
 class DaemonExit(NamedTuple):
-    """One end of the JVM."""
+    """One exit of the JVM."""
 
     code: int
     reason: str
@@ -55,7 +55,7 @@ class _Killed(Exception):
 
 
 class _Stopped(Exception):
-    """SIGTERM, and its grace is over."""
+    """SIGTERM, and the grace period is over."""
 
 
 class FakeMLD:
@@ -129,14 +129,14 @@ class FakeMLD:
         return tuple(self._sessions)
 
     def at(self, records: int, action: Callable[[], None]) -> None:
-        """Do ``action`` when that many records were delivered, while the batch that reached it is unanswered."""
+        """Call ``action`` once this many records were delivered, before the last batch is answered."""
         self._plans.append((records, action))
         self._plans.sort(key=lambda plan: plan[0])
 
     def lose_lease(
         self, shard_id: str, *, graceful: bool = False, back_after_seconds: float | None = None
     ) -> None:
-        """Let another worker take the shard; checkpoints fail from now on (after the hand-over when graceful).
+        """Give the shard to another worker; checkpoints fail from now on (after the hand-over when graceful).
 
         With ``back_after_seconds`` this worker gets the shard back, on a new connection, from its checkpoint.
         """
@@ -149,7 +149,7 @@ class FakeMLD:
         self._sessions[shard_id].abort(reset=True)
 
     def kill(self) -> None:
-        """Kill the JVM: every connection is reset. It comes back when it is supervised."""
+        """Kill the JVM: every connection is reset. A supervised JVM starts again."""
         self._death = _Killed
         self._die.set()
 
@@ -167,7 +167,7 @@ class FakeMLD:
             session.stopping = True
 
     async def run(self) -> int:
-        """Live until the stream is over, SIGTERM, or a fault without a supervisor; return the exit code.
+        """Run until the stream is over, SIGTERM, or a fault without a supervisor; return the exit code.
 
         Raises DaemonHangs where the real one would never return, and NoServer if no server ever listened at the address and
         no supervisor tries again.
@@ -224,7 +224,7 @@ class FakeMLD:
         raise self._death
 
     async def _manage(self, group: asyncio.TaskGroup) -> None:
-        """Start shards as their turn comes, until there is nothing left to do."""
+        """Start each shard once its parents are checkpointed to their ends, until no shard is left."""
         while True:
             for due, shard_id in tuple(self._grants):
                 # The lease comes back only after this worker has released the shard.

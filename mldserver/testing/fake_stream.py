@@ -1,4 +1,4 @@
-"""What AWS holds, in memory: a Kinesis stream, and the lease table of a KCL application that reads it.
+"""A Kinesis stream in memory, and the lease table of a KCL application that reads it.
 
 The stream has shards with parents and hash ranges, seeded sequence numbers, splits and merges. The lease table says who
 owns which shard, and how far it was checkpointed: ``LeaseTable`` outlives workers, ``CheckpointRange`` is one shard's
@@ -33,11 +33,11 @@ class StreamRecord:
     arrival_ms: int
     sub_sequence_number: int = 0
     aggregated: bool = False
-    """It came inside a KPL aggregate."""
+    """Whether the record came inside a KPL aggregate."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in its shard, comparable."""
+        """The record's place in its shard, comparable."""
         return (int(self.sequence_number), self.sub_sequence_number)
 
 
@@ -67,7 +67,7 @@ class FakeStream:
         self._next_number = _DIGIT_BORDER - 20 * _STEP
         self._now_ms = start_ms
         self.tip_ms: Callable[[], int] | None = None
-        """The time now: what arrives later, in a shard whose arrival times ascend, is not there yet. None: all is."""
+        """Returns the time now: later records of a shard (arrival times must ascend) cannot be read yet. None: all can."""
         self.shards: dict[str, HashRange] = {}
         borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
         for low, high in itertools.pairwise(borders):
@@ -163,7 +163,7 @@ class FakeStream:
             shard.closed = True
 
     def waiting(self, shard_id: str) -> bool:
-        """Whether records of a shard are not there yet."""
+        """Whether a shard has records that cannot be read yet."""
         records = self.shards[shard_id].records
         return self.tip_ms is not None and bool(records) and records[-1].arrival_ms > self.tip_ms()
 
@@ -231,7 +231,7 @@ class JavaThrow(Exception):
 
 
 class WorkerMistake(JavaThrow):
-    """Thrown because of what the worker asked, not because of the state of the world."""
+    """Thrown because of what the worker asked, not because of the lease table's state."""
 
 
 class Place(NamedTuple):
@@ -308,7 +308,7 @@ class CheckpointRange:
 class _Lease:
     place: Place = TRIM_HORIZON
     token: int = 0
-    """Changes hands with the lease: a checkpoint under an old token is refused."""
+    """Changes with the owner: a checkpoint under an old token is refused."""
     elsewhere: bool = False
     """Another worker owns it."""
     leaving: bool = False

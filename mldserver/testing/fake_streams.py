@@ -1,4 +1,4 @@
-"""DynamoDB Streams in memory: the streams of one table, answered as AWS answers them, in good and bad moments.
+"""DynamoDB Streams in memory: the streams of one table, answered as AWS answers them, faults included.
 
 Items are put and deleted, shards split, roll over and are trimmed only when a test says so. ``FakeStreams.answer`` is
 the synchronous core. ``client`` gives it the shape of an aioboto3 client, without a socket, for virtual time;
@@ -44,16 +44,16 @@ _TARGET: Final = "DynamoDBStreams_20120810."
 
 
 class HTTPAnswer(NamedTuple):
-    """What a request is answered with; status 0: the connection breaks instead."""
+    """The answer to a request; status 0: the connection breaks instead."""
 
     status: int
     body: dict[str, Any]
     seconds: float = 0.0
-    """How long it takes to come."""
+    """How long the answer takes."""
 
 
 class Call(NamedTuple):
-    """A request that came."""
+    """A request that was received."""
 
     action: str
     shard_id: str | None
@@ -83,7 +83,7 @@ class FakeStreams(FakeTable):
         self.page_shards = _HIGHEST_LIMITS["DescribeStream"]
         """The most shards of a page."""
         self.shuffled = False
-        """Whether DescribeStream lists shards in an order that says nothing, the same for every page."""
+        """Whether DescribeStream lists shards in an arbitrary order, the same for every page."""
         self.null_iterator = False
         """Whether a closed shard's last page says ``NextShardIterator: null``, rather than nothing."""
         self.empty_last_page = False
@@ -91,9 +91,9 @@ class FakeStreams(FakeTable):
         self.slow: dict[str, float] = {}
         """How many seconds each GetRecords of a shard takes."""
         self.trouble = 0.0
-        """How likely a request meets a fault that passes: throttling, 5xx, a broken connection, an empty answer."""
+        """The probability of a transient fault of a request: throttling, 5xx, a broken connection, an empty answer."""
         self.calls: list[Call] = []
-        """All that came, in order."""
+        """All requests, in order."""
         self._faults: list[_PlantedFault] = []
 
     # What goes wrong.
@@ -128,7 +128,7 @@ class FakeStreams(FakeTable):
     # What is asked.
 
     def answer(self, action: str, request: Mapping[str, Any]) -> HTTPAnswer:
-        """Answer a request as AWS would: both are JSON values."""
+        """Return AWS's answer to a request; both are JSON values."""
         place = request
         if action == "GetRecords":
             place = orjson.loads(base64.b64decode(request["ShardIterator"]))
@@ -151,7 +151,7 @@ class FakeStreams(FakeTable):
                 case "GetRecords":
                     body = self._get_records(place, request, empty=fault == "empty")
                 case other:
-                    code, message = other, "this was scripted, or is no action"
+                    code, message = other, "scripted by the test, or an unknown action"
         except RequestRejected as refused:
             code, message = refused.args
         if code is not None:
@@ -270,7 +270,7 @@ class FakeStreams(FakeTable):
     def client(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Return what stands for an aioboto3 client ``dynamodbstreams``, for an ``async with``: no socket, no thread.
 
-        Botocore's own parser reads the answers, so that types are its.
+        Botocore's own parser reads the answers, so they have botocore's types.
         """
         parser = parsers.create_parser("json")
         model = session.get_session().get_service_model("dynamodbstreams")

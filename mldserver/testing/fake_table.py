@@ -1,4 +1,4 @@
-"""A table of DynamoDB in memory, with its streams: what the fake of DynamoDB Streams answers from."""
+"""A DynamoDB table in memory, with its streams: the contents behind ``FakeStreams``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGIT_BORDER: Final = 10**24
 """Sequence numbers begin below it and grow a digit: compared as texts they would be out of order."""
 _STEP: Final = 10**20
 _SEES: Final = {"NewImage": "NEW", "OldImage": "OLD"}
-"""What a view type's name must have for an image to be in its records."""
+"""An image is in the records if the view type's name contains this."""
 
 
 @dataclass(slots=True)
@@ -30,22 +30,22 @@ class FakeShard:
     low: int
     high: int
     number: int
-    """The last sequence number that was given out here; the first record's is greater."""
+    """The last sequence number that the shard has used; the first record's is greater."""
     first: int
     visible_ms: int
     """Steady time from which DescribeStream lists it."""
     closed: bool = False
     gone: bool = False
-    """Trimmed whole: AWS does not know it any more."""
+    """The whole shard was trimmed: AWS no longer knows it."""
     trimmed: int = -1
     """The last sequence number that was trimmed."""
     records: list[dict[str, Any]] = field(default_factory=list)
-    """As GetRecords has them on the wire, trimmed ones among them."""
+    """The records as GetRecords returns them, including trimmed ones."""
 
 
 @dataclass(slots=True)
 class TableStream:
-    """One stream of the table; each time that it is enabled, another."""
+    """One stream of the table; enabling the stream again creates another."""
 
     arn: str
     label: str
@@ -55,7 +55,7 @@ class TableStream:
 
 
 class FakeTable:
-    """A table's items, and the shards of its streams. Items change, and shards too, only when a test says so."""
+    """A table's items, and the shards of its streams. Items and shards change only through calls of the test."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class FakeTable:
         self.whole_seconds = True
         """Whether creation times are cut to seconds, as AWS does."""
         self.ahead_ms = 0
-        """By how much AWS's clock is ahead of ``clock``, which is this host's."""
+        """How far AWS's clock is ahead of ``clock``, this host's clock."""
         self.items: dict[bytes, dict[str, Any]] = {}
         """The table's items on the wire, by their keys."""
         self.random = random.Random(seed)  # noqa: S311  # a script that repeats, not secrets
@@ -92,12 +92,12 @@ class FakeTable:
 
     @property
     def shards(self) -> dict[str, FakeShard]:
-        """The newest stream's shards, those that are trimmed or not visible yet among them."""
+        """The newest stream's shards, including those that are trimmed or not visible yet."""
         return self.streams[-1].shards
 
     @property
     def open_shards(self) -> tuple[str, ...]:
-        """Those of them that take records, oldest first."""
+        """Ids of the shards that take records, oldest first."""
         return tuple(shard.id for shard in self.shards.values() if not shard.closed)
 
     def now_ms(self) -> int:
@@ -105,7 +105,7 @@ class FakeTable:
         return self.clock.now_ms() + self.ahead_ms
 
     def enable(self, *, shards: int = 1) -> str:
-        """Enable a stream, which is a new stream with a new ARN; return that ARN."""
+        """Enable a new stream, and return its ARN."""
         now_ms = self.now_ms() + len(self.streams)
         label = f"stream-{now_ms}"
         arn = f"arn:aws:dynamodb:{self.region}:123456789012:table/{self.table}/stream/{label}"
@@ -182,7 +182,7 @@ class FakeTable:
         return self._add(None, 0, -1, visible_after)
 
     def trim(self, shard_id: str, *, through: int | None = None) -> None:
-        """Drop a shard's records up to a sequence number; None: the whole shard, which is then unknown."""
+        """Drop a shard's records up to a sequence number; None: the whole shard, which AWS then no longer knows."""
         shard = self.shards[shard_id]
         shard.trimmed = shard.number if through is None else through
         shard.gone = through is None
@@ -250,7 +250,7 @@ def _serialized(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> str:
-    """Return bytes as JSON has them on the wire: for ``orjson.dumps``."""
+    """Return bytes in the wire's JSON form (base64): the default of ``orjson.dumps``."""
     return base64.b64encode(value).decode()
 
 

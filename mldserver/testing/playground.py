@@ -1,4 +1,4 @@
-"""What ``sim`` and ``demo`` set up around a simulation: input, settings, a quick Spark, and errors out of the log."""
+"""What ``sim`` and ``demo`` need around a simulation: input, settings, a Spark that starts quickly, and errors from the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEPARTURES: Final = "flights-2013-01.jsonl.xz"
 """The bundled input: 27,004 departures from New York's airports in January 2013."""
 
 _LOG: Final = "_server.log"
-"""Beside the output; names that begin with an underscore are invisible to readers of the folder."""
+"""In the output folder; readers of the folder skip names that begin with an underscore."""
 _BAD: Final = frozenset({"error", "critical"})
 
 _OUTWARD: Final = frozenset(
@@ -56,7 +56,7 @@ _OUTWARD: Final = frozenset(
         *("admin", "admin_token_file", "metrics_listen"),
     }
 )
-"""Settings that reach out of a run's folder. ``cache_dir`` does too, but what lies there only saves time."""
+"""Settings that name things outside a run's folder. ``cache_dir`` does too, but its files only save time."""
 
 
 def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
@@ -85,7 +85,7 @@ def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
 
 
 def arrival_times(lines: Sequence[bytes], field: str) -> list[int]:
-    """Return when each record arrives, in ms since the epoch, by the latest time that a field of JSON has had so far.
+    """Return each record's arrival time in ms since the epoch: the latest time in a JSON field of the records so far.
 
     The field holds ISO 8601 (UTC unless it says) or ms since the epoch. Raises ConfigError when no record has it.
     """
@@ -109,9 +109,9 @@ def arrival_times(lines: Sequence[bytes], field: str) -> list[int]:
 
 
 def fresh_folder(wanted: str | Path | None, name: str) -> Path:
-    """Return ``wanted``, made if need be, or a new temporary folder.
+    """Return ``wanted``, created if it does not exist, or a new temporary folder.
 
-    Raises ConfigError when it holds something, or is not local. A run needs a ledger of its own (over an old one every
+    Raises ConfigError when the folder is not empty or not local. A run needs a ledger of its own (over an old one every
     record would be a duplicate), and its log and its results are read from the disk.
     """
     if wanted is None:
@@ -157,7 +157,7 @@ def play_settings(
 
 
 def quick_spark(settings: Settings) -> Engine | None:
-    """Return Spark with what makes its start quick, or None for a handler without rows. Raises HandlerError."""
+    """Return a Spark that starts quickly, or None for a handler without rows. Raises HandlerError."""
     from mldserver.assembly import spark_of  # noqa: PLC0415  # the server's imports
 
     spec = load_spec(settings.handler)

@@ -1,6 +1,6 @@
 """A small shop on DynamoDB without AWS: orders are placed, changed and cancelled in a fake table while a server reads its stream.
 
-``mldserver demo --source dynamodb`` is this module with a face.
+``mldserver demo --source dynamodb`` runs this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOURS: Final = 8
 _CHANGED: Final = 0.3
 _CANCELLED: Final = 0.1
 _LATER_MS: Final = 40 * 60_000
-"""Within which an order is changed or cancelled, at most."""
+"""The longest time until an order is changed or cancelled."""
 _STEPS_PER_SECOND: Final = 20
 DAY_SECONDS: Final = 8.0
 """How long the day takes."""
@@ -138,6 +138,6 @@ class Shop(ServerRun):
         await self._finished()
 
     def left(self) -> tuple[int, Decimal]:
-        """Return how many orders are in the table, and what they come to: counted there, by nothing of the server's."""
+        """Return the number of orders in the table and their total, counted from its items, without the server."""
         totals = [Decimal(item["total"]["N"]) for item in self.table.items.values()]
         return len(totals), sum(totals, Decimal())

@@ -1,8 +1,7 @@
 """A whole pipeline without AWS or Java: the real server, a fake stream, and a fake daemon over loopback.
 
-``mldserver sim`` and ``mldserver demo`` are this module with a face; tests use it directly. Everything that chance
-decides (batch borders, splits, faults) follows one seed; what depends on the machine's speed is only how the shards'
-batches interleave.
+``mldserver sim`` and ``mldserver demo`` run this module; tests use it directly. One seed decides batch borders, splits and
+faults. Only how the shards' batches interleave depends on the machine's speed.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Report:
 
     server_exit: int
     status: CoordinatorStatus | None
-    """The server's last snapshot; None when it never came up."""
+    """The server's last snapshot; None if it never started."""
     finished: bool
     """Every record was delivered, and the end of every shard checkpointed."""
     violations: tuple[str, ...]
@@ -100,13 +99,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything was delivered, checkpointed and computed, and the daemon had nothing to complain of."""
+        """Whether everything was delivered, checkpointed and computed, without a violation of the protocol."""
         windows_done = self.status is not None and not self.status.windows_waiting
         return self.server_exit == 0 and self.finished and windows_done and not self.violations
 
     @property
     def exit_code(self) -> int:
-        """0 when all is well, 2 when the server could not work as it was set up, else 1."""
+        """0 for success, 2 when the server refused its settings, else 1."""
         if self.ok:
             return 0
         return EXIT_OPERATOR if self.server_exit == EXIT_OPERATOR else EXIT_FAULT
@@ -118,18 +117,18 @@ class ServerRun(ABC):
     server: Server
 
     def __init__(self, clock: Clock) -> None:
-        """Nothing runs yet."""
+        """Prepare; ``run`` starts the server."""
         self.clock = clock
         self._status: CoordinatorStatus | None = None
 
     @abstractmethod
     async def _play(self) -> None:
-        """Give the server its records; return when all records are delivered and every result is published."""
+        """Deliver the records to the server; return when every result is published."""
 
     @property
     @abstractmethod
     def delivered(self) -> bool:
-        """Whether the server was given all there is."""
+        """Whether every record was delivered."""
 
     async def _served(self, watch: Callable[[Self], None]) -> int:
         """Run the server until it was played to the end, and stop it; return its exit code.
@@ -152,7 +151,7 @@ class ServerRun(ABC):
         return server.result()
 
     async def _finished(self) -> None:
-        """Return when the server has published every window, or a window waits for a person."""
+        """Return when the server has published every window, or a window waits for an operator."""
         while not self.halted:
             if await in_time(self.server.finished(), self.clock, _PATIENCE_SECONDS):
                 return
@@ -196,7 +195,7 @@ class ProgressLines:
     """Writes a line when the phase of a run changes, and every few seconds while it does not."""
 
     def __init__(self, out: IO[str]) -> None:
-        """Begin now."""
+        """Measure time from now on."""
         self._out = out
         self._began = self._written_at = time.monotonic()
         self._phase = ""
@@ -232,7 +231,7 @@ class Simulation(ServerRun):
     ) -> None:
         """Prepare; ``settings`` should listen on port 0. ``engine`` takes Spark's place.
 
-        ``speed``: so many seconds of arrival times are played in one second; None: all records are there at once.
+        ``speed``: seconds of arrival times that are played in one second; None: all records are available at once.
         """
         super().__init__(clock or SystemClock())
         self.stream = stream

@@ -1,4 +1,4 @@
-"""What stands in for Spark and for time: an engine in which a function makes the output, a clock that a test moves."""
+"""Replacements for Spark and for time: an engine in which a function makes the output, and a clock that a test advances."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ORDER: Final = ("_time", "_clock")
 class LocalEngine:
     """``mldserver.jobs.engine.Engine`` in this process.
 
-    ``on_table`` gets a window's rows as an Arrow table in the pipeline's total order, all columns included, and returns the
+    ``on_table`` receives a window's rows as an Arrow table in the pipeline's total order, all columns included, and returns the
     table to write; the default writes the rows unchanged. The columns ``window_columns`` are added.
     """
 
@@ -50,13 +50,13 @@ class LocalEngine:
     groups: list[int] = field(default_factory=list)
     """How many windows each job had."""
     window_columns: tuple[str, str] | None = WINDOW_COLUMNS
-    """As in a handler."""
+    """The names of the columns with the window's bounds, as in a handler."""
     ledger_id: str = ""
-    """Of the ledger that windows come from."""
+    """The identity of the windows' ledger."""
     slow: Callable[[str], None] | None = field(default=None, init=False)
-    """What ``when_slow`` was given."""
+    """The callback that ``when_slow`` received."""
     trouble: None = field(default=None, init=False)
-    """It never is in any."""
+    """This engine reports no trouble."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,7 +73,7 @@ class LocalEngine:
         return self._ready.is_set() and not self._closed.is_set()
 
     def facts(self) -> EngineFacts:
-        """Return nothing but defaults."""
+        """Return default facts."""
         return EngineFacts()
 
     async def ready(self) -> None:
@@ -110,7 +110,7 @@ class LocalEngine:
         raise WindowFailed(f"This engine has no table to publish window {job.window.id} into")
 
     def when_slow(self, call: Callable[[str], None]) -> None:
-        """Keep what a test may call."""
+        """Keep the callback for the test."""
         self.slow = call
 
     def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
@@ -122,7 +122,7 @@ class LocalEngine:
 
 
 def _file(job: WindowJob) -> str:
-    """As Spark's, an attempt's file names are its own: readers must not take one revision's for another's."""
+    """Return the attempt's own file name, as Spark does: readers must not confuse revisions."""
     return f"part-00000-{job.attempt:04d}.parquet"
 
 
@@ -174,7 +174,7 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
 
 _NS_PER_MS = 1_000_000
 _LOOP_TURNS = 25
-"""Turns of the event loop after each wake-up: enough for a chain of awaits that many links long."""
+"""Turns of the event loop after each wake-up: enough for a chain of as many awaits."""
 
 T = TypeVar("T")
 
@@ -218,8 +218,8 @@ class VirtualClock:
     async def advance(self, seconds: float) -> None:
         """Move on by ``seconds``, waking each sleeper at its own time and in order.
 
-        After each wake-up the loop gets the turns it needs to settle, so that a task that sleeps again inside the
-        span is woken again. Raises ValueError for negative spans: time does not go back.
+        After each wake-up the event loop runs the tasks that are ready, so a task that sleeps again within the
+        span wakes again. Raises ValueError for negative spans.
         """
         if seconds < 0:
             raise ValueError(f"time does not go back: {seconds}")
