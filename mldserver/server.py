@@ -35,7 +35,6 @@ import structlog
 
 from mldserver import __version__
 from mldserver.admin.acts import carry_out
-from mldserver.admin.document import Status
 from mldserver.admin.endpoint_keeper import AdminEndpoint
 from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
 from mldserver.assembly import Dependencies, Parts, assemble, exposed
@@ -62,6 +61,7 @@ from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
 from mldserver.sources.intake import MakeSource
 from mldserver.sources.listing import MakeKinesis
+from mldserver.status_document import Status
 
 log = structlog.get_logger("mldserver")
 T = TypeVar("T")

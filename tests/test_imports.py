@@ -23,6 +23,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "records": (),
     "windows": (),
     "effects": ("records",),
+    # Each part makes its own section of it.
+    "status_document": ("base.clock",),
     "change": ("records",),
     "engine_jobs": ("windows",),
     # Which commit this is: the build runs them before anything of ours can be imported.
@@ -36,14 +38,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime": ("errors", "records", "windows", "effects", "base", "protocol", "handler", *_SETTINGS),
     "ledger": ("errors", "records", "windows", "effects", "base"),
     "output": ("errors", "base", "ledger"),
-    "jobs": ("errors", "windows", "engine_jobs", "base", "output", "ledger", *_SETTINGS),
+    "jobs": ("errors", "windows", "status_document", "engine_jobs", "base", "output", "ledger", *_SETTINGS),
     "sources": ("errors", "records", "base", "config.kinds", "protocol", "runtime.interface"),
     "dynamodb_streams": (
         *("errors", "records", "change", "base", "runtime.interface"),
         *("sources.intake", "sources.progress_log", "sources.shard_claims"),
     ),
     "coordinator": (
-        *("errors", "records", "windows", "effects", "base", "ledger", "output", "jobs"),
+        *("errors", "records", "windows", "effects", "status_document", "base", "ledger", "output", "jobs"),
         *("runtime.interface", "sources.intake"),
     ),
     # Pure: of the other rooms it knows what they say, not what they do.
@@ -61,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "observe": ("errors", "base", "config"),
     # A process of its own: what it knows of the server is the document that it is sent.
-    "admin": ("", "errors", "base", "children", "config", "observe"),
+    "admin": ("", "status_document", "errors", "base", "children", "config", "observe"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
     "workers": (
         *(
@@ -70,6 +72,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
             "records",
             "windows",
             "effects",
+            "status_document",
             "base",
             "children",
             "protocol",
@@ -101,7 +104,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 CORES = (
     *("records", "errors", "windows", "effects", "change", "engine_jobs", "protocol", "coordinator.core"),
     "admin.history",
-    "admin.document",
+    "status_document",
     "conformance.judge",
     "dynamodb_streams.merge",
     "dynamodb_streams.positions",

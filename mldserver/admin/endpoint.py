@@ -44,13 +44,13 @@ from mldserver.admin.access import (
     refusal,
     same_token,
 )
-from mldserver.admin.document import Status
 from mldserver.admin.endpoint_messages import Answered
 from mldserver.admin.history import History
 from mldserver.base.clock import Flag
 from mldserver.base.tls import ServerTLS, names_of
 from mldserver.config.kinds import is_loopback
 from mldserver.errors import OperatorError
+from mldserver.status_document import Status
 
 if TYPE_CHECKING:
     AskServer = Callable[[str, str, str], Awaitable[Answered]]

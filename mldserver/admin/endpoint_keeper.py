@@ -22,7 +22,6 @@ import structlog
 
 import mldserver
 from mldserver.admin.access import make_token, read_token
-from mldserver.admin.document import Status
 from mldserver.admin.endpoint_messages import (
     Answered,
     Document,
@@ -46,6 +45,7 @@ from mldserver.config.resolve import home
 from mldserver.config.settings import Settings
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.logging import LineLimit
+from mldserver.status_document import Status
 
 if TYPE_CHECKING:
     CarryOut = Callable[[str, str], Awaitable[tuple[bool, str]]]

@@ -9,8 +9,8 @@ import os
 import resource
 import socket
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,19 +18,16 @@ from typing import Any, Final
 import structlog
 
 from mldserver import __version__
-from mldserver.admin import document
+from mldserver import status_document as document
 from mldserver.assembly import Parts
-from mldserver.base.clock import Clock, Durations
+from mldserver.base.clock import Clock
 from mldserver.config.settings import Settings
-from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import without_messages
 from mldserver.observe.logging import Logger, lines_lost
-from mldserver.records import Sequence
 from mldserver.sources.intake import SourceStatus
 from mldserver.sources.progress_log import ShardCounts
 from mldserver.workers.runtime import WorkerRuntime
-from mldserver.workers.worker import WorkerSlot
 
 log = structlog.get_logger("mldserver")
 
@@ -150,22 +147,6 @@ class EventTally:
         self.counts[name] += 1
 
 
-def waited_seconds(
-    seen: list[tuple[int, Sequence]], reached: Sequence | None, settled: Sequence | None, now_ms: int
-) -> float | None:
-    """Return for how long the oldest position up to ``reached`` waits that lies beyond ``settled``; None: none does.
-
-    ``seen`` keeps when a position was first seen to be reached, by looks a second apart: nothing is noted with every batch.
-    """
-    if reached is not None and (not seen or seen[-1][1] < reached):
-        seen.append((now_ms, reached))
-        if len(seen) > _SAMPLES:  # an odd number: the first stays, and so does the last
-            del seen[1::2]
-    while seen and settled is not None and seen[0][1] <= settled:
-        del seen[0]
-    return (now_ms - seen[0][0]) / 1000 if seen else None
-
-
 class Gatherer:
     """Makes a ``Status`` from a server's parts."""
 
@@ -175,10 +156,6 @@ class Gatherer:
         self._started_ms = clock.now_ms()
         self._late_ms = 0
         self._slept_ms: int | None = None
-        self._undurable: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
-        """Of each shard, what ``waited_seconds`` has seen of positions that are not durable."""
-        self._unstored: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
-        """And of durable ones that no checkpoint covers."""
 
     async def pause(self, seconds: float = 1.0) -> None:
         """Sleep, longer where what is done between takes more than a hundredth of that; see how late the event loop is."""
@@ -222,49 +199,32 @@ class Gatherer:
             return document.Status(server_id=own_id, ready=False, reasons=(wrong or doing,), **common)
         source, told = parts.source.status(), parts.coordinator.status()
         reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
-        rules, counts = parts.coordinator.rules, source.counts
-        workers: tuple[WorkerSlot, ...] = ()
+        counts, runtime, engine, runner = source.counts, parts.runtime, parts.engine, parts.runner
+        workers: tuple[document.WorkerRow, ...] = ()
+        worker_of: dict[str, int] = {}
         version = parts.handler_version
-        if isinstance(parts.runtime, WorkerRuntime):
-            workers = tuple(parts.runtime.workers)
-            version = parts.runtime.spec.version  # it changes with a reload
-        budgets = {
-            "buffer": document.Budget(used_bytes=told.buffered_bytes, limit_bytes=rules.buffer_bytes),
-            "segments": document.Budget(used_bytes=told.segment_bytes, limit_bytes=rules.segment_disk_bytes),
-        }
-        if source.lines[1]:
-            budgets["lines"] = document.Budget(used_bytes=source.lines[0], limit_bytes=source.lines[1])
+        if isinstance(runtime, WorkerRuntime):
+            workers, worker_of = runtime.rows(), runtime.worker_of()
+            version = runtime.spec.version  # it changes with a reload
+        shown = str if settings.log_error_messages else without_messages
+        windows = None if runner is None else runner.section(told.windows_open, told.late_by_window)
+        spark = None
+        if engine is not None:
+            spark = document.Spark(ready=engine.is_ready, trouble=engine.trouble, **asdict(engine.facts()))
         return document.Status(
-            paused=parts.coordinator.shards.backpressure.paused,
             handler_version=version,
             server_id=parts.ledger.server_id,
             listening=source.address,
             ready=not reasons,
             reasons=reasons,
             totals=self._totals(parts, source, told),
-            batch_seconds=document.Histogram() if counts is None else _histogram(counts.took),
+            batch_seconds=document.Histogram() if counts is None else document.histogram(counts.took),
             failures={} if counts is None else dict(counts.failures),
             connections=dict(source.connections),
-            shards=self._shards(parts, source, workers),
-            watermark=document.Watermark(
-                at_ms=told.watermark_ms,
-                held_by=told.held_by,
-                server=told.held_by_server,
-                reason=told.reason,
-                stuck=told.stuck,
-            ),
-            windows=_windows(parts, told),
-            workers=tuple(map(_worker, workers)),
-            spark=None
-            if parts.engine is None
-            else document.Spark(
-                ready=parts.engine.is_ready, trouble=parts.engine.trouble, **asdict(parts.engine.facts())
-            ),
-            dead_letters=_dead_letters(parts, told, messages=settings.log_error_messages),
-            servers=_servers(parts, self._clock.steady_ms()),
-            budgets=budgets,
-            stream_ended=told.stream_ended,
-            unread_shards=told.unread_shards,
+            windows=windows or document.Windows(),
+            workers=workers,
+            spark=spark,
+            **parts.coordinator.sections(told, source, worker_of, shown=shown),
             **common,
         )
 
@@ -306,170 +266,3 @@ class Gatherer:
             reloads=seen["reloaded"],
             reloads_refused=seen["refused"],
         )
-
-    def _shards(
-        self, parts: Parts, source: SourceStatus, workers: Iterable[WorkerSlot]
-    ) -> tuple[document.Shard, ...]:
-        """Return the shards that this server has or misses, and those that it has read to their end lately."""
-        lineage, now_ms = parts.coordinator.lineage, self._clock.steady_ms()
-        counted = {} if source.counts is None else source.counts.shards
-        if source.counts is not None:
-            source.counts.forget([shard_id for shard_id in counted if shard_id not in lineage.nodes])
-        ended = [
-            node for node in lineage.nodes.values() if node.presence is Presence.ENDED and node.id in counted
-        ]
-        ended = sorted(ended, key=lambda node: node.since_ms)[-_ENDED:]
-        connected = [node.id for node in lineage.connected()]
-        left_out = (node for node in lineage.nodes.values() if node.presence is Presence.LEFT_OUT)
-        for waiting in (self._undurable, self._unstored):
-            for shard_id in waiting.keys() - set(connected):
-                del waiting[shard_id]
-        of_worker = {shard_id: worker.number for worker in workers for shard_id in worker.opened}
-        reached_ms = parts.coordinator.watermark.reached_ms()
-        rows = [
-            self._at_work(
-                parts, source, id_, reached_ms.get(id_), counted.get(id_, _NOTHING), of_worker.get(id_)
-            )
-            for id_ in connected
-        ]
-        rows += [
-            document.Shard(
-                id=node.id,
-                state=state,
-                lag_ms=None if state == "ended" else now_ms - node.read_ms,
-                records=of.records,
-                rows=of.rows,
-                bytes=of.bytes,
-            )
-            for state, nodes in (("missing", lineage.missing()), ("left_out", left_out), ("ended", ended))
-            for node in nodes
-            for of in (counted.get(node.id, _NOTHING),)
-        ]
-        return tuple(sorted(rows, key=lambda row: row.id))
-
-    def _at_work(
-        self,
-        parts: Parts,
-        source: SourceStatus,
-        shard_id: str,
-        watermark_ms: int | None,
-        counts: ShardCounts,
-        worker: int | None,
-    ) -> document.Shard:
-        shards, now_ms = parts.coordinator.shards, self._clock.steady_ms()
-        session, held, peer = shards.sessions.live(shard_id), shards.backpressure, source.peers.get(shard_id)
-        durable_age = checkpoint_age = durable = checkpoint = None
-        if session is not None:
-            position = session.position
-            durable, checkpoint = position.durable, position.checkpointed
-            durable_age = waited_seconds(self._undurable[shard_id], position.accepted, durable, now_ms)
-            if peer is not None:  # who else would checkpoint
-                checkpoint_age = waited_seconds(self._unstored[shard_id], position.due(), checkpoint, now_ms)
-        if (since_ms := source.since_ms.get(shard_id)) is not None:
-            durable_age = max(durable_age or 0.0, (now_ms - since_ms) / 1000)
-        paused = session is not None and held.is_paused(shard_id) and not session.finishing
-        return document.Shard(
-            id=shard_id,
-            state="paused" if paused else "held" if shard_id in held.waiting else "connected",
-            peer=peer,
-            lag_ms=shards.watermark.lag_ms(shard_id, now_ms),
-            position=None if durable is None else str(durable),
-            checkpoint=None if checkpoint is None else str(checkpoint),
-            durable_age_seconds=durable_age,
-            checkpoint_age_seconds=checkpoint_age,
-            watermark_ms=watermark_ms,
-            records=counts.records,
-            rows=counts.rows,
-            bytes=counts.bytes,
-            worker=worker,
-        )
-
-
-def _histogram(durations: Durations) -> document.Histogram:
-    return document.Histogram(counts=tuple(durations.counts), sum_seconds=durations.sum_ms / 1000)
-
-
-def _windows(parts: Parts, told: CoordinatorStatus) -> document.Windows:
-    runner = parts.runner
-    if runner is None:
-        return document.Windows()
-    return document.Windows(
-        open=told.windows_open,
-        waiting=told.windows_waiting,
-        published=told.windows_published,
-        set_aside=told.windows_set_aside,
-        halted=told.windows_halted,
-        rows_out=runner.rows_out,
-        seconds=_histogram(runner.took),
-        oldest_age_seconds=runner.oldest_seconds(),
-        latest=tuple(
-            document.Window(
-                id=life.entry.window_id,
-                state=life.state,
-                revision=life.entry.revision,
-                start_ms=life.entry.start_ms,
-                end_ms=life.entry.end_ms,
-                cut_ms=life.cut_ms,
-                done_ms=life.done_ms,
-                rows_in=sum(segment.rows for segment in life.entry.segments),
-                rows_out=life.rows_out,
-                seconds=life.seconds,
-                spark_seconds=life.spark_seconds,
-                late_rows=told.late_by_window.get(life.entry.window_id, 0),
-                error=life.error,
-            )
-            for life in runner.latest
-        ),
-    )
-
-
-def _worker(worker: WorkerSlot) -> document.Worker:
-    process = worker.present
-    beat = None if process is None else process.beat
-    return document.Worker(
-        number=worker.number,
-        pid=None if process is None else process.pid,
-        generation=worker.generation,
-        shards=len(worker.opened),
-        resident_bytes=0 if beat is None else beat.resident_bytes,
-        restarts=max(0, worker.generation - 1),
-        running_seconds=0.0 if beat is None else max(beat.running_ms, beat.blocked_ms) / 1000,
-    )
-
-
-def _dead_letters(parts: Parts, told: CoordinatorStatus, *, messages: bool) -> document.DeadLetters:
-    state, shown = parts.coordinator.ledger_view.state, str if messages else without_messages
-    return document.DeadLetters(
-        waiting=state.dead_letters if parts.letters is None else None,
-        redriving=state.redrives,
-        latest=tuple(
-            document.DeadLetter(
-                at_ms=letter.at_ms,
-                shard=letter.shard_id,
-                sequence=str(letter.sequence),
-                error=shown(letter.error),
-                traceback=shown(letter.traceback) if letter.traceback else "",
-                attempts=letter.attempts,
-            )
-            for letter in told.latest_letters
-        ),
-    )
-
-
-def _servers(parts: Parts, now_ms: int) -> tuple[document.Peer, ...]:
-    """Return the servers on the ledger, as this one looked at it last."""
-    membership, shown = parts.coordinator.shards.membership, []
-    told = parts.coordinator.ledger_view.state.servers.get(parts.ledger.server_id)
-    for server in (*membership.peers.states(), *([] if told is None else [told])):
-        own, name = server is told, server.server_id
-        silent_ms = now_ms - membership.beat_at_ms if own else membership.peers.silent_ms[name]
-        peer = document.Peer(
-            id=name,
-            this=own,
-            beat_age_seconds=silent_ms / 1000,
-            watermark_ms=server.watermark_ms,
-            idle=server.idle,
-            reason=server.reason,
-        )
-        shown.append(peer)
-    return tuple(sorted(shown, key=lambda peer: peer.id))

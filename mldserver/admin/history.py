@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from mldserver.admin.document import SECONDS, Histogram, Status
+from mldserver.status_document import SECONDS, Histogram, Status
 
 __all__ = ["History", "Point", "quantile"]
 

@@ -18,11 +18,11 @@ from urllib.parse import quote
 import msgspec
 
 from mldserver.admin.access import AccessToken
-from mldserver.admin.document import SCHEMA, Status
 from mldserver.base.tls import refusal_by_server
 from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless
+from mldserver.status_document import SCHEMA, Status
 
 _ANSWER_SECONDS: Final = 5.0
 _REFUSALS: Final = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from mldserver.admin.document import SECONDS, Status
+from mldserver.status_document import SECONDS, Status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

@@ -16,7 +16,6 @@ from cyclopts import App, Group, Parameter
 from rich.console import RenderableType
 
 from mldserver.admin.access import find_token
-from mldserver.admin.document import Status
 from mldserver.admin.http_client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
 from mldserver.cli.ledger_tool import Where, state_at
@@ -28,6 +27,7 @@ from mldserver.config.resolve import ledger_file
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
+from mldserver.status_document import Status
 
 EXIT_NOT_READY: Final = 3
 

@@ -12,11 +12,11 @@ from cyclopts import App, Parameter
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from mldserver.admin.document import Status
 from mldserver.admin.http_client import Client, NoAnswer
 from mldserver.cli.render import as_bytes, moment, plain, table
 from mldserver.cli.status import HERE, ServerOptions, ask, ledger_instead, rows, text
 from mldserver.errors import OperatorError
+from mldserver.status_document import Status
 
 _HELP = """
 Show the status of a running server again and again: live in a terminal, one status after the other in a pipe. Ctrl-C ends it.

@@ -37,6 +37,7 @@ from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Destination, Flusher
 from mldserver.coordinator.membership import Membership, ServerLocks
 from mldserver.coordinator.progress import CoordinatorStatus, Reports
+from mldserver.coordinator.sections import Sections
 from mldserver.coordinator.shards import RedriveIntake, Shards
 from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.jobs.runner import WindowRunner
@@ -163,6 +164,8 @@ class Coordinator:
             soon=self._cycle.soon,
             ask_stream=ask_stream,
         )
+        self.sections = Sections(self.shards, view).all
+        """Makes the coordinator's sections of the status document."""
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
         self.cuts_all = False  # whether cycles cut every open window, due or not
 
@@ -345,6 +348,7 @@ class Coordinator:
             segments=flusher.segments,
             segment_bytes_written=flusher.segment_bytes,
             latest_letters=tuple(flusher.latest_letters),
+            letters_elsewhere=flusher.letters is not None,
             late_by_window=flusher.late_by_window,
         )
 

@@ -64,6 +64,8 @@ class CoordinatorStatus:
     segment_bytes_written: int
     latest_letters: tuple[DeadLetter, ...]
     """The oldest first."""
+    letters_elsewhere: bool
+    """Whether dead letters go elsewhere than into the ledger."""
     late_by_window: Mapping[str, int]
     """Rows that came late, of the windows for which some came lately."""
 

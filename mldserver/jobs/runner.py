@@ -33,6 +33,7 @@ from mldserver.errors import (
 )
 from mldserver.jobs.engine import allowed_seconds
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
+from mldserver.status_document import WindowRow, Windows, histogram
 
 if TYPE_CHECKING:
     from mldserver.jobs.steps import Committed, WindowSteps
@@ -99,6 +100,25 @@ class WindowLife:
     """Set when an operator has decided about it, while it is halted."""
     kept: bool = False
     """Whether the ledger holds why it is halted, as far as this server knows."""
+
+    def row(self, late_rows: int) -> WindowRow:
+        """Return its row of the status document."""
+        entry = self.entry
+        return WindowRow(
+            id=entry.window_id,
+            state=self.state,
+            revision=entry.revision,
+            start_ms=entry.start_ms,
+            end_ms=entry.end_ms,
+            cut_ms=self.cut_ms,
+            done_ms=self.done_ms,
+            rows_in=sum(segment.rows for segment in entry.segments),
+            rows_out=self.rows_out,
+            seconds=self.seconds,
+            spark_seconds=self.spark_seconds,
+            late_rows=late_rows,
+            error=self.error,
+        )
 
 
 class _Company:
@@ -255,6 +275,20 @@ class WindowRunner:
         """Return for how long the oldest window that is cut has waited to be published; None: none waits."""
         waiting = [life.submitted_ms for life in self.unfinished.values()]
         return (self._clock.steady_ms() - min(waiting)) / 1000 if waiting else None
+
+    def section(self, windows_open: int, late_by_window: Mapping[str, int]) -> Windows:
+        """Return the status document's section of windows. ``late_by_window``: the late rows of some."""
+        return Windows(
+            open=windows_open,
+            waiting=len(self.unfinished),
+            published=self.published,
+            set_aside=self.set_aside,
+            halted=tuple(sorted(self.halted)),
+            rows_out=self.rows_out,
+            seconds=histogram(self.took),
+            oldest_age_seconds=self.oldest_seconds(),
+            latest=tuple(life.row(late_by_window.get(life.entry.window_id, 0)) for life in self.latest),
+        )
 
     def overdue(self) -> tuple[str, float] | None:
         """Return the window that has been worked on for longer than one run may take, and for how many seconds; None: none.

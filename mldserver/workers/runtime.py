@@ -32,6 +32,7 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
+from mldserver.status_document import WorkerRow
 from mldserver.workers import wire
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import Held
@@ -103,6 +104,14 @@ class WorkerRuntime:
         """What a person should look at."""
         troubles = [each for worker in self._workers if (each := worker.trouble)]
         return "; ".join(troubles) or self._standby.trouble
+
+    def rows(self) -> tuple[WorkerRow, ...]:
+        """Return the workers' rows of the status document."""
+        return tuple(worker.row() for worker in self._workers)
+
+    def worker_of(self) -> dict[str, int]:
+        """Return the number of the worker that has each open shard."""
+        return {shard_id: worker.number for worker in self._workers for shard_id in worker.opened}
 
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler, without code. Raises HandlerError."""

@@ -22,6 +22,7 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, first_of
 from mldserver.children.supervise import ChildExit, supervise
+from mldserver.status_document import WorkerRow
 from mldserver.workers.gate import Gate
 from mldserver.workers.wire import BeatMessage, WorkerNumber
 from mldserver.workers.worker_process import WorkerProcess
@@ -119,6 +120,20 @@ class WorkerSlot:
         self._retiring = False
         self.searches = 0
         """How many searches for records that end the process are under way: its deaths are progress meanwhile."""
+
+    def row(self) -> WorkerRow:
+        """Return its row of the status document."""
+        process = self.present
+        beat = None if process is None else process.beat
+        return WorkerRow(
+            number=self.number,
+            pid=None if process is None else process.pid,
+            generation=self.generation,
+            shards=len(self.opened),
+            resident_bytes=0 if beat is None else beat.resident_bytes,
+            restarts=max(0, self.generation - 1),
+            running_seconds=0.0 if beat is None else max(beat.running_ms, beat.blocked_ms) / 1000,
+        )
 
     @property
     def trouble(self) -> str | None:

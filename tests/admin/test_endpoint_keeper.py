@@ -24,7 +24,6 @@ from support.serving import quick, until
 
 from mldserver.admin import endpoint_process
 from mldserver.admin.access import read_token
-from mldserver.admin.document import Status
 from mldserver.admin.endpoint_keeper import AdminEndpoint, token_file
 from mldserver.base.clock import SystemClock
 from mldserver.base.listening import listen_unix
@@ -36,6 +35,7 @@ from mldserver.config.kinds import Address, TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.server import Server
+from mldserver.status_document import Status
 from mldserver.testing import LocalEngine
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from support.serving import quick, serving, until
 
-from mldserver.admin.gather import EventTally, Gatherer, waited_seconds
+from mldserver.admin.gather import EventTally, Gatherer
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.progress import CoordinatorStatus
+from mldserver.coordinator.sections import waited_seconds
 from mldserver.errors import WITHHELD
 from mldserver.observe.logging import logging_to
 from mldserver.records import Sequence

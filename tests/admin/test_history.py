@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mldserver.admin.document import SECONDS, Histogram, Shard, Status, Totals, Watermark
 from mldserver.admin.history import POINTS, History, quantile
+from mldserver.status_document import SECONDS, Histogram, ShardRow, Status, Totals, WatermarkSection
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ BEGIN = 1_700_000_000_000
 
 
 def status(second: float, *, lags: tuple[int | None, ...] = (), **fields: Any) -> Status:
-    shards = tuple(Shard(id=f"s{n}", state="connected", lag_ms=lag) for n, lag in enumerate(lags))
+    shards = tuple(ShardRow(id=f"s{n}", state="connected", lag_ms=lag) for n, lag in enumerate(lags))
     given = {"ready": True, "started_ms": BEGIN, "shards": shards} | fields
     return Status(
         taken_ms=BEGIN + round(second * 1000),
@@ -51,7 +51,7 @@ def test_ten_seconds_of_documents_are_one_point_of_rates() -> None:
                 totals=Totals(
                     records=100 * second, rows=50 * second, bytes=2_000 * second, dead_letters=second
                 ),
-                watermark=Watermark(at_ms=BEGIN + second),
+                watermark=WatermarkSection(at_ms=BEGIN + second),
                 resident_bytes=7,
             )
         )

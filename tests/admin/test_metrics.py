@@ -15,25 +15,25 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from support.pages import ROOT, examples
 
-from mldserver.admin.document import (
+from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
+from mldserver.status_document import (
     SECONDS,
     Budget,
     DeadLetters,
     Histogram,
     Peer,
-    Shard,
+    ShardRow,
     Spark,
     Status,
-    Watermark,
+    WatermarkSection,
     Windows,
-    Worker,
+    WorkerRow,
 )
-from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
 
 DEPLOY: Final = ROOT / "deploy"
 
 
-def status(*shards: Shard) -> Status:
+def status(*shards: ShardRow) -> Status:
     """A document in which nothing is left out."""
     return Status(
         taken_ms=1_800_000_060_000,
@@ -50,13 +50,13 @@ def status(*shards: Shard) -> Status:
         connections={"idle": 3},
         shards=shards
         or (
-            Shard(
+            ShardRow(
                 id="a", state="connected", lag_ms=1500, durable_age_seconds=2.5, checkpoint_age_seconds=1.0
             ),
         ),
-        watermark=Watermark(at_ms=1_800_000_000_000, held_by="a", reason="behind"),
+        watermark=WatermarkSection(at_ms=1_800_000_000_000, held_by="a", reason="behind"),
         windows=Windows(open=2, waiting=1, halted=("w",), seconds=Histogram(sum_seconds=0.0)),
-        workers=(Worker(number=0, pid=8, resident_bytes=1 << 20, restarts=2),),
+        workers=(WorkerRow(number=0, pid=8, resident_bytes=1 << 20, restarts=2),),
         spark=Spark(ready=True, start_seconds=12.5, jobs=1, jvm_resident_bytes=1 << 30),
         dead_letters=DeadLetters(waiting=4),
         servers=(Peer(id="box:7", this=True),),
@@ -141,10 +141,10 @@ def test_what_is_not_known_is_no_series() -> None:
 
 def test_shards_beyond_the_limit_are_one_series_that_shows_the_worst() -> None:
     shards = [
-        Shard(id=f"shard-{number:04}", state="connected", lag_ms=number * 1000)
+        ShardRow(id=f"shard-{number:04}", state="connected", lag_ms=number * 1000)
         for number in range(MOST_SHARDS + 50)
     ]
-    seen = series(status(*shards, Shard(id="other", state="connected", lag_ms=7)))
+    seen = series(status(*shards, ShardRow(id="other", state="connected", lag_ms=7)))
     lags = {dict(labels)["shard"]: value for (name, labels), value in seen.items() if "shard_lag" in name}
     assert len(lags) == MOST_SHARDS + 1
     assert lags["other"] == MOST_SHARDS + 49
@@ -153,7 +153,7 @@ def test_shards_beyond_the_limit_are_one_series_that_shows_the_worst() -> None:
 
 @pytest.mark.parametrize("shard_id", ['"}\n# HELP x', "\\", "\u2028ä", "a,b=c"])
 def test_a_shard_may_be_called_anything(shard_id: str) -> None:
-    seen = series(status(Shard(id=shard_id, state="connected", lag_ms=0)))
+    seen = series(status(ShardRow(id=shard_id, state="connected", lag_ms=0)))
     assert seen["mldserver_shard_lag_seconds", (("shard", shard_id),)] == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.browser import Browser, browsing, serving
 from support.statuses import failing, healthy, hour_before, lagging
 
-from mldserver.admin.document import Status
+from mldserver.status_document import Status
 
 pytestmark = pytest.mark.services
 

@@ -13,16 +13,16 @@ from support.statuses import NOW, failing, healthy, hour_before, lagging
 
 from mldserver.admin import endpoint as module
 from mldserver.admin.access import read_token
-from mldserver.admin.document import (
-    DeadLetter,
+from mldserver.status_document import (
     DeadLetters,
-    Shard,
+    LetterRow,
+    ShardRow,
     Spark,
     Status,
-    Watermark,
-    Window,
+    WatermarkSection,
+    WindowRow,
     Windows,
-    Worker,
+    WorkerRow,
 )
 
 pytestmark = pytest.mark.services
@@ -159,7 +159,7 @@ def test_pointing_at_a_chart_tells_what_was_then_in_all_of_them(browser: Browser
 
 
 def test_many_shards_are_shown_when_asked_for_and_found_by_name(browser: Browser, tmp_path: Path) -> None:
-    shards = tuple(Shard(id=f"shard-{n}", state="connected", lag_ms=10 * n) for n in range(300))
+    shards = tuple(ShardRow(id=f"shard-{n}", state="connected", lag_ms=10 * n) for n in range(300))
     with serving(tmp_path, [simple(shards=shards)]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")
@@ -189,13 +189,13 @@ def test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout(
         handler=evil,
         reasons=(evil,),
         ready=False,
-        shards=(Shard(id=evil, state=evil, lag_ms=70_000),),
-        watermark=Watermark(at_ms=NOW, held_by=evil, reason=evil, stuck=True),
-        windows=Windows(halted=(evil,), latest=(Window(id=evil, state="failed", error=evil),)),
-        workers=(Worker(number=1),),
+        shards=(ShardRow(id=evil, state=evil, lag_ms=70_000),),
+        watermark=WatermarkSection(at_ms=NOW, held_by=evil, reason=evil, stuck=True),
+        windows=Windows(halted=(evil,), latest=(WindowRow(id=evil, state="failed", error=evil),)),
+        workers=(WorkerRow(number=1),),
         spark=Spark(ready=True, master=evil, ui="javascript:window.hurt = 1"),
         dead_letters=DeadLetters(
-            waiting=1, latest=(DeadLetter(at_ms=NOW, shard=evil, sequence=evil, error=evil, traceback=evil),)
+            waiting=1, latest=(LetterRow(at_ms=NOW, shard=evil, sequence=evil, error=evil, traceback=evil),)
         ),
         failures={evil: 1},
     )
@@ -236,7 +236,7 @@ def test_each_document_is_shown_as_it_comes_and_what_was_opened_stays_open(
         browser.driver.find_element("css selector", "#letters summary").click()
         browser.driver.find_element("css selector", "#letters ul ul summary").click()
         assert "in on_record" in browser.text("#letters pre")
-        news = DeadLetter(at_ms=NOW + 900, shard="s", sequence="1", error="OSError: new", attempts=3)
+        news = LetterRow(at_ms=NOW + 900, shard="s", sequence="1", error="OSError: new", attempts=3)
         later = failing(NOW + 1_000)
         letters = replace(later.dead_letters, latest=(*later.dead_letters.latest, news))
         stage.show(replace(later, dead_letters=letters, shards=later.shards[:2]))
@@ -248,7 +248,7 @@ def test_each_document_is_shown_as_it_comes_and_what_was_opened_stays_open(
 
 
 def test_things_of_one_name_are_shown_as_often_as_they_are_told(browser: Browser, tmp_path: Path) -> None:
-    window = Window(id="w", state="failed")
+    window = WindowRow(id="w", state="failed")
     with serving(tmp_path, [simple()]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")

@@ -13,11 +13,11 @@ from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.admin.document import SCHEMA
 from mldserver.cli.render import size, span
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
+from mldserver.status_document import SCHEMA
 
 NOBODY = "127.0.0.1:1"
 

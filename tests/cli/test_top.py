@@ -17,13 +17,13 @@ import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.store import SqliteStore
 
-from mldserver.admin.document import Shard, Totals
 from mldserver.admin.http_client import Refused
 from mldserver.cli.render import as_bytes
 from mldserver.cli.status import ServerOptions
 from mldserver.cli.top import Order, Screen
 from mldserver.errors import OperatorError
 from mldserver.output.layout import LEDGER
+from mldserver.status_document import ShardRow, Totals
 
 PATIENT = """
 import signal
@@ -74,9 +74,9 @@ def test_shards_are_chosen_by_id_and_sorted_by_a_column_the_greatest_first(
     server: Endpoint, order: Order, part: str, shown: list[str]
 ) -> None:
     first = (
-        Shard(id="a-1", state="connected", lag_ms=10, durable_age_seconds=3.0),
-        Shard(id="a-2", state="connected", lag_ms=500),
-        Shard(id="b-3", state="missing"),
+        ShardRow(id="a-1", state="connected", lag_ms=10, durable_age_seconds=3.0),
+        ShardRow(id="a-2", state="connected", lag_ms=500),
+        ShardRow(id="b-3", state="missing"),
     )
     more = {"a-1": (5, 50), "a-2": (7, 1), "b-3": (0, 0)}
     then = [msgspec.structs.replace(s, records=more[s.id][0], rows=more[s.id][1]) for s in first]
@@ -115,7 +115,7 @@ def test_rates_are_what_came_between_two_documents(server: Endpoint) -> None:
 
 def test_shards_get_half_of_the_terminal(server: Endpoint) -> None:
     server.document = later(
-        0, shards=tuple(Shard(id=f"s-{n:03}", state="connected", lag_ms=n) for n in range(200))
+        0, shards=tuple(ShardRow(id=f"s-{n:03}", state="connected", lag_ms=n) for n in range(200))
     )
     shown = screen(server)
     shown.refresh(height=24)

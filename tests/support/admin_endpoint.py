@@ -15,19 +15,19 @@ from typing import Any
 
 import msgspec
 
-from mldserver.admin.document import (
+from mldserver.status_document import (
     Budget,
-    DeadLetter,
     DeadLetters,
+    LetterRow,
     Peer,
-    Shard,
+    ShardRow,
     Spark,
     Status,
     Totals,
-    Watermark,
-    Window,
+    WatermarkSection,
+    WindowRow,
     Windows,
-    Worker,
+    WorkerRow,
 )
 
 __all__ = ["DOCUMENT", "Endpoint", "endpoint"]
@@ -47,22 +47,22 @@ DOCUMENT = Status(
     totals=Totals(records=123_456, batches=789, bytes=5 << 20, rows=99_999, rows_durable=88_888, dead_letters=2),
     failures={"ValueError": 2},
     shards=(
-        Shard(id="shardId-0", state="connected", lag_ms=1_500, position="495:2", records=1_000, rows=900, bytes=1 << 20, worker=0, peer="127.0.0.1:5"),
-        Shard(id="shardId-1", state="held", lag_ms=90_000, durable_age_seconds=4.24, records=20_000, rows=19_000, bytes=3 << 20, worker=1),
-        Shard(id="shardId-[red]\x1b[0m", state="missing"),
+        ShardRow(id="shardId-0", state="connected", lag_ms=1_500, position="495:2", records=1_000, rows=900, bytes=1 << 20, worker=0, peer="127.0.0.1:5"),
+        ShardRow(id="shardId-1", state="held", lag_ms=90_000, durable_age_seconds=4.24, records=20_000, rows=19_000, bytes=3 << 20, worker=1),
+        ShardRow(id="shardId-[red]\x1b[0m", state="missing"),
     ),
-    watermark=Watermark(at_ms=9 * HOUR, held_by="shardId-1", server="two", reason="it lags", stuck=True),
+    watermark=WatermarkSection(at_ms=9 * HOUR, held_by="shardId-1", server="two", reason="it lags", stuck=True),
     windows=Windows(
         open=3,
         published=7,
         latest=(
-            Window(id="1970-01-01T01-00-00Z", state="failed", revision=2, error="KeyError: 'x'\n  at line 3"),
-            *(Window(id=f"1970-01-01T0{n}-00-00Z", state="done", rows_in=10, rows_out=5, seconds=1.25) for n in range(2, 8)),
+            WindowRow(id="1970-01-01T01-00-00Z", state="failed", revision=2, error="KeyError: 'x'\n  at line 3"),
+            *(WindowRow(id=f"1970-01-01T0{n}-00-00Z", state="done", rows_in=10, rows_out=5, seconds=1.25) for n in range(2, 8)),
         ),
     ),
-    workers=(Worker(number=0, pid=12, shards=2, resident_bytes=200 << 20, restarts=1),),
+    workers=(WorkerRow(number=0, pid=12, shards=2, resident_bytes=200 << 20, restarts=1),),
     spark=Spark(ready=False, trouble="no executor", master="local[2]", version="4.0.1"),
-    dead_letters=DeadLetters(waiting=2, latest=(DeadLetter(at_ms=HOUR, shard="shardId-1", sequence="496:0", error="ValueError: bad"),)),
+    dead_letters=DeadLetters(waiting=2, latest=(LetterRow(at_ms=HOUR, shard="shardId-1", sequence="496:0", error="ValueError: bad"),)),
     servers=(Peer(id="one", this=True), Peer(id="two", this=False, beat_age_seconds=1.0, watermark_ms=9 * HOUR)),
     budgets={"buffer": Budget(used_bytes=12 << 20, limit_bytes=256 << 20)},
 )  # fmt: skip

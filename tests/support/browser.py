@@ -18,9 +18,9 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.wait import WebDriverWait
 
 from mldserver.admin.access import make_token
-from mldserver.admin.document import Status
 from mldserver.admin.endpoint import Endpoint
 from mldserver.base.listening import listen_tcp
+from mldserver.status_document import Status
 
 PROGRAMS: Final = {"chromium": "chromium", "chromedriver": "chromium-driver"}
 """What is needed, and Debian's package that has it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mldserver.admin.document import Status
+from mldserver.status_document import Status
 
 NOW_MS = 1_800_000_000_000
 _LIMIT = 1 << 26

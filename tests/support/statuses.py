@@ -9,21 +9,21 @@ from typing import Final
 
 import msgspec
 
-from mldserver.admin.document import (
+from mldserver.status_document import (
     SECONDS,
     Budget,
-    DeadLetter,
     DeadLetters,
     Histogram,
+    LetterRow,
     Peer,
-    Shard,
+    ShardRow,
     Spark,
     Status,
     Totals,
-    Watermark,
-    Window,
+    WatermarkSection,
+    WindowRow,
     Windows,
-    Worker,
+    WorkerRow,
 )
 
 NOW: Final = 1_795_399_403_000
@@ -51,7 +51,7 @@ def healthy(at_ms: int = NOW) -> Status:
         batch_seconds=_batches(at_ms, 0),
         connections={"processing": 8},
         shards=tuple(_shard(n, at_ms, lag_ms=(180, 420, 0, 95, 1_300, 60, 240, 0)[n]) for n in range(8)),
-        watermark=Watermark(at_ms=at_ms - 14_000 - at_ms % 5_000, held_by="shardId-000000000004"),
+        watermark=WatermarkSection(at_ms=at_ms - 14_000 - at_ms % 5_000, held_by="shardId-000000000004"),
         windows=Windows(
             open=2,
             waiting=1,
@@ -84,7 +84,7 @@ def lagging(at_ms: int = NOW) -> Status:
         healthy(at_ms),
         shards=shards,
         batch_seconds=_batches(at_ms, 3),
-        watermark=Watermark(
+        watermark=WatermarkSection(
             at_ms=NOW - 13 * MINUTE,
             held_by="shardId-000000000005",
             reason="behind",
@@ -117,7 +117,7 @@ def failing(at_ms: int = NOW) -> Status:
         "ValueError: invalid literal for int() with base 10: '<b>late</b>'\n"
     )
     letters = tuple(
-        DeadLetter(
+        LetterRow(
             at_ms=NOW - ago * MINUTE,
             shard=f"shardId-00000000000{ago % 8}",
             sequence=f"4965{ago:04}87123409871234098712340987123409871234098712",
@@ -185,7 +185,7 @@ def hour_before(make: Callable[[int], Status]) -> list[Status]:
                 else each
                 for each in status.shards
             )
-            watermark = Watermark(at_ms=min(NOW - 13 * MINUTE, at_ms - 14_000 - at_ms % 5_000))
+            watermark = WatermarkSection(at_ms=min(NOW - 13 * MINUTE, at_ms - 14_000 - at_ms % 5_000))
             ready = status.ready or worse < 0.7
             status = msgspec.structs.replace(status, ready=ready, shards=shards, watermark=watermark)
         hour.append(status)
@@ -232,8 +232,8 @@ def _wave(at_ms: int, period: float) -> float:
     return math.sin(at_ms / 1000 / period) + 0.6 * math.sin(at_ms / 1000 / period / 2.7)
 
 
-def _shard(n: int, at_ms: int, *, lag_ms: int, state: str = "connected") -> Shard:
-    return Shard(
+def _shard(n: int, at_ms: int, *, lag_ms: int, state: str = "connected") -> ShardRow:
+    return ShardRow(
         id=f"shardId-{n:012}",
         state=state,
         peer=f"127.0.0.1:{40_000 + n}",
@@ -258,12 +258,12 @@ def _window(
     revision: int = 1,
     error: str | None = None,
     cut_ms: int | None = None,
-) -> Window:
+) -> WindowRow:
     begin = at_ms - at_ms % MINUTE - ago * MINUTE
     cut = cut_ms or begin + MINUTE + 15_000
     seconds = 3.2 + 0.9 * math.sin(ago * 1.7) + (4 if ago % 17 == 0 else 0)
     id_ = datetime.fromtimestamp(begin / 1000, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    return Window(
+    return WindowRow(
         id=id_,
         state=state,
         revision=revision,
@@ -280,8 +280,8 @@ def _window(
     )
 
 
-def _worker(number: int) -> Worker:
-    return Worker(
+def _worker(number: int) -> WorkerRow:
+    return WorkerRow(
         number=number, pid=4711 + number, generation=1, shards=4, resident_bytes=(140 + 9 * number) << 20
     )
 

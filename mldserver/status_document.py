@@ -1,6 +1,7 @@
 """A running server's status: one document, from which metrics, page and terminal are made.
 
-The server makes one a second, less often where it has very many shards (``gather.py``); ``/status`` shows it as JSON. Counts
+Each part of the server reports its own section; ``admin/gather.py`` puts them together once a second, less often where there
+are very many shards. ``/status`` shows the document as JSON. Counts
 are since the start of the server; names end in their unit; ``…_ms`` without another word are milliseconds since the epoch.
 Fields may be added under the same ``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or
 a record's data beyond what a handler's own error says.
@@ -12,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from mldserver.base.clock import BOUNDS_MS
+from mldserver.base.clock import BOUNDS_MS, Durations
 
 SCHEMA: Final = 1
 SECONDS: Final = tuple(ms / 1000 for ms in BOUNDS_MS)
@@ -29,6 +30,11 @@ class Histogram(_Part, frozen=True, kw_only=True):
     counts: tuple[int, ...] = (0,) * (len(SECONDS) + 1)
     """How many took at most so long as the bound of ``SECONDS``, and longer than the one before; the last: all longer ones."""
     sum_seconds: float = 0.0
+
+
+def histogram(durations: Durations) -> Histogram:
+    """Return a section of measured durations."""
+    return Histogram(counts=tuple(durations.counts), sum_seconds=durations.sum_ms / 1000)
 
 
 class Totals(_Part, frozen=True, kw_only=True):
@@ -89,7 +95,7 @@ class Totals(_Part, frozen=True, kw_only=True):
     reloads_refused: int = 0
 
 
-class Shard(_Part, frozen=True, kw_only=True):
+class ShardRow(_Part, frozen=True, kw_only=True):
     """A shard that this server has, or that is missing."""
 
     id: str
@@ -119,7 +125,7 @@ class Shard(_Part, frozen=True, kw_only=True):
     """Which worker has it."""
 
 
-class Watermark(_Part, frozen=True, kw_only=True):
+class WatermarkSection(_Part, frozen=True, kw_only=True):
     """Up to which event time no more rows are expected."""
 
     at_ms: int | None = None
@@ -131,7 +137,7 @@ class Watermark(_Part, frozen=True, kw_only=True):
     stuck: bool = False
 
 
-class Window(_Part, frozen=True, kw_only=True):
+class WindowRow(_Part, frozen=True, kw_only=True):
     """One of the latest windows."""
 
     id: str
@@ -167,11 +173,11 @@ class Windows(_Part, frozen=True, kw_only=True):
     """From cut to visible output."""
     oldest_age_seconds: float | None = None
     """For how long the oldest window that is cut has waited to be published; None: none waits."""
-    latest: tuple[Window, ...] = ()
+    latest: tuple[WindowRow, ...] = ()
     """The latest hundred that this server has cut, the oldest first."""
 
 
-class Worker(_Part, frozen=True, kw_only=True):
+class WorkerRow(_Part, frozen=True, kw_only=True):
     """A worker."""
 
     number: int
@@ -201,7 +207,7 @@ class Spark(_Part, frozen=True, kw_only=True):
     """Memory of the driver's JVM; None on Spark Connect, and while there is none."""
 
 
-class DeadLetter(_Part, frozen=True, kw_only=True):
+class LetterRow(_Part, frozen=True, kw_only=True):
     """One of the latest dead letters."""
 
     at_ms: int
@@ -218,7 +224,7 @@ class DeadLetters(_Part, frozen=True, kw_only=True):
     waiting: int | None = None
     """How many the ledger keeps; None: they go elsewhere."""
     redriving: int = 0
-    latest: tuple[DeadLetter, ...] = ()
+    latest: tuple[LetterRow, ...] = ()
     """The latest twenty of this server, the oldest first."""
 
 
@@ -270,10 +276,10 @@ class Status(_Part, frozen=True, kw_only=True):
     """Dead letters by their error's class: at most a hundred classes, then ``other``."""
     connections: dict[str, int] = {}
     """How many connections are in each state of the protocol."""
-    shards: tuple[Shard, ...] = ()
-    watermark: Watermark = Watermark()
+    shards: tuple[ShardRow, ...] = ()
+    watermark: WatermarkSection = WatermarkSection()
     windows: Windows = Windows()
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
     spark: Spark | None = None
     """None for a handler without rows."""
     dead_letters: DeadLetters = DeadLetters()
