@@ -35,7 +35,7 @@ import structlog
 
 from mldserver import __version__
 from mldserver.admin.acts import carry_out
-from mldserver.admin.endpoint_keeper import AdminEndpoint
+from mldserver.admin.endpoint import AdminEndpoint
 from mldserver.admin.gather import EventTally, Gatherer, Readiness, unready
 from mldserver.assembly import Dependencies, Parts, assemble, exposed
 from mldserver.base.aws import require_aws
@@ -68,8 +68,8 @@ T = TypeVar("T")
 
 _LET_GO_SECONDS: Final = 1.0
 """How long connections may take to end, at the very end, while the runtime still runs; after a forced stop each part."""
-_OWN_FILES: Final = 256
-"""Beside connections: workers, segments that are written, the ledger, Spark, the admin endpoint."""
+_OWN_FILES: Final = 448
+"""In addition to connections: workers, segments that are written, the ledger, Spark, clients of the admin endpoint."""
 _DRAIN: Final = "drain"
 """The reason of a stop."""
 _TELL_SECONDS: Final = 5.0
@@ -224,7 +224,7 @@ class Server:
                 advice=f"Run `chmod o= {path}`.",
             )
         if self._endpoint is not None:
-            await run_in_daemon_thread(self._endpoint.make_files, name="mldserver-token")
+            await self._endpoint.open_steering()
         if self._drain:
             await parts.ledger.drain()
         self._begun = parts
@@ -396,8 +396,6 @@ class Server:
 
     def _hang_up(self) -> None:
         reopen()
-        if self._endpoint is not None:
-            self._endpoint.renew()
         self._hung_up.set()
 
     async def _read_again(self) -> None:
@@ -405,8 +403,9 @@ class Server:
         while await self._hung_up.wait():
             self._hung_up.clear()
             with self._service.reloading():
-                if self._parts is not None and self._parts.tls is not None:
-                    await self._parts.tls.read_again()
+                for owner in (self._parts, self._endpoint):
+                    if owner is not None and owner.tls is not None:
+                        await owner.tls.read_again()
 
     # Watching.
 

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("sources", "coordinator.shards"),
     ),
     "observe": ("errors", "base", "config"),
-    # A process of its own: what it knows of the server is the document that it is sent.
+    # What it knows of the server is the status document.
     "admin": ("", "status_document", "errors", "base", "children", "config", "observe"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
     "workers": (

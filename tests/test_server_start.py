@@ -147,7 +147,7 @@ async def test_ps_names_each_process_and_systemd_is_told_of_start_reload_and_sto
         async with serving(tmp_path, handler, "--workers", "2", "--admin", "127.0.0.1:0") as (server, _):
             await tells("READY=1")
             assert "STATUS=ready" in words
-            roles = ("admin endpoint", "server", "standby worker", "worker 0", "worker 1")
+            roles = ("server", "standby worker", "worker 0", "worker 1")
             await until(lambda: titles(server.pid) == [f"mldserver: watched {role}" for role in roles])
             words.clear()
             server.send_signal(signal.SIGHUP)
@@ -167,7 +167,7 @@ async def test_sigusr1_opens_the_log_file_again_and_ends_no_process(tmp_path: Pa
         server.send_signal(signal.SIGUSR1)
         await until(lambda: "log.reopened" in told(log_file))
         await until(lambda: "server.ready" in told(log_file))
-        await until(lambda: len(titles(server.pid)) == 4)
+        await until(lambda: len(titles(server.pid)) == 3)
         before = children(server.pid)
         for pid in before:
             os.kill(pid, signal.SIGUSR1)
@@ -371,9 +371,9 @@ def test_a_server_inside_somebodys_thread_lives_and_ends_without_signals(
 @pytest.mark.parametrize(
     ("limits", "raised", "told_of"),
     [
-        ((256, 65536), [(1280, 65536)], False),
+        ((256, 65536), [(1472, 65536)], False),
         ((65536, 65536), [], False),
-        ((256, resource.RLIM_INFINITY), [(1280, resource.RLIM_INFINITY)], False),
+        ((256, resource.RLIM_INFINITY), [(1472, resource.RLIM_INFINITY)], False),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), [], False),
         ((256, 1024), [(1024, 1024)], True),
     ],

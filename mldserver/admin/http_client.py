@@ -1,35 +1,29 @@
 """Asks a running server, and steers it: the admin endpoint's client for the command line. Blocking.
 
-Each request has a separate connection. No proxy of the environment is used, and no redirect followed.
+Each request has a separate connection. The client uses no proxy from the environment, and follows no redirect.
 """
 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import socket
 import ssl
-import sys
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
 
-from mldserver.admin.access import AccessToken
+from mldserver.base.listening import short_name
 from mldserver.base.tls import refusal_by_server
-from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
+from mldserver.config.kinds import Address, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.observe.log_lines import harmless
 from mldserver.status_document import SCHEMA, Status
 
 _ANSWER_SECONDS: Final = 5.0
-_REFUSALS: Final = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
-_LISTENS: Final = "0A"
-"""TCP_LISTEN of the kernel."""
-_LARGEST: Final = 64 << 20
-"""Bytes of an answer: whatever listens at the address, the command's memory is bounded."""
+_MOST_BYTES: Final = 64 << 20
+"""Of an answer: the command's memory stays bounded, whatever listens at the address."""
 
 
 class NoAnswer(NotThereYet):
@@ -40,8 +34,8 @@ class Refused(OperatorError):
     """The server does not admit this caller, or refuses the request."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What became of an act."""
+class ActResult(msgspec.Struct, frozen=True):
+    """The result of an act."""
 
     done: bool
     text: str
@@ -52,19 +46,12 @@ class Client:
     """The admin endpoint of a server."""
 
     def __init__(
-        self,
-        address: Address,
-        *,
-        token: AccessToken | None = None,
-        tls: ssl.SSLContext | None = None,
-        seconds: float = _ANSWER_SECONDS,
+        self, address: Address, *, tls: ssl.SSLContext | None = None, seconds: float = _ANSWER_SECONDS
     ) -> None:
-        """Name the endpoint. ``token`` is for loopback; ``tls`` has the caller's certificate; ``seconds`` are a wait's bound."""
+        """Name the endpoint. ``tls`` has the caller's certificate; ``seconds`` bounds each wait."""
         self.address = address
-        self._token = token
         self._tls = tls
         self._seconds = seconds
-        self._on_loopback = isinstance(address, TcpAddress) and is_local(address)
 
     def status(self) -> bytes:
         """Return the status document as it came. Raises NoAnswer and Refused."""
@@ -73,59 +60,30 @@ class Client:
             raise NoAnswer(f"The server at {self.address} has no status to show: {_sentence(status, body)}")
         return body
 
-    def silence(self) -> str | None:
-        """Return why the server does not live, though its endpoint answers, in words; None: it lives. Raises as ``status``."""
-        status, body = self._ask("GET", "/livez", self._seconds)
-        return None if status == http.client.OK else _sentence(status, body)
-
-    def act(self, name: str, argument: str, *, seconds: float) -> Answer:
-        """Have the server act, and return the result. Raises NoAnswer, also after ``seconds``, and Refused."""
+    def act(self, name: str, argument: str, *, seconds: float) -> ActResult:
+        """Request an act and return its result. Raises NoAnswer, also after ``seconds``, and Refused."""
         asked = json.dumps({"argument": argument}).encode()
         status, body = self._ask("POST", f"/act/{quote(name, safe='')}", seconds, asked)
         try:
-            answer = msgspec.json.decode(body, type=Answer)
-            return Answer(answer.done, "\n".join(map(harmless, answer.text.splitlines())))
+            result = msgspec.json.decode(body, type=ActResult)
         except msgspec.MsgspecError as error:
             raise Refused(f"The server at {self.address} did not do it: {_sentence(status, body)}") from error
+        return ActResult(result.done, "\n".join(map(harmless, result.text.splitlines())))
 
     def _ask(self, method: str, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Make one request; return the answer's status and body. A GET shows the token only once it is refused without."""
-        status, data = self._once(method, path, seconds, body, None if method == "GET" else self._token)
-        if status in _REFUSALS and method == "GET" and self._token is not None:
-            status, data = self._once(method, path, seconds, body, self._token)
-        if status in _REFUSALS:
-            raise Refused(
-                f"The server at {self.address} refuses: {_sentence(status, data)}",
-                advice="--admin-token-file names the token's file; --certificate and --key are a client certificate.",
-            )
-        return status, data
-
-    def _once(
-        self, method: str, path: str, seconds: float, body: bytes | None, token: AccessToken | None
-    ) -> tuple[int, bytes]:
+        """Make one request; return the answer's status and body."""
         connection, connected = _HTTPConnection(self.address, self._tls, seconds), False
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token.word}"
         try:
             connection.connect()
             connected = True
-            if token is not None and self._tls is None and self._on_loopback:
-                # Send the token to its owner or root only: another user may have taken the port.
-                strangers = listening_users(connection.sock) - {token.owner, 0}
-                if strangers:
-                    raise Refused(
-                        f"What listens at {self.address} is of user {min(strangers)}, and the token of user {token.owner}: "
-                        "it was not sent.",
-                        advice="See which process has the port, or name the server's own endpoint with --admin.",
-                    )
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            data = answer.read(_LARGEST)
+            data = answer.read(_MOST_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            # A certificate that it does not trust, or misses, may be no more to a server than a reason to hang up.
+            # A server may close the connection without a word if it does not trust, or misses, the caller's certificate.
             hung_up = connected and isinstance(error, ConnectionError)
             if isinstance(error, ssl.SSLError) or (hung_up and self._tls is not None):
                 raise Refused(
@@ -135,50 +93,19 @@ class Client:
                 ) from error
             if hung_up or isinstance(error, http.client.HTTPException):
                 raise NoAnswer(
-                    f"What answers at {self.address} is no admin endpoint of mldserver, or speaks TLS where none was asked for."
+                    f"The process at {self.address} is not an admin endpoint of mldserver, or it expects TLS."
                 ) from error
             why = f"it did not within {seconds:g} s" if isinstance(error, TimeoutError) else _reason(error)
             raise NoAnswer(f"No server answers at {self.address}: {why}.") from error
         finally:
             connection.close()
+        if answer.status == http.client.FORBIDDEN:
+            raise Refused(f"The server at {self.address} refuses: {_sentence(answer.status, data)}")
         return answer.status, data
 
 
-def listening_users(ours: socket.socket, tables: Path = Path("/proc/net")) -> set[int]:
-    """Return the ids of users that a TCP connection may have reached on this host; none if the system shows none.
-
-    An accepted connection's user is certain. Before that the kernel shows only the listeners.
-    """
-    here, there = ours.getsockname()[:2], ours.getpeername()[:2]
-    listeners: dict[bool, set[int]] = {True: set(), False: set()}
-    for name in ("tcp", "tcp6"):
-        try:
-            lines = (tables / name).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            # man 5 proc: sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode
-            _, local, remote, state, *_, uid, _timeout, inode = line.split()[:10]
-            host, port = _socket_address(local)
-            if (host, port) == there and _socket_address(remote) == here and inode != "0":
-                return {int(uid)}
-            if state == _LISTENS and port == there[1] and host in {there[0], "0.0.0.0", "::"}:  # noqa: S104  # looked for
-                listeners[host == there[0]].add(int(uid))
-    return listeners[True] or listeners[False]
-
-
-def _socket_address(text: str) -> tuple[str, int]:
-    """Return the address that a table of the kernel shows as 32-bit words of the machine's order, in hexadecimal."""
-    words, _, port = text.partition(":")
-    packed = b"".join(
-        int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)
-    )
-    host = ipaddress.ip_address(packed)
-    return str(getattr(host, "ipv4_mapped", None) or host), int(port, 16)
-
-
 class _HTTPConnection(http.client.HTTPConnection):
-    """One to an address of either kind, by TLS or without."""
+    """A connection to an address of either kind, with TLS or without."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, seconds: float) -> None:
         self._unix = address.path if isinstance(address, UnixAddress) else None
@@ -190,7 +117,8 @@ class _HTTPConnection(http.client.HTTPConnection):
         if self._unix is not None:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(self.timeout)
-            self.sock.connect(str(self._unix))
+            with short_name(self._unix) as name:
+                self.sock.connect(name)
             return
         super().connect()
         if self._tls is not None:
@@ -198,7 +126,7 @@ class _HTTPConnection(http.client.HTTPConnection):
 
 
 def read_status(document: bytes) -> Status:
-    """Return a status document's meaning. Raises NoAnswer for what is none, and OperatorError for a newer program's."""
+    """Return a status document, decoded. Raises NoAnswer for anything else, and OperatorError for a newer program's document."""
     try:
         if (schema := msgspec.json.decode(document, type=_SchemaNumber).schema) > SCHEMA:
             raise OperatorError(
@@ -221,7 +149,7 @@ def _reason(error: Exception) -> str:
 
 
 def _sentence(status: int, body: bytes) -> str:
-    """Return the sentence in an answer that is none of those that were hoped for."""
+    """Return the sentence of an error response."""
     try:
         document: Any = json.loads(body)
     except ValueError:

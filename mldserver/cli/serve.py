@@ -134,7 +134,7 @@ def live(settings: Settings, *, drain: bool = False) -> int:
 
     import uvloop  # noqa: PLC0415  # see above
 
-    from mldserver.admin.endpoint_keeper import AdminEndpoint  # noqa: PLC0415  # see above
+    from mldserver.admin.endpoint import AdminEndpoint  # noqa: PLC0415  # see above
     from mldserver.admin.gather import EventTally  # noqa: PLC0415  # `--help` and wrong settings must not wait for it
     from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
     from mldserver.base.service import Service, entitle  # noqa: PLC0415  # see above

@@ -15,13 +15,12 @@ import msgspec
 from cyclopts import App, Group, Parameter
 from rich.console import RenderableType
 
-from mldserver.admin.access import find_token
+from mldserver.admin.addresses import steering_socket, stored_address
 from mldserver.admin.http_client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
 from mldserver.cli.ledger_tool import Where, state_at
 from mldserver.cli.render import AsJson, answer, details, plain, size, span, table
-from mldserver.config.kinds import Address, TcpAddress, is_local
-from mldserver.config.kinds import address as parse_address
+from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
 from mldserver.config.settings import Settings
@@ -56,13 +55,53 @@ app = App(name="status", help=_HELP, help_format="markdown")
 
 @Parameter(name="*", group=Group("Where the server is"))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions(Where):
-    """Options that name a server and the client's credentials. Environment variables and the settings file count too."""
+class SteeringOptions(Where):
+    """Options that name a server on this host. Environment variables and the settings file count too."""
 
     admin: str | None = None
     """The server's admin endpoint: `host:port` or `unix:PATH`. [default: as for `mldserver serve`]"""
-    admin_token_file: Path | None = None
-    """The file with the server's token. [default: as for `mldserver serve`; on loopback the file that the server created]"""
+
+    def steering_client(self) -> Client:
+        """Return a client of the server's Unix socket for steering. Raises ConfigError if there is no such socket."""
+        settings = self.resolved(admin=self.admin)
+        address = self._address(settings)
+        if isinstance(address, TcpAddress):
+            path = steering_socket(settings, address.port)
+            if not path.exists():
+                raise ConfigError(
+                    f"{address} only shows the server; steering goes over its Unix socket, and {path} does not exist.",
+                    advice="Run the command on the server's host (ssh, kubectl exec) with its --out, or name the socket with "
+                    "--admin unix:PATH.",
+                )
+            address = UnixAddress(path)
+        return Client(address)
+
+    def _address(self, settings: Settings) -> Address:
+        """Return the configured address, or else the one that a server of the output folder has stored."""
+        if settings.admin is None:
+            raise ConfigError(
+                f"admin = none ({settings.origin('admin')}): there is no endpoint to ask.",
+                advice="Name the server's with --admin.",
+            )
+        if "admin" in settings.origins:
+            return settings.admin
+        return stored_address(settings) or settings.admin
+
+    def meant_pipeline(self) -> str | None:
+        """Return the pipeline whose server is meant; None for any, if only an address or nothing is given."""
+        settings = self.resolved()
+        if self.admin is not None and not any((self.out, self.ledger, self.pipeline)):
+            return None
+        in_ledger = pipeline_of(ledger_file(settings)) if isinstance(settings.ledger, SqlitePlace) else None
+        named = settings.pipeline if {"pipeline", "handler"} & settings.origins.keys() else None
+        return self.pipeline or in_ledger or named
+
+
+@Parameter(name="*", group=Group("Where the server is"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions(SteeringOptions):
+    """Options that name a server on any host, and the client's certificate."""
+
     ca: Path | None = None
     """The authority of the server's certificate, outside loopback. [default: `tls_client_ca`, else the system's authorities]"""
     certificate: Path | None = None
@@ -72,23 +111,10 @@ class ServerOptions(Where):
     insecure: Annotated[bool, Parameter(negative=())] = False
     """Ask a server outside loopback without TLS, if it was started so. [default: as for `mldserver serve`]"""
 
-    def client(self, *, steers: bool = False) -> Client:
-        """Return the endpoint's client. Raises ConfigError for what cannot be meant, OperatorError for files that cannot be read.
-
-        With ``steers``, the client has the token that the server created, if no other is named. On loopback, reading needs
-        no token.
-        """
-        settings = self.resolved(
-            admin=self.admin, admin_token_file=self.admin_token_file, insecure=self.insecure or None
-        )
-        address, token_file, tls = settings.admin, settings.admin_token_file, None
-        if address is None:
-            raise ConfigError(
-                f"admin = none ({settings.origin('admin')}): there is no endpoint to ask.",
-                advice="Name the server's with --admin.",
-            )
-        if self.admin is None and "admin" not in settings.origins:
-            address = _told_address(settings) or address
+    def client(self) -> Client:
+        """Return the endpoint's client. Raises ConfigError for contradicting options, and for files that cannot be read."""
+        settings = self.resolved(admin=self.admin, insecure=self.insecure or None)
+        address, tls = self._address(settings), None
         in_clear = is_local(address) or settings.insecure
         if self.ca is not None or self.certificate is not None or not in_clear:
             certificate, key = settings.tls_certificate, settings.tls_key
@@ -99,35 +125,7 @@ class ServerOptions(Where):
             # A server may wait for its files; a command was given the wrong ones.
             except NotThereYet as error:
                 raise ConfigError(error.what, advice=error.advice) from error
-        elif token_file is None and steers and isinstance(address, TcpAddress) and is_local(address):
-            from mldserver.admin.endpoint_keeper import token_file as made  # noqa: PLC0415  # who only reads need not wait for it
-
-            token_file = made(settings)
-            if not token_file.exists():
-                raise ConfigError(
-                    f"There is no token of a server at {token_file}.",
-                    advice="Give --out as the server has it, or --admin-token-file.",
-                )
-        return Client(address, token=None if token_file is None else find_token(token_file), tls=tls)
-
-    def meant_pipeline(self) -> str | None:
-        """Return the pipeline whose server is meant; None: whichever answers, because nothing names one, or an address does."""
-        settings = self.resolved()
-        if self.admin is not None and not any((self.out, self.ledger, self.pipeline)):
-            return None
-        in_ledger = pipeline_of(ledger_file(settings)) if isinstance(settings.ledger, SqlitePlace) else None
-        named = settings.pipeline if {"pipeline", "handler"} & settings.origins.keys() else None
-        return self.pipeline or in_ledger or named
-
-
-def _told_address(settings: Settings) -> Address | None:
-    """Return where a server of this output folder says that its endpoint listens; None: none says so."""
-    from mldserver.admin.endpoint_keeper import address_file  # noqa: PLC0415  # `--help` must not wait for it
-
-    try:
-        return parse_address.parse(address_file(settings).read_text("utf-8").strip())
-    except (OSError, ValueError):
-        return None
+        return Client(address, tls=tls)
 
 
 HERE: Final = ServerOptions()
@@ -135,7 +133,7 @@ HERE: Final = ServerOptions()
 
 
 def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
-    """Return a server's status, raw and parsed. A server that is not alive is not ready, even if its last status says so.
+    """Return a server's status, raw and parsed.
 
     Raises NoAnswer if no server, or a server of another ``pipeline``, answers; Refused if the server denies access.
     """
@@ -146,11 +144,7 @@ def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
             f"The server at {client.address} is of the pipeline {status.pipeline}, not of {pipeline}.",
             advice="Name its endpoint with --admin.",
         )
-    raw: dict[str, Any] = json.loads(document)
-    if (silence := client.silence()) is not None:
-        changes: dict[str, Any] = {"ready": False, "reasons": (silence, *status.reasons)}
-        return raw | changes, msgspec.structs.replace(status, **changes)
-    return raw, status
+    return json.loads(document), status
 
 
 @app.default

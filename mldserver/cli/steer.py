@@ -7,14 +7,14 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from mldserver.admin.http_client import NoAnswer
 from mldserver.cli.render import AsJson, answer, plain
-from mldserver.cli.status import HERE, ServerOptions, ask
+from mldserver.cli.status import SteeringOptions, ask
 from mldserver.config.settings import Level
 from mldserver.errors import EXIT_CLEAN, EXIT_OPERATOR, OperatorError
 
+_HERE: Final = SteeringOptions()
 _ACT_SECONDS: Final = 900.0
-"""A reload loads the handler, which may take its time, and waits for what is in hand."""
+"""A reload waits for the handler to load, which may take minutes, and for batches in flight."""
 
 _HELP = """
 {what}
@@ -23,8 +23,8 @@ _HELP = """
 {example}
 ```
 
-{more}The server logs the request and the client (`admin.act`). On loopback the command needs the token that the server created next to its
-ledger: run the command as the server's user, with the server's settings, or --out. `mldserver help monitoring` has the details.
+{more}The server logs the request and the client (`admin.act`). The command uses the server's Unix socket: run it on the server's host
+(ssh, kubectl exec) as the server's user or root, with the server's settings, or --out. `mldserver help monitoring` has the details.
 
 Exit codes: 0 done; 1 no server answers; 2 the server refuses, and reports why.
 """
@@ -44,16 +44,14 @@ _LEVEL: Final = inspect.Parameter(
 def _steering(name: str, what: str, example: str, more: str = "", *takes: inspect.Parameter) -> App:
     """Return the command that lets a server act; ``takes``: its argument, if it has one."""
 
-    def act(*argument: str, at: ServerOptions = HERE, as_json: AsJson = False) -> int:
-        client = at.client(steers=True)
-        ask(client, at.meant_pipeline())  # another pipeline's is left alone
-        if (silence := client.silence()) is not None:
-            raise NoAnswer(f"The server at {client.address} cannot act: {silence.rstrip('.')}.")
-        became = client.act(name, "".join(argument), seconds=_ACT_SECONDS)
-        if not (became.done or as_json):
-            raise OperatorError(became.text)
-        answer(as_json, {"done": became.done, "text": became.text}, plain(became.text))
-        return EXIT_CLEAN if became.done else EXIT_OPERATOR
+    def act(*argument: str, at: SteeringOptions = _HERE, as_json: AsJson = False) -> int:
+        client = at.steering_client()
+        ask(client, at.meant_pipeline())  # raises for the server of another pipeline
+        result = client.act(name, "".join(argument), seconds=_ACT_SECONDS)
+        if not (result.done or as_json):
+            raise OperatorError(result.text)
+        answer(as_json, {"done": result.done, "text": result.text}, plain(result.text))
+        return EXIT_CLEAN if result.done else EXIT_OPERATOR
 
     own = inspect.signature(act, eval_str=True)
     options = [option for option in own.parameters.values() if option.kind is option.KEYWORD_ONLY]

@@ -138,12 +138,9 @@ class SecuritySettings:
     """Admin and security: which clients may read, steer and connect."""
 
     admin: Address | None = setting(kinds.optional(kinds.address), TcpAddress("127.0.0.1", 7071))
-    """Address of the admin endpoint, for status and steering; none: no endpoint."""
+    """Address of the admin endpoint: the page, status and metrics, read-only on TCP; none: no endpoint, no steering."""
     metrics_listen: Address | None = rare(kinds.optional(kinds.address), None)
     """Another address, which serves `/metrics`, `/healthz` and `/readyz` to any client, and nothing else: for Prometheus and probes."""
-    admin_token_file: Path | None = setting(kinds.optional(kinds.folder), None)
-    """A file with the token for the admin endpoint; none: the server creates a token for steering, next to
-    its ledger."""
     tls_certificate: Path | None = setting(kinds.optional(kinds.folder), None)
     """The server's certificate with its chain (PEM): `listen` speaks TLS, and so does `admin` outside loopback."""
     tls_key: Path | None = setting(kinds.optional(kinds.folder), None)

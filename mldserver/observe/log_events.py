@@ -57,24 +57,22 @@ tls.failed  debug|warning  peer times
     not speak TLS.
 tls.refused  error
     A certificate that the server read again cannot be used: the server keeps the former one.
-admin.listening  info  address metrics token_file
+admin.listening  info  address metrics
     The admin endpoint listens at ``address``; ``metrics`` is the address for metrics alone
-    (`metrics_listen`), if it is set; ``token_file`` names the file with the token for steering, and is empty
-    where no token is used.
+    (`metrics_listen`), if it is set.
 admin.unavailable  warning
     The server cannot listen on the default address, for example because another process uses it: the server
     continues without an admin endpoint.
-admin.token_unusable  warning
-    The server cannot create its token file, or cannot keep other users from reading it: steering over
-    loopback is disabled, and everything else works.
-admin.refused  warning  requests statuses path who
-    Requests of the last minute that the admin endpoint refused: 401 and 403 for a missing or wrong token or
-    certificate, 404 for an unknown path. ``path`` and ``who`` describe the latest request.
-admin.lost  warning  reason delay_seconds
-    The admin endpoint's process ended; a new one starts after the delay. The pipeline is not affected.
-admin.failed  error  traceback
-    The server could not collect its status: `/readyz` is red and `/status` says why. Logged again when the
-    reason changes.
+admin.steering_unavailable  warning
+    The server cannot create its Unix socket for steering in the output folder: it continues, and cannot be
+    steered.
+admin.refused  warning  requests status path who
+    The admin endpoint refused ``requests`` requests since the last such line: with ``status`` 403 a steering
+    request over TCP, a client without permission or a foreign Host header, with 404 an unknown path. ``path``
+    and ``who`` describe the latest request. Logged also, with ``what``, if a connection cannot be accepted.
+admin.failed  error  traceback times
+    The server could not collect its status, and `/readyz` is red with the reason; or the endpoint could not
+    answer ``times`` requests since the last such line.
 admin.act  info|warning  act argument who done text
     A client steered the server: ``who`` requested ``act``; ``done`` and ``text`` hold the result.
 connection.opened  debug  peer

@@ -53,7 +53,7 @@ _OUTWARD: Final = frozenset(
             "tls_names",
             "insecure",
         ),
-        *("admin", "admin_token_file", "metrics_listen"),
+        *("admin", "metrics_listen"),
     }
 )
 """Settings that name things outside a run's folder. ``cache_dir`` does too, but its files only save time."""

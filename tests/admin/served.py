@@ -1,26 +1,26 @@
-"""A running admin endpoint on real sockets, with its clients, and a loop whose time is moved by hand."""
+"""The admin endpoint's routes on a real socket, with its clients, and a loop whose time is moved by hand."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from support.raw_http import Answer, Client, connected
+from aiohttp import web
+from support.raw_http import Answer, Client, connected, status
 
-from mldserver.admin.access import make_token, read_token
-from mldserver.admin.endpoint import Endpoint
-from mldserver.admin.endpoint_messages import Answered
+from mldserver.admin.http_listener import Access, HttpListener
+from mldserver.admin.routes import Routes
+from mldserver.admin.status_feed import StatusFeed
 from mldserver.base.listening import listen_tcp, listen_unix
+from mldserver.base.tls import ServerTLS
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its time is moved on by hand alone: however slow the machine is, nobody is late."""
+    """A loop whose time is moved by hand alone, so that a slow machine misses no deadline."""
 
     now = 0.0
 
@@ -45,46 +45,68 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Served:
-    """A running endpoint with its clients."""
+    """A listener that is served, with its clients."""
 
-    def __init__(self, endpoint: Endpoint, address: str, token_file: Path) -> None:
-        self.endpoint, self.address, self.token_file = endpoint, address, token_file
+    def __init__(self, feed: StatusFeed, routes: Routes, server: web.Server, address: str) -> None:
+        self.feed, self.routes, self.server, self.address = feed, routes, server, address
         self.clients: list[Client] = []
+
+    def show(self, **changes: Any) -> None:
+        self.feed.show(status(**changes))
 
     async def client(self, tls: ssl.SSLContext | None = None) -> Client:
         self.clients.append(await connected(self.address, tls))
         return self.clients[-1]
 
-    async def ask(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
-        return await (await self.client()).ask(path, method, body, **headers)
+    async def ask(
+        self,
+        path: str,
+        method: str = "GET",
+        body: bytes = b"",
+        tls: ssl.SSLContext | None = None,
+        **headers: str,
+    ) -> Answer:
+        return await (await self.client(tls)).ask(path, method, body, **headers)
 
-    @property
-    def bearer(self) -> str:
-        return f"Bearer {read_token(self.token_file)}"
+    async def reader(self) -> Client:
+        """A client that has begun to read events."""
+        client = await self.client()
+        client.writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await client.answer()).headers["content-type"] == "text/event-stream"
+        return client
 
     def close(self) -> None:
         for client in self.clients:
             client.writer.transport.abort()
+        self.clients.clear()
+
+
+async def _steer(act: str, argument: str, who: str) -> tuple[bool, str]:
+    return act != "fail", f"{act} of {argument or 'all'} by {who}"
 
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: Path, *, unix: bool = False, listener: socket.socket | None = None, **rules: Any
+    folder: Path,
+    access: Access = Access.READ,
+    *,
+    host: str = "127.0.0.1",
+    tls: ServerTLS | None = None,
+    steer: Callable[[str, str, str], Awaitable[tuple[bool, str]]] = _steer,
+    steering: str = "unix:/there",
 ) -> AsyncIterator[Served]:
-    token_file = folder / "admin.token"
-    make_token(token_file)
     path = folder / "admin.sock"
-    if listener is None:
-        listener = listen_unix(path) if unix else await listen_tcp("127.0.0.1", 0)
-    asked: list[tuple[str, str, str]] = []
-
-    async def ask(act: str, argument: str, who: str) -> Answered:
-        asked.append((act, argument, who))
-        return Answered(1, act != "fail", f"{act} of {argument or 'all'} by {who}")
-
-    endpoint = Endpoint(**{"ask": ask, "uid": os.getuid(), "token_file": token_file} | rules)
-    one = Served(endpoint, f"unix:{path}" if unix else f"127.0.0.1:{listener.getsockname()[1]}", token_file)
-    serving = asyncio.create_task(endpoint.serve(listener))
+    unix = access is Access.STEER
+    sock = listen_unix(path) if unix else await listen_tcp(host, 0)
+    listener = HttpListener(sock, access, tls)
+    feed = StatusFeed(lambda _: None, str)
+    routes = Routes(feed, steer, lambda: steering)
+    runner = web.AppRunner(routes.application(), handler_cancellation=True)
+    await runner.setup()
+    assert runner.server is not None
+    address = f"unix:{path}" if unix else f"127.0.0.1:{sock.getsockname()[1]}"
+    one = Served(feed, routes, runner.server, address)
+    serving = asyncio.create_task(listener.run(runner.server))
     try:
         yield one
     finally:
@@ -92,4 +114,5 @@ async def served(
         serving.cancel()
         await asyncio.wait({serving})
         assert serving.cancelled()
-        listener.close()
+        await runner.cleanup()
+        sock.close()

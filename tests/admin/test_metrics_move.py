@@ -12,19 +12,18 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from spark.bench import FAKE, job
 from support.serving import connect, no_aws, quick, serving
 
-from mldserver.admin.endpoint_keeper import AdminEndpoint
-from mldserver.admin.endpoint_messages import Steer
+from mldserver.admin.endpoint import AdminEndpoint
 from mldserver.admin.gather import EventTally
 from mldserver.admin.metrics import METRICS, PREFIX, TEXT, exposed
 from mldserver.base.clock import SystemClock
+from mldserver.config.kinds import TcpAddress
 from mldserver.config.settings import Settings
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
@@ -328,16 +327,14 @@ async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path,
 
 async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path / "out", handler, workers=1)
-    endpoint, told = AdminEndpoint(settings, SystemClock()), []
-    ask, channel = Steer(1, "reload", "", "somebody"), cast("Any", SimpleNamespace(send=told.append))
-    async with watched(settings) as watch:
+    endpoint = AdminEndpoint(replace(settings, admin=TcpAddress("127.0.0.1", 0)), SystemClock())
+    async with watched(settings) as watch, endpoint.serving(lambda _: None, watch.server.carry_out):
         (tmp_path / "wishing.py").write_text("this is no Python")
-        await endpoint._act(channel, ask, watch.server.carry_out)
+        assert not (await endpoint._steer("reload", "", "somebody"))[0]
         await watch.moved("reloads_refused_total")
         (tmp_path / "wishing.py").write_text(HANDLER + "# mended")
-        await endpoint._act(channel, ask, watch.server.carry_out)
+        assert (await endpoint._steer("reload", "", "somebody"))[0]
         await watch.moved("reloads_total", "info")
-    assert [answer.done for answer in told] == [False, True]
 
 
 async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler: str) -> None:

@@ -51,7 +51,7 @@ def browser() -> Iterator[Browser]:
 def test_it_is_whole_and_readable_on_a_wide_screen_and_a_phone_by_day_and_night(
     browser: Browser, tmp_path: Path, make: Callable[[int], Status], word: str
 ) -> None:
-    with serving(tmp_path, hour_before(make)) as stage:
+    with serving(hour_before(make)) as stage:
         for theme, width in SCREENS:
             browser.open(stage.url, theme=theme, width=width)
             browser.until_health(word)

@@ -11,8 +11,7 @@ import pytest
 from support.browser import Browser, browsing, serving
 from support.statuses import NOW, failing, healthy, hour_before, lagging
 
-from mldserver.admin import endpoint as module
-from mldserver.admin.access import read_token
+from mldserver.admin import routes as module
 from mldserver.status_document import (
     DeadLetters,
     LetterRow,
@@ -56,7 +55,7 @@ def simple(**changes: Any) -> Status:
 
 
 def test_what_is_the_matter_is_told_in_words_the_worst_first(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, hour_before(failing)) as stage:
+    with serving(hour_before(failing)) as stage:
         browser.open(stage.url)
         browser.until_health("Not ready")
         reasons = browser.text("#reasons").splitlines()
@@ -77,7 +76,7 @@ def test_what_is_the_matter_is_told_in_words_the_worst_first(browser: Browser, t
 
 
 def test_each_part_of_the_server_is_there(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, hour_before(failing)) as stage:
+    with serving(hour_before(failing)) as stage:
         browser.open(stage.url)
         browser.until_health("Not ready")
         browser.until("document.querySelector('.chart .path')")
@@ -107,7 +106,7 @@ def test_each_part_of_the_server_is_there(browser: Browser, tmp_path: Path) -> N
 
 
 def test_a_server_that_has_only_just_begun_has_a_page_too(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, [simple(ready=False, reasons=("Spark's session starts",))]) as stage:
+    with serving([simple(ready=False, reasons=("Spark's session starts",))]) as stage:
         browser.open(stage.url)
         browser.until_health("Not ready")
         browser.until("document.querySelector('#throughput svg text')")
@@ -119,7 +118,7 @@ def test_a_server_that_has_only_just_begun_has_a_page_too(browser: Browser, tmp_
 
 
 def test_the_charts_of_a_young_server_are_as_long_as_it_is_known(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, [simple(taken_ms=NOW + ago) for ago in range(-120_000, 1, 10_000)]) as stage:
+    with serving([simple(taken_ms=NOW + ago) for ago in range(-120_000, 1, 10_000)]) as stage:
         browser.open(stage.url)
         browser.until("document.querySelector('#throughput .path')")
         below = browser.text("#throughput").splitlines()[-5:]
@@ -137,7 +136,7 @@ def test_the_charts_of_a_young_server_are_as_long_as_it_is_known(browser: Browse
 def test_what_is_meant_to_be_so_is_no_alarm(
     browser: Browser, tmp_path: Path, changes: dict[str, bool], word: str, sentence: str
 ) -> None:
-    with serving(tmp_path, [simple(**changes)]) as stage:
+    with serving([simple(**changes)]) as stage:
         browser.open(stage.url)
         browser.until_health(word)
         assert sentence in browser.text("#sentence")
@@ -145,7 +144,7 @@ def test_what_is_meant_to_be_so_is_no_alarm(
 
 
 def test_pointing_at_a_chart_tells_what_was_then_in_all_of_them(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, hour_before(lagging)) as stage:
+    with serving(hour_before(lagging)) as stage:
         browser.open(stage.url)
         browser.until("document.querySelector('.chart .path')")
         browser.run(
@@ -160,7 +159,7 @@ def test_pointing_at_a_chart_tells_what_was_then_in_all_of_them(browser: Browser
 
 def test_many_shards_are_shown_when_asked_for_and_found_by_name(browser: Browser, tmp_path: Path) -> None:
     shards = tuple(ShardRow(id=f"shard-{n}", state="connected", lag_ms=10 * n) for n in range(300))
-    with serving(tmp_path, [simple(shards=shards)]) as stage:
+    with serving([simple(shards=shards)]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")
         rows = "document.querySelectorAll('#shards-table tbody tr').length"
@@ -199,7 +198,7 @@ def test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout(
         ),
         failures={evil: 1},
     )
-    with serving(tmp_path, [status]) as stage:
+    with serving([status]) as stage:
         browser.open(stage.url, width=width)
         browser.until_health("Not ready")
         browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
@@ -213,7 +212,7 @@ def test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout(
 
 
 def test_sparks_own_page_is_a_link_when_it_is_served(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, [healthy()]) as stage:
+    with serving([healthy()]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")
         link = browser.driver.find_element("link text", "Spark's own page")
@@ -226,7 +225,7 @@ def test_sparks_own_page_is_a_link_when_it_is_served(browser: Browser, tmp_path:
 def test_each_document_is_shown_as_it_comes_and_what_was_opened_stays_open(
     browser: Browser, tmp_path: Path
 ) -> None:
-    with serving(tmp_path, [failing()]) as stage:
+    with serving([failing()]) as stage:
         browser.open(stage.url)
         browser.until_health("Not ready")
         assert browser.run("return document.querySelectorAll('#letters-list > li').length") == 2, (
@@ -249,7 +248,7 @@ def test_each_document_is_shown_as_it_comes_and_what_was_opened_stays_open(
 
 def test_things_of_one_name_are_shown_as_often_as_they_are_told(browser: Browser, tmp_path: Path) -> None:
     window = WindowRow(id="w", state="failed")
-    with serving(tmp_path, [simple()]) as stage:
+    with serving([simple()]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")
         for later in range(1, 4):
@@ -264,7 +263,7 @@ def test_where_no_events_come_it_asks(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MOST_STREAMS", 0)
-    with serving(tmp_path, [simple()]) as stage:
+    with serving([simple()]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")
         browser.until("stream.readyState === EventSource.CLOSED")
@@ -273,21 +272,10 @@ def test_where_no_events_come_it_asks(
         browser.until_health("Paused")
 
 
-def test_with_the_token_as_its_password_a_browser_sees_a_guarded_server(
-    browser: Browser, tmp_path: Path
-) -> None:
-    with serving(tmp_path, [simple()], guarded=True) as stage:
-        token = read_token(tmp_path / "admin.token")
-        browser.open(stage.url.replace("//", f"//me:{token}@"))
-        browser.until_health("Healthy")
-        stage.show(simple(taken_ms=NOW + 1_000, paused=True))
-        browser.until_health("Paused")
-
-
 def test_a_server_that_says_nothing_more_is_told_and_what_is_old_looks_so(
     browser: Browser, tmp_path: Path
 ) -> None:
-    with serving(tmp_path, [healthy()]) as stage:
+    with serving([healthy()]) as stage:
         browser.open(stage.url)
         browser.until_health("Healthy")
         browser.pass_seconds(20)
@@ -307,7 +295,7 @@ def test_a_server_that_says_nothing_more_is_told_and_what_is_old_looks_so(
 def test_a_screen_reader_finds_landmarks_names_and_a_health_that_speaks(
     browser: Browser, tmp_path: Path
 ) -> None:
-    with serving(tmp_path, hour_before(lagging)) as stage:
+    with serving(hour_before(lagging)) as stage:
         browser.open(stage.url)
         browser.until_health("Needs a look")
         browser.until("document.querySelector('.chart .path')")

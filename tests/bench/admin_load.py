@@ -1,6 +1,6 @@
 """What clients of the admin endpoint cost the pipeline: fifty of them, half of whom behave, beside daemons that saturate it.
 
-Rounds with and without them take turns on one server. Then 10,000 requests, and what memory is left behind.
+Rounds with and without them take turns on one server. Then thousands of requests, and what memory is left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.hot import peers
 from bench.hot.lines import SHAPES
 from bench.hot.runs import Run, connect
 from bench.rounds import in_turn
-from support.raw_http import connected
+from support.raw_http import asked, connected
 
 __all__ = ["measure"]
 
@@ -35,8 +35,8 @@ _SCRAPE: Final = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 def measure(rounds: int, share: float, requests: int) -> dict[str, float]:
     """Return records a second and the server's CPU (ns) a record, ``alone`` and ``beside`` clients, as medians and as the
-    best of any round; the endpoint's own CPU as a share of a processor, seconds until ``/livez`` answers meanwhile, and
-    bytes that server and endpoint hold before and after so many ``requests``.
+    best of any round; seconds until ``/livez`` answers meanwhile, and bytes that the server holds before and after so many
+    ``requests``.
     """
     return asyncio.run(_measure(rounds, share, requests))
 
@@ -45,13 +45,11 @@ async def _measure(rounds: int, share: float, requests: int) -> dict[str, float]
     shape = replace(SHAPES[1], batches=400)  # about a second
     async with peers.mldserver(shown=True) as server:
         address = await _address(server)
-        endpoint = next(each for each in server.children() if each != server.processes[0])
         runs = {
             name: Run(server, await connect(server, DAEMONS, name), shape, shape.batches_each(share, DAEMONS))
             for name in ("alone", "beside")
         }
         answered: list[float] = []
-        shares: list[float] = []
         for run in runs.values():
             await run.warm_up()
         async with _clients(address, "load") as load, _clients(address, "probe") as probe:
@@ -63,23 +61,18 @@ async def _measure(rounds: int, share: float, requests: int) -> dict[str, float]
                     continue
                 await load(True)
                 await probe(True)
-                began, before = time.perf_counter(), peers.process_cpu_ns(endpoint)
                 await run.round()
-                shares.append((peers.process_cpu_ns(endpoint) - before) / 1e9 / (time.perf_counter() - began))
                 answered += await probe(False)
                 await load(False)
         await _ask(address, requests // 10)
-        held = {"server": peers.resident(server.processes[0]), "endpoint": peers.resident(endpoint)}
+        held = peers.resident(server.processes[0])
         await _ask(address, requests)
         return {
             **{f"{name} {key}": run.result()[key] for name, run in runs.items() for key in KEYS},
-            "endpoint": statistics.median(shares),
             "livez_seconds": statistics.median(answered),
             "longest_livez_seconds": max(answered),
-            "server bytes before": held["server"],
-            "server bytes after": peers.resident(server.processes[0]),
-            "endpoint bytes before": held["endpoint"],
-            "endpoint bytes after": peers.resident(endpoint),
+            "bytes before": held,
+            "bytes after": peers.resident(server.processes[0]),
         }
 
 
@@ -93,15 +86,10 @@ async def _address(server: peers.Peer) -> str:
 
 
 async def _ask(address: str, requests: int) -> None:
-    """Ask for everything, over connections that are kept and others."""
+    """Ask for everything."""
     paths = itertools.cycle(("/metrics", "/status", "/livez", "/readyz", "/history", "/", "/none"))
-    client = await connected(address)
-    for number in range(requests):
-        await client.ask(next(paths))
-        if number % 50 == 0:
-            client.writer.transport.abort()
-            client = await connected(address)
-    client.writer.transport.abort()
+    for _ in range(requests):
+        await asked(address, next(paths))
 
 
 @contextlib.asynccontextmanager
@@ -132,9 +120,8 @@ async def _clients(address: str, kind: str) -> AsyncIterator[Callable[[bool], Aw
 
 
 async def _scrape(address: str) -> None:
-    client = await connected(address)
     while True:
-        await client.ask("/metrics")
+        await asked(address, "/metrics")
         await asyncio.sleep(_SECOND)
 
 

@@ -93,8 +93,6 @@ def test_a_server_is_seen_and_steered_from_its_start_to_its_end(
             ("drain-shard", "s-2", False),
             ("log-level", "debug", True),
         ]
-        token = (tmp_path / "out" / "_mldserver" / "admin.token").read_text().strip()
-        assert token not in log_file.read_text()
 
         daemon.close()
         server.send_signal(signal.SIGTERM)

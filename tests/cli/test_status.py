@@ -103,17 +103,6 @@ def test_the_exit_code_tells_ready_from_not_and_the_reasons_are_shown(
     assert "No worker has loaded it." in text
 
 
-def test_a_server_that_hangs_is_not_ready_whatever_it_said_last(
-    server: Endpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.answers["/livez"] = 503, {"live": False, "reason": "The event loop has not turned for 9 s."}
-    text = told(capsys, "--admin", server.address, code=3)
-    assert line(text, "state").split(None, 1)[1] == "NOT READY"
-    assert "The event loop has not turned for 9 s." in text
-    document = json.loads(told(capsys, "--admin", server.address, "--json", code=3))
-    assert (document["ready"], document["reasons"]) == (False, ["The event loop has not turned for 9 s."])
-
-
 def test_as_json_it_is_the_document_with_what_this_program_does_not_know_of(
     server: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,10 +193,9 @@ def test_what_has_no_status_to_show_is_no_server(
 def test_a_server_that_refuses_is_not_passed_over_for_the_ledger(
     server: Endpoint, ledger: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answers["/status"] = 401, {"error": "The token is missing."}
+    server.answers["/status"] = 403, {"error": "This needs a client certificate."}
     text = told(capsys, "--admin", server.address, "--out", "out", code=2)
-    assert f"The server at {server.address} refuses: The token is missing." in text
-    assert "--admin-token-file" in text
+    assert f"The server at {server.address} refuses: This needs a client certificate." in text
 
 
 def test_a_newer_servers_status_is_told_of(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +210,6 @@ def test_a_newer_servers_status_is_told_of(server: Endpoint, capsys: pytest.Capt
     [
         (["--admin", "none"], "there is no endpoint to ask"),
         (["--admin", "7071"], "it does not end in a port"),
-        (["--admin", NOBODY, "--admin-token-file", "nowhere"], "The token file "),
         (
             ["--admin", "192.0.2.1:7071", "--ca", "mldserver.toml"],
             "The certificate mldserver.toml cannot be used",

@@ -32,17 +32,16 @@ HELD_BY = {
         "sources/test_tls.py::test_who_may_name_a_shard",
         "sources/test_tls.py::test_without_a_certificate_of_ours_no_shard_is_named_and_the_log_says_once_why",
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
-        "admin/test_endpoint_access.py::test_from_outside_it_is_the_client_certificate_that_counts",
+        "admin/test_routes.py::test_outside_loopback_the_client_certificate_counts",
     ],
     "Any client with a certificate from": [
-        "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
-        "admin/test_endpoint_access.py::test_from_outside_it_is_the_client_certificate_that_counts",
+        "admin/test_routes.py::test_outside_loopback_the_client_certificate_counts",
         "base/test_tls.py::test_any_certificate_of_the_authority_gets_through_the_servers_own_too",
         "sources/test_tls.py::test_who_may_name_a_shard",
     ],
     "With `tls_names` set": [
         "sources/test_tls.py::test_a_certificate_with_another_name_than_those_allowed_names_no_shard",
-        "admin/test_access.py::test_each_client_may_do_what_the_table_says_and_nothing_else",
+        "admin/test_routes.py::test_outside_loopback_the_client_certificate_counts",
         "test_server_tls.py::test_a_server_takes_the_shards_and_the_names_that_its_settings_allow",
     ],
     "If `listen_secret` is set": [
@@ -57,7 +56,7 @@ HELD_BY = {
         "sources/test_secret.py::test_a_server_without_a_secret_takes_bridges_that_show_one",
     ],
     "Any client that reaches `metrics_listen`": [
-        "admin/test_endpoint_keeper.py::test_the_address_for_metrics_serves_them_and_health_to_any_client_and_nothing_else",
+        "admin/test_routes.py::test_the_address_for_metrics_serves_them_and_health_to_any_client_and_nothing_else",
     ],
     "A daemon that names a shard": [
         "sources/test_tls.py::test_only_shards_that_are_allowed_are_taken",
@@ -72,7 +71,7 @@ HELD_BY = {
     "After the server has read certificates again": [
         "base/test_tls.py::test_what_is_read_again_counts_for_the_next_handshake_and_no_session_outlives_it",
         "sources/test_tls.py::test_certificates_that_are_read_again_count_for_the_next_connection",
-        "admin/test_endpoint_keeper.py::test_from_outside_it_speaks_tls_and_reads_certificates_again",
+        "admin/test_endpoint.py::test_from_outside_it_speaks_tls_with_certificates_that_may_be_read_again",
     ],
     "No revocation list": [
         "base/test_tls.py::test_no_revocation_list_is_read",
@@ -82,17 +81,18 @@ HELD_BY = {
         "test_server_tls.py::test_a_server_whose_certificate_cannot_be_used_does_not_start",
         "test_server_tls.py::test_sighup_reads_certificates_again_and_a_bad_one_leaves_the_former",
         "test_server_tls.py::test_while_the_certificates_file_system_hangs_shards_are_served_and_one_reading_waits",
-        "admin/test_endpoint_keeper.py::test_a_certificate_that_cannot_be_used_ends_the_start",
+        "admin/test_endpoint.py::test_sighup_reads_the_endpoints_certificates_again",
+        "admin/test_endpoint.py::test_a_certificate_that_cannot_be_used_ends_the_start",
     ],
     "Under `insecure = true`": [
-        "admin/test_endpoint_access.py::test_plain_http_from_outside_may_only_be_read_and_only_if_that_was_said",
-        "admin/test_access.py::test_nobody_steers_from_outside_without_a_certificate_whatever_the_settings",
+        "admin/test_routes.py::test_without_tls_any_client_outside_loopback_reads",
+        "admin/test_endpoint.py::test_an_insecure_endpoint_needs_no_certificate_of_its_clients_nor_their_names",
     ],
     "A Unix socket is for": [
         "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
-        "admin/test_endpoint_keeper.py::test_a_unix_socket_is_for_its_user_alone_and_goes_with_the_server",
-        "admin/test_endpoint_access.py::test_a_unix_socket_is_its_users_who_is_known_by_the_kernel",
-        "admin/test_endpoint_access.py::test_another_user_of_the_host_is_told_nothing_on_the_unix_socket",
+        "admin/test_endpoint.py::test_the_socket_for_steering_is_its_users_alone_and_goes_with_the_server",
+        "admin/test_endpoint.py::test_a_unix_socket_as_admin_shows_and_steers",
+        "admin/test_routes.py::test_a_unix_socket_is_for_its_user_and_root_whom_the_kernel_names",
     ],
     "Ledger, segments, staged outputs": [
         "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
@@ -107,52 +107,36 @@ HELD_BY = {
         "test_server.py::test_other_users_read_published_windows_and_nothing_else_of_the_folder",
     ],
     "On loopback any user of the host": [
-        "admin/test_endpoint_access.py::test_over_loopback_it_is_the_token_that_counts",
+        "admin/test_routes.py::test_over_tcp_steering_is_refused_with_the_way_to_the_socket",
         "sources/test_tls.py::test_clear_text_is_not_understood_behind_tls",
         "sources/test_mld.py::test_a_unix_socket_serves_is_private_and_goes_with_the_server",
     ],
-    "Steering over loopback": [
-        "admin/test_endpoint_access.py::test_the_token_steers_over_loopback_and_nothing_else_does"
+    "Steering goes only over": [
+        "admin/test_routes.py::test_over_tcp_steering_is_refused_with_the_way_to_the_socket",
+        "admin/test_routes.py::test_outside_loopback_the_client_certificate_counts",
+        "admin/test_routes.py::test_without_tls_any_client_outside_loopback_reads",
+        "cli/test_beside_a_server.py::test_a_server_is_seen_and_steered_from_its_start_to_its_end",
     ],
-    "The token is random": [
-        "admin/test_access.py::test_a_token_is_made_once_at_random_and_for_its_user_alone",
-        "admin/test_access.py::test_a_token_that_others_may_read_is_refused_and_the_servers_own_gives_way_to_a_new_one",
-        "admin/test_access.py::test_another_users_file_is_no_token_and_stays",
-        "admin/test_access.py::test_a_token_needs_no_hard_links_and_no_name_that_another_server_may_have",
-        "admin/test_endpoint_access.py::test_a_token_that_is_written_anew_counts_at_once_and_one_that_others_may_read_never",
-    ],
-    "If the server cannot keep other users from": [
-        "admin/test_access.py::test_where_no_file_can_be_kept_from_others_that_is_told",
-        "admin/test_endpoint_keeper.py::test_a_token_file_that_the_server_made_never_ends_a_start",
-        "admin/test_endpoint_keeper.py::test_a_token_file_that_was_given_is_not_made",
-    ],
-    "Terminal commands send the token": [
-        "admin/test_http_client.py::test_who_reads_shows_the_token_only_to_a_server_that_wants_it",
-        "admin/test_http_client.py::test_a_stranger_who_has_taken_the_port_is_not_shown_the_token",
-        "admin/test_http_client.py::test_the_kernels_tables_tell_whose_a_port_is",
-        "admin/test_http_client.py::test_a_real_ports_user_is_told_before_and_after_the_accept",
-    ],
-    "Pages of other sites": [
-        "admin/test_access.py::test_on_loopback_any_other_host_is_refused_as_a_name_that_was_rebound",
-        "admin/test_access.py::test_a_page_of_another_site_may_not_ask",
-        "admin/test_endpoint_access.py::test_a_page_of_another_site_and_a_name_that_was_rebound_get_nothing",
-    ],
-    "Under `insecure = true` outside loopback": [
-        "admin/test_access.py::test_under_insecure_a_page_under_a_rebound_name_may_read_as_anyone_may_and_never_steer",
+    "On loopback a page of another site": [
+        "admin/test_routes.py::test_a_name_that_was_rebound_to_loopback_reads_nothing",
     ],
     "The server's own page": [
-        "admin/test_endpoint.py::test_the_page_may_run_what_stands_in_it_and_nothing_else"
+        "admin/test_routes.py::test_the_page_may_run_what_stands_in_it_and_nothing_else"
     ],
     "Names and texts that users choose": [
         "admin/test_page_behaviour.py::test_what_users_name_and_write_never_becomes_markup_and_breaks_no_layout"
     ],
-    "A separate process serves HTTP clients": [
-        "admin/test_endpoint_keeper.py::test_a_process_that_is_killed_has_a_successor_on_the_same_address_and_acts_go_on",
-        "admin/test_endpoint_floods.py::test_who_sends_nothing_or_a_byte_now_and_then_is_cut",
-        "admin/test_endpoint_floods.py::test_of_too_many_connections_the_oldest_gives_way",
-        "admin/test_endpoint_floods.py::test_what_is_too_long_is_refused",
-        "admin/test_endpoint_floods.py::test_who_asks_for_much_and_reads_nothing_is_cut",
-        "admin/test_endpoint_floods.py::test_streams_and_acts_are_bounded",
+    "The number, rate, duration and request size": [
+        "admin/test_http_listener.py::test_a_client_that_sends_nothing_or_a_byte_now_and_then_is_disconnected",
+        "admin/test_http_listener.py::test_a_body_that_never_ends_costs_its_connection",
+        "admin/test_http_listener.py::test_a_handshake_that_never_ends_is_cut",
+        "admin/test_http_listener.py::test_beyond_so_many_connections_clients_wait",
+        "admin/test_http_listener.py::test_of_many_connections_so_many_are_accepted_a_second",
+        "admin/test_http_listener.py::test_a_connection_carries_one_request",
+        "admin/test_http_listener.py::test_a_request_has_so_many_bytes",
+        "admin/test_http_listener.py::test_a_client_that_reads_nothing_of_a_long_answer_is_disconnected",
+        "admin/test_http_listener.py::test_a_reader_of_events_that_reads_nothing_is_disconnected_and_others_go_on",
+        "admin/test_routes.py::test_streams_are_bounded",
     ],
     "Malformed input on the listener": [
         "sources/test_mld.py::test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices",
@@ -162,7 +146,7 @@ HELD_BY = {
         "sources/test_tls.py::test_without_a_certificate_of_ours_no_shard_is_named_and_the_log_says_once_why",
         "sources/test_tls.py::test_a_client_is_told_by_an_alert_why_it_is_turned_away",
         "kcl/test_bridge.py::test_a_bridge_that_the_server_turns_away_ends_with_a_sentence",
-        "admin/test_endpoint_access.py::test_the_command_line_says_why_the_endpoint_refuses_a_certificate",
+        "admin/test_routes.py::test_the_command_line_says_why_the_endpoint_refuses_a_certificate",
     ],
     "A handshake that does not end": [
         "sources/test_tls.py::test_a_handshake_that_never_ends_gives_its_slot_back_in_time",
@@ -183,6 +167,7 @@ HELD_BY = {
     ],
     "Passwords in URLs": [
         "config/test_secrets.py::test_no_setting_is_shown_with_its_secret",
+        "admin/test_endpoint.py::test_a_secret_of_a_setting_is_in_nothing_that_it_shows",
         "cli/test_beside_a_server.py::test_no_secret_of_a_setting_is_seen_in_log_status_metrics_page_or_process_list",
         "config/test_config.py::test_what_was_given_is_told_without_secrets",
         "config/test_config.py::test_no_value_that_opens_something_is_told",
@@ -190,12 +175,8 @@ HELD_BY = {
         "docs/test_security.py::test_no_secret_of_a_setting_is_in_log_status_or_metrics",
         "deadletters/test_destinations.py::test_a_folder_elsewhere_is_reached_at_the_start_or_told",
     ],
-    "The endpoint's process": [
-        "admin/test_endpoint_keeper.py::test_its_process_gives_way_and_knows_no_secret_of_the_environment"
-    ],
     "Each act of steering": [
-        "admin/test_endpoint_keeper.py::test_it_shows_each_second_what_the_server_tells_and_asks_it_to_act",
-        "admin/test_endpoint_access.py::test_who_steers_from_outside_is_named_by_the_certificate",
+        "admin/test_endpoint.py::test_it_shows_what_the_server_collects_and_passes_acts_to_it",
     ],
 }
 """By how a sentence begins: its tests, as paths from the folder of tests."""

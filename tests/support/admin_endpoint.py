@@ -74,13 +74,13 @@ class Endpoint:
     def __init__(self) -> None:
         self.address = ""
         self.document: Any = DOCUMENT
-        self.answers: dict[str, tuple[int, Any]] = {"/livez": (200, {"live": True})}
+        self.answers: dict[str, tuple[int, Any]] = {}
         """By path: another status, and a body: bytes, or what becomes JSON."""
-        self.asked: list[tuple[str, Any, str | None]] = []
-        """Path, body, and the header Authorization."""
+        self.asked: list[tuple[str, Any]] = []
+        """Path and body."""
 
-    def answer(self, path: str, body: Any, authorization: str | None) -> tuple[int, bytes]:
-        self.asked.append((path, body, authorization))
+    def answer(self, path: str, body: Any) -> tuple[int, bytes]:
+        self.asked.append((path, body))
         status, said = self.answers.get(path, (200, self.document))
         return status, said if isinstance(said, bytes) else msgspec.json.encode(said)
 
@@ -98,7 +98,7 @@ def endpoint(*, path: Path | None = None, tls: ssl.SSLContext | None = None) -> 
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked = json.loads(body) if body else None
-            status, data = said.answer(self.path, asked, self.headers.get("Authorization"))
+            status, data = said.answer(self.path, asked)
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

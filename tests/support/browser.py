@@ -7,18 +7,19 @@ import base64
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import pytest
+from aiohttp import web
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.wait import WebDriverWait
 
-from mldserver.admin.access import make_token
-from mldserver.admin.endpoint import Endpoint
+from mldserver.admin.http_listener import Access, HttpListener
+from mldserver.admin.routes import Routes
+from mldserver.admin.status_feed import StatusFeed
 from mldserver.base.listening import listen_tcp
 from mldserver.status_document import Status
 
@@ -130,40 +131,44 @@ def browsing() -> Iterator[Browser]:
 class Stage:
     """An endpoint that shows what it is told to."""
 
-    def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop, url: str) -> None:
+    def __init__(self, feed: StatusFeed, loop: asyncio.AbstractEventLoop, url: str) -> None:
         self.url = url
-        self._endpoint, self._loop = endpoint, loop
+        self._feed, self._loop = feed, loop
 
     def show(self, *statuses: Status) -> None:
         """Send documents to whoever looks."""
-        self._do(lambda: [self._endpoint.take(msgspec.json.encode(status)) for status in statuses])
 
-    def _do(self, act: Callable[[], object]) -> None:
-        async def acting() -> None:
-            act()
+        async def showing() -> None:
+            for status in statuses:
+                self._feed.show(status)
 
-        asyncio.run_coroutine_threadsafe(acting(), self._loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(showing(), self._loop).result(_SECONDS)
 
 
 @contextmanager
-def serving(folder: Path, statuses: Iterable[Status], **rules: Any) -> Iterator[Stage]:
+def serving(statuses: Iterable[Status]) -> Iterator[Stage]:
     """Serve an endpoint on a free port of loopback, in a thread of its own, which has seen some documents."""
     ready: list[Stage] = []
     begun, over = threading.Event(), threading.Event()
 
+    async def steer(act: str, argument: str, who: str) -> tuple[bool, str]:
+        raise AssertionError(act)
+
     async def serve() -> None:
-        listener = await listen_tcp("127.0.0.1", 0)
-        token_file = folder / "admin.token"
-        make_token(token_file)
-        endpoint = Endpoint(ask=None, uid=os.getuid(), token_file=token_file, **rules)  # type: ignore[arg-type]  # nobody steers
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        ready.append(Stage(endpoint, asyncio.get_running_loop(), url))
-        serving = asyncio.create_task(endpoint.serve(listener))
+        sock = await listen_tcp("127.0.0.1", 0)
+        feed = StatusFeed(lambda _: None, str)
+        runner = web.AppRunner(Routes(feed, steer, str).application(), handler_cancellation=True)
+        await runner.setup()
+        assert runner.server is not None
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}/"
+        ready.append(Stage(feed, asyncio.get_running_loop(), url))
+        serving = asyncio.create_task(HttpListener(sock, Access.READ).run(runner.server))
         begun.set()
         await asyncio.to_thread(over.wait)
         serving.cancel()
         await asyncio.wait({serving})
-        listener.close()
+        await runner.cleanup()
+        sock.close()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()

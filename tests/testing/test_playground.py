@@ -122,7 +122,6 @@ OUTWARD: dict[str, Any] = {
     "insecure": "true",
     "admin": "0.0.0.0:7071",
     "metrics_listen": "127.0.0.1:9464",
-    "admin_token_file": "/etc/mldserver/token",
     "spark_master": "spark://cluster:7077",
     "source": "dynamodb://orders?region=eu-central-1",
     "from": "latest",

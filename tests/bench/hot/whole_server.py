@@ -11,7 +11,7 @@ from typing import Final
 
 import uvloop
 
-from mldserver.admin.endpoint_keeper import AdminEndpoint
+from mldserver.admin.endpoint import AdminEndpoint
 from mldserver.base.clock import SystemClock
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.settings import Settings
