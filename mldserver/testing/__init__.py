@@ -1,6 +1,6 @@
 """Public test tools: a daemon that speaks the real protocol, streams, a small engine, a virtual clock.
 
-``FakeMLD`` plays a ``FakeStream`` to a server over a real socket as strictly as the Java does (``DaemonShard`` is the
+``FakeMLD`` plays a ``FakeStream`` to a server over a real socket as strictly as the Java does (``DaemonProtocol`` is the
 same without I/O); ``FakeStreams`` answers as DynamoDB Streams do; ``LocalEngine`` computes windows without Spark;
 ``VirtualClock`` moves only when told to. The pytest fixtures come with the installed package.
 """
@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from mldserver.testing.daemon import DaemonShard, Form, Hang, JvmExit, NoServer
+    from mldserver.testing.daemon import DaemonProtocol, Form, Hang, JvmExit, NoServer
     from mldserver.testing.daemon_session import DaemonHangs, Habits
     from mldserver.testing.fake_mld import FakeMLD
     from mldserver.testing.fake_stream import FakeStream, JavaThrow, LeaseTable, Place, StreamRecord
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DaemonHangs",
-    "DaemonShard",
+    "DaemonProtocol",
     "FakeMLD",
     "FakeShard",
     "FakeStream",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "daemon": ("DaemonShard", "Form", "Hang", "JvmExit", "NoServer"),
+    "daemon": ("DaemonProtocol", "Form", "Hang", "JvmExit", "NoServer"),
     "daemon_session": ("DaemonHangs", "Habits"),
     "fake_mld": ("FakeMLD",),
     "fake_stream": ("FakeStream", "JavaThrow", "LeaseTable", "Place", "StreamRecord"),

@@ -178,7 +178,7 @@ class Hang:
     waiting_for: str
 
 
-class DaemonShard:
+class DaemonProtocol:
     """The daemon's side of the protocol, for one shard."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One shard on one connection: the asyncio shell around ``DaemonShard``, with what a KCL worker does in between."""
+"""One shard on one connection: the asyncio shell around ``DaemonProtocol``, with what a KCL worker does in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mldserver.base.clock import Clock, in_time
-from mldserver.testing.daemon import DaemonShard, Form, NoServer
+from mldserver.testing.daemon import DaemonProtocol, Form, NoServer
 from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
 _READ_BYTES: Final = 1 << 16
@@ -65,7 +65,7 @@ class Habits:
 class DaemonSession:
     """Delivers one shard from its checkpoint until the lease is lost, the shard ends, or something breaks."""
 
-    core: DaemonShard
+    core: DaemonProtocol
     life: int
     address: str
     stream: FakeStream

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from mldserver.base.clock import Clock, SystemClock
-from mldserver.testing.daemon import DaemonShard, JvmExit, NoServer
+from mldserver.testing.daemon import DaemonProtocol, JvmExit, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, DaemonSession, Habits
 from mldserver.testing.fake_stream import FakeStream, LeaseTable, Place
 
@@ -254,7 +254,7 @@ class FakeMLD:
             self.history.append(Line(shard_id, life, direction, text))
 
         return DaemonSession(
-            DaemonShard(
+            DaemonProtocol(
                 shard_id,
                 form=self.habits.form,
                 start=self.leases.place(shard_id),

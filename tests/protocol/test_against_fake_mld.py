@@ -22,7 +22,7 @@ from mldserver.protocol.events import Timer
 from mldserver.protocol.messages import Initialize, ProcessRecords
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
-from mldserver.testing import DaemonShard, Form, JavaThrow, JvmExit, Place, StreamRecord
+from mldserver.testing import DaemonProtocol, Form, JavaThrow, JvmExit, Place, StreamRecord
 from mldserver.testing.fake_stream import SHARD_END
 
 RETRIES: Final = RetryPolicy(attempts=3, base_seconds=1.0, cap_seconds=4.0)
@@ -60,7 +60,7 @@ class BackToBack(RuleBasedStateMachine):
         self.over = False
         self.next_number = 10**20 - 3
         start = Place(str(self.next_number)) if known else Place("TRIM_HORIZON")
-        self.daemon = DaemonShard(
+        self.daemon = DaemonProtocol(
             "shard-0", form=self.form, start=start, store=self.store, on_line=self.note_line
         )
         self.server = MLDConnection(LIMITS, random=lambda: 0.5)

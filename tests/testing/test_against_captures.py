@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.testing import DaemonShard, Form, JavaThrow, Place, StreamRecord
+from mldserver.testing import DaemonProtocol, Form, JavaThrow, Place, StreamRecord
 
 CAPTURES = sorted((Path(__file__).parent.parent / "transcripts").glob("*.jsonl"))
 LEASE_GONE = "kcl313-moto-conn-002"
@@ -33,14 +33,14 @@ def record(told: dict[str, Any]) -> StreamRecord:
     )
 
 
-def request(daemon: DaemonShard | None, message: dict[str, Any], *, lease_gone: bool) -> DaemonShard:
+def request(daemon: DaemonProtocol | None, message: dict[str, Any], *, lease_gone: bool) -> DaemonProtocol:
     def store(_place: Place) -> None:
         if lease_gone:
             raise JavaThrow("ShutdownException", "stolen")
 
     if daemon is None:
         start = Place(message["sequenceNumber"], message["subSequenceNumber"])
-        daemon = DaemonShard(message["shardId"], form=Form.KCL3, start=start, store=store)
+        daemon = DaemonProtocol(message["shardId"], form=Form.KCL3, start=start, store=store)
         daemon.initialize()
     elif message["action"] == "processRecords":
         daemon.process_records([record(told) for told in message["records"]], message["millisBehindLatest"])
@@ -55,7 +55,7 @@ def request(daemon: DaemonShard | None, message: dict[str, Any], *, lease_gone: 
 
 @pytest.mark.parametrize("capture", CAPTURES, ids=lambda path: path.stem)
 def test_it_says_what_the_java_said(capture: Path) -> None:
-    daemon: DaemonShard | None = None
+    daemon: DaemonProtocol | None = None
     compared = 0
     for entry in map(json.loads, capture.read_text("utf-8").splitlines()):
         if entry["dir"] == "in":

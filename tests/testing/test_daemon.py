@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.testing import DaemonShard, Form, Hang, JavaThrow, JvmExit, Place, StreamRecord
+from mldserver.testing import DaemonProtocol, Form, Hang, JavaThrow, JvmExit, Place, StreamRecord
 from mldserver.testing.daemon import Misuse
 
 TRIM = Place("TRIM_HORIZON")
@@ -23,27 +23,27 @@ def ask(number: str | None = None, sub: int | None = None) -> bytes:
     return json.dumps(told).encode() + b"\n"
 
 
-def ready(form: Form = Form.KCL3, start: Place = TRIM, **more: Any) -> DaemonShard:
-    daemon = DaemonShard("shard-0", form=form, start=start, **more)
+def ready(form: Form = Form.KCL3, start: Place = TRIM, **more: Any) -> DaemonProtocol:
+    daemon = DaemonProtocol("shard-0", form=form, start=start, **more)
     daemon.initialize()
     daemon.data_to_send()
     daemon.receive_data(status("initialize"))
     return daemon
 
 
-def busy(form: Form = Form.KCL3, **more: Any) -> DaemonShard:
+def busy(form: Form = Form.KCL3, **more: Any) -> DaemonProtocol:
     daemon = ready(form, **more)
     daemon.process_records(RECORDS, 0)
     daemon.data_to_send()
     return daemon
 
 
-def replies(daemon: DaemonShard) -> list[dict[str, Any]]:
+def replies(daemon: DaemonProtocol) -> list[dict[str, Any]]:
     return [json.loads(line) for line in daemon.data_to_send().splitlines()]
 
 
 def test_a_whole_life_byte_by_byte() -> None:
-    daemon = DaemonShard("shard-0", form=Form.KCL3, start=Place("4", 1))
+    daemon = DaemonProtocol("shard-0", form=Form.KCL3, start=Place("4", 1))
     daemon.initialize()
     assert replies(daemon) == [
         {"action": "initialize", "shardId": "shard-0", "sequenceNumber": "4", "subSequenceNumber": 1}
@@ -160,7 +160,7 @@ def test_a_line_between_two_requests_is_taken_for_the_next_answer() -> None:
 
 @pytest.mark.parametrize("action", ["initialize", "leaseLost"])
 def test_checkpoints_without_a_checkpointer_are_an_invalid_state(action: str) -> None:
-    daemon = DaemonShard("shard-0", form=Form.KCL3, start=TRIM)
+    daemon = DaemonProtocol("shard-0", form=Form.KCL3, start=TRIM)
     daemon.initialize()
     if action == "leaseLost":
         daemon.receive_data(status("initialize"))
@@ -240,7 +240,7 @@ def test_v1_checkpoints_in_its_own_form_and_knows_no_shutdown_requested() -> Non
 
 
 def test_the_fake_refuses_what_no_daemon_does() -> None:
-    daemon = DaemonShard("shard-0", form=Form.KCL3, start=TRIM)
+    daemon = DaemonProtocol("shard-0", form=Form.KCL3, start=TRIM)
     with pytest.raises(Misuse, match="cannot follow None"):
         daemon.process_records(RECORDS)
     daemon.initialize()

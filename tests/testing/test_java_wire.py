@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mldserver.testing import DaemonShard, Form, Place, StreamRecord
+from mldserver.testing import DaemonProtocol, Form, Place, StreamRecord
 from mldserver.testing.daemon import (
     AskCheckpoint,
     Ignored,
@@ -19,9 +19,9 @@ NULLS = StreamRecord("13", None, None, 100)
 AGGREGATED = StreamRecord("14", b"x", "k", 101, 3, aggregated=True)
 
 
-def begun(form: Form) -> tuple[DaemonShard, bytes]:
+def begun(form: Form) -> tuple[DaemonProtocol, bytes]:
     """Return a shard whose ``initialize`` was answered, and what that was."""
-    shard = DaemonShard("s", form=form, start=Place("TRIM_HORIZON"))
+    shard = DaemonProtocol("s", form=form, start=Place("TRIM_HORIZON"))
     shard.initialize()
     line = shard.data_to_send()
     shard.receive_data(b'{"action":"status","responseFor":"initialize"}\n')
