@@ -16,7 +16,7 @@ import pytest
 from coordinator.pipeline import Crash, Faults, Pipeline, named
 
 from mldserver import cli
-from mldserver.cli.ledger import _named
+from mldserver.cli.ledger import _files_named
 from mldserver.ledger.contract import WindowState
 from mldserver.ledger.sqlite_file import copy_whole
 from mldserver.output.layout import LEDGER, QUARANTINE
@@ -178,7 +178,7 @@ async def test_files_that_go_while_they_are_copied_make_the_backup_a_later_one(
         )
         ledger("backup", "monday")
     assert sources == []
-    named_files = {Path(path).name for path in _named(pipeline.state())}
+    named_files = {Path(path).name for path in _files_named(pipeline.state())}
     assert set(files(tmp_path / "monday")) == named_files
     assert len(named_files) == 1
 
