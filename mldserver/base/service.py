@@ -78,11 +78,11 @@ class Service:
         """Tell how it is, once a second, and last when cancelled. The watchdog misses it when the loop stands still."""
         try:
             while self._address:
-                self._tell(report())
+                self._report(report())
                 await self._clock.sleep(TELL_SECONDS)
         finally:
             if self._address:
-                self._tell(report())  # a stop may take less than a second
+                self._report(report())  # a stop may take less than a second
 
     def words(self, report: ServiceReport) -> list[str]:
         """Return the lines that are new to systemd. The text becomes one line of printable characters."""
@@ -110,7 +110,7 @@ class Service:
             if tells and not self._told.stopping:
                 self._send(["READY=1"])
 
-    def _tell(self, report: ServiceReport) -> None:
+    def _report(self, report: ServiceReport) -> None:
         # By itself: no text that systemd or the socket refuses keeps it from the watchdog.
         self._send(["WATCHDOG=1"])
         if words := self.words(report):

@@ -132,7 +132,7 @@ class ShardThreads:
         self._threads: dict[str, WorkerThread] = {}
         self._leaving: dict[str, asyncio.Future[None]] = {}
 
-    async def take(self, shard_id: str) -> WorkerThread:
+    async def start(self, shard_id: str) -> WorkerThread:
         """Return a running thread for a shard that has none, or has released it."""
         while (leaving := self._leaving.get(shard_id)) is not None:
             await asyncio.wait({leaving})

@@ -30,7 +30,7 @@ from mldserver.base.clock import Clock
 from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import Failure, bad_row, describe
 from mldserver.runtime.rows import BadRow
-from mldserver.runtime.values import settled
+from mldserver.runtime.values import materialized
 
 log = structlog.get_logger("mldserver")
 
@@ -52,8 +52,8 @@ class BoundHook:
     plainly: bool = False
     """Whether a batch is nearly always one run of its calls, whose values are the rows."""
     plain: frozenset[type] = _PLAIN
-    """Types of returned values that ``take`` would not change: it is not called for them."""
-    take: Callable[[Any], Any] = settled
+    """Types of returned values that ``convert`` would not change: it is not called for them."""
+    convert: Callable[[Any], Any] = materialized
     """Converts the returned value, at once and as part of the call, to the value that is kept. Raises for a wrong value."""
 
 
@@ -107,7 +107,7 @@ class Deadlines:
         else:
             self._watches -= {each for each in self._watches if each.abandoned and each.started_ms is None}
 
-    def tell_here(self) -> None:
+    def log_slow_call(self) -> None:
         """Log once, during or after it, a call that blocks the event loop for longer than the limit."""
         here = self.here
         started_ms = None if here is None else here.started_ms  # once: another thread may end it meanwhile
@@ -154,7 +154,7 @@ class Deadlines:
                 }
                 if self._watches:
                     # Calls that begin meanwhile are due later than the first of those that run.
-                    await self._clock.sleep(self._look() / 1000)
+                    await self._clock.sleep(self._check_overdue() / 1000)
                 else:
                     self._come.clear()
                     await self._come.wait()
@@ -163,7 +163,7 @@ class Deadlines:
             for watch in self._watches:
                 _expire(watch, now_ms)
 
-    def _look(self) -> float:
+    def _check_overdue(self) -> float:
         """Cancel or log overdue calls; return the milliseconds until the next one is due."""
         now_ms, next_ms = self._clock.steady_ms(), math.inf
         for watch in self._watches:
@@ -288,7 +288,7 @@ class Caller:
         Nothing else runs on the event loop meanwhile, so a slow call is logged when it is over.
         """
         deadlines = self.deadlines
-        deadlines.tell_here()
+        deadlines.log_slow_call()
         watch = deadlines.here = CallWatch(hook.name, shard, started_ms=self._clock.steady_ms())
         try:
             return function(watch)
@@ -301,7 +301,7 @@ class Caller:
         ``watch`` is None where no other thread could look at it: on the server's own event loop.
         """
         returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
-        values, plain, take = returned.values, hook.plain, hook.take
+        values, plain, convert = returned.values, hook.plain, hook.convert
         # On the event loop too a synchronous hook may run a loop of its own (asyncio.run), as on a thread.
         loop = asyncio._get_running_loop()  # noqa: SLF001  # exported for implementations of loops
         asyncio._set_running_loop(None)  # noqa: SLF001  # see above
@@ -314,7 +314,7 @@ class Caller:
                     if watch.abandoned:
                         break
                 value = function(argument)
-                values.append(value if type(value) in plain else take(value))
+                values.append(value if type(value) in plain else convert(value))
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
             if os.getpid() != self._pid:
                 os._exit(1)  # the hook has forked: its child may not go on as another of this process
@@ -332,7 +332,7 @@ class Caller:
         finally:
             self._mark(-1)
             if watch is self.deadlines.here:
-                self.deadlines.tell_here()
+                self.deadlines.log_slow_call()
             watch.started_ms = None
 
     async def _call_each(
@@ -360,7 +360,7 @@ class Caller:
             failure = None
             try:
                 value = await hook.function(argument)
-                value = value if type(value) in plain else hook.take(value)
+                value = value if type(value) in plain else hook.convert(value)
             except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
                 failure, value = bad_row(str(error)) if type(error) is BadRow else describe(error), None
             if cancelling():

@@ -110,7 +110,7 @@ class InlineRuntime:
             policy=policy,
             random=random,
             rows=RowBuilder(spec.schema, time_column=spec.time_column, at_once=policy.parks),
-            told=Folding(clock.steady_ms),
+            folding=Folding(clock.steady_ms),
             lanes=lanes,
         )
 
@@ -139,7 +139,7 @@ class InlineRuntime:
         tools, failures = self._tools, 0
         if tools.spec.kind is HandlerKind.PROCESSOR:
             # It may block for long, so it runs on a separate thread.
-            thread = await self._shard_threads.take(shard.id)
+            thread = await self._shard_threads.start(shard.id)
             tools = replace(tools, caller=copy.copy(tools.caller), threads=(thread,))
             tools.caller.thread = thread
         while (failed := await self._try_open(shard, tools)) is not None:
@@ -192,7 +192,7 @@ class InlineRuntime:
             if attempt < self._policy.attempts:
                 await self._wait(opened.shard, bound.name, returned.failure, attempt)
             else:
-                tell = opened.tools.teller(shard_id)
+                tell = opened.tools.failure_logger(shard_id)
                 tell("error", "handler.hook_failed", returned.failure, hook=bound.name, attempts=attempt)
         if processor is None:
             return None
@@ -278,7 +278,7 @@ class InlineRuntime:
         hooks = {name: BoundHook(name, functions[name], hook.is_async) for name, hook in spec.hooks.items()}
         name = spec.record_hook
         if name is RecordHook.RECORD:
-            hooks[name] = replace(hooks[name], plain=tools.rows.plain, take=tools.rows.take)
+            hooks[name] = replace(hooks[name], plain=tools.rows.plain, convert=tools.rows.convert)
         if name is not RecordHook.TABLE:
             bounded = tools.policy.max_ahead_ms is not None and spec.time_column is not None
             hooks[name] = replace(hooks[name], plainly=tools.lanes == 1 and not bounded)
@@ -300,10 +300,10 @@ class InlineRuntime:
             hook = opened.hooks[RecordHook.RECORDS]
             returned = await opened.tools.caller.run(hook, [empty], shard=shard.id)
             if returned.failure is not None:
-                tell = opened.tools.teller(shard.id)
+                tell = opened.tools.failure_logger(shard.id)
                 tell("error", "handler.hook_failed", returned.failure, hook=hook.name, attempts=1)
         progress = processor.progress
-        progress.settle()
+        progress.end_call()
         late_ms = progress.overdue_ms(self._clock.steady_ms())
         if late_ms is not None:
             # It takes records, and never says that it is done with them.
@@ -324,7 +324,7 @@ class InlineRuntime:
         after = failure.after_seconds
         delay = self._policy.delay(failures, self._random()) if after is None else after
         did = "The shard waits; the hook is tried again until it succeeds."
-        self._tools.teller(shard.id)(
+        self._tools.failure_logger(shard.id)(
             "error" if grave else "warning",
             "handler.failed",
             failure,

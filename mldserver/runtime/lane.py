@@ -48,11 +48,11 @@ class Tools:
     policy: FailurePolicy
     random: Callable[[], float]
     rows: RowBuilder
-    told: Folding
+    folding: Folding
     lanes: int = 1
     """How many records of a batch, of different partition keys, are worked on at the same time."""
 
-    def teller(self, shard: str) -> Callable[..., None]:
+    def failure_logger(self, shard: str) -> Callable[..., None]:
         """Return what logs failures of a shard's handler, each given as level, event, failure and further fields.
 
         A failure that was logged within the last minute is logged at debug, and counted.
@@ -62,7 +62,7 @@ class Tools:
         messages = self.policy.log_error_messages
 
         def tell(level: str, event: str, failure: Failure, sequence: object = None, **fields: Any) -> None:
-            times = 0 if level == "debug" else self.told.count((event, level, shard, failure.fingerprint))
+            times = 0 if level == "debug" else self.folding.count((event, level, shard, failure.fingerprint))
             if not times and not bound.is_enabled_for(logging.DEBUG):
                 return
             where = {} if sequence is None else {"sequence": str(sequence)}
@@ -96,13 +96,13 @@ class Lane:
 
     tools: Tools
     hook: BoundHook
-    taken: FreshBatch
+    decoded: FreshBatch
     plan: BatchPlan
     shard_id: str
     thread: WorkerThread
     parts: list[Built] = field(default_factory=list)
     again: list[Again] = field(default_factory=list)
-    """Failures that are not told yet: their line waits for the delay of the next call."""
+    """Failures that are not logged yet: their line waits for the delay of the next call."""
     returned: list[tuple[Sequence[int], list[Any]]] = field(default_factory=list)
     """What calls for single records returned, by index: rows are built of all of it at once, behind the last call."""
 
@@ -123,7 +123,7 @@ class Lane:
             await self.pause(step)
             hook, arguments = self._call(step)
             returned = await self.tools.caller.run(hook, arguments, shard=self.shard_id)
-            await near(partial(self._settle_beside, step, returned))
+            await near(partial(self._apply_async_result, step, returned))
 
     def advance(self, step: Step | None, watch: CallWatch, returned: Returned | None = None) -> Step | None:
         """Make calls, this one first; return the one that a pause must come before.
@@ -138,7 +138,7 @@ class Lane:
                     returned = caller.call_sync(hook, arguments, watch)
                 if watch.abandoned:
                     return None  # the caller has abandoned the result
-                self._settle(step, returned)
+                self._apply_result(step, returned)
                 step, returned = self.plan.step(), None
                 if step is not None and step.failures:
                     return step
@@ -150,20 +150,20 @@ class Lane:
         if step.failures:
             after = step.after_seconds
             delay = tools.policy.delay(step.failures, tools.random()) if after is None else after
-            self.tell(delay)
+            self.log_failures(delay)
             await tools.clock.sleep(delay)
 
-    def tell(self, delay: float = 0.0) -> None:
-        """Log the failures that are not told yet; ``delay``: seconds until the next call."""
+    def log_failures(self, delay: float = 0.0) -> None:
+        """Log the failures that are not logged yet; ``delay``: seconds until the next call."""
         if not self.again:
             return
-        tell = self.tools.teller(self.shard_id)
+        tell = self.tools.failure_logger(self.shard_id)
         for again in self.again:
             tell(
                 "warning",
                 "handler.failed",
                 again.failure,
-                self.taken.fresh[again.index].sequence,
+                self.decoded.fresh[again.index].sequence,
                 hook=self.hook.name,
                 attempt=again.attempt,
                 delay_seconds=delay,
@@ -175,22 +175,22 @@ class Lane:
         hook, function = self.hook, self.hook.function
         if self.tools.spec.record_hook is RecordHook.RECORD:
             # No list: when each record fails, there are as many steps as records.
-            return hook, map(self.taken.fresh.__getitem__, step.indices)
+            return hook, map(self.decoded.fresh.__getitem__, step.indices)
         if self.tools.spec.record_hook is RecordHook.TABLE:
             hook = BoundHook(hook.name, lambda batch: function(batch.to_arrow()), hook.is_async)
-        lag = self.taken.outline.millis_behind_latest
+        lag = self.decoded.outline.millis_behind_latest
         return hook, [Batch(self._records(step), shard_id=self.shard_id, millis_behind_latest=lag)]
 
-    def _settle_beside(self, step: Step, returned: Returned, watch: CallWatch) -> None:
-        """Do as ``_settle`` does, where nothing else says that the handler's code may run."""
+    def _apply_async_result(self, step: Step, returned: Returned, watch: CallWatch) -> None:
+        """Do as ``_apply_result`` does, where nothing else says that the handler's code may run."""
         with self.tools.caller.in_hand(watch):
             watch.started_ms = self.tools.clock.steady_ms()
-            self._settle(step, returned)
+            self._apply_result(step, returned)
 
-    def _settle(self, step: Step, returned: Returned) -> None:
+    def _apply_result(self, step: Step, returned: Returned) -> None:
         """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
         if self.tools.spec.record_hook is not RecordHook.RECORD:
-            self._hear(step, partial(self._judge, step, returned))
+            self._report_to_plan(step, partial(self._judge, step, returned))
         else:
             # Each record had a separate call, up to the first that failed.
             done, failure = len(returned.values), returned.failure
@@ -204,9 +204,11 @@ class Lane:
             made, self.returned = self.returned, []
             indices = made[0][0] if len(made) == 1 else [index for each, _ in made for index in each]
             pairs = itertools.chain.from_iterable([zip(each, values, strict=True) for each, values in made])
-            self._hear(Step(indices, halved=step.halved), lambda: _came(self.tools.rows.build(pairs)))
+            self._report_to_plan(
+                Step(indices, halved=step.halved), lambda: _came(self.tools.rows.build(pairs))
+            )
 
-    def _hear(self, step: Step, judge: Callable[[], _Came]) -> None:
+    def _report_to_plan(self, step: Step, judge: Callable[[], _Came]) -> None:
         """Report a step's result to the plan.
 
         Values may run user code, which may fail in any way: all of it runs before the plan changes.
@@ -234,7 +236,7 @@ class Lane:
         built = came.built
         if most_ms is None or column is None or built is None or built.table is None:
             return
-        ahead_ms = milliseconds(built.table.column(column)) - self.taken.times_ms()[built.records]
+        ahead_ms = milliseconds(built.table.column(column)) - self.decoded.times_ms()[built.records]
         faults = {
             built.records[row]: bad_row(
                 f"column {column}: it lies {timedelta(milliseconds=int(ahead_ms[row]))} after the record's arrival"
@@ -290,7 +292,7 @@ class Lane:
         return _came(self.tools.rows.build(kept), step, failed)
 
     def _records(self, step: Step) -> Sequence[Record]:
-        fresh, indices = self.taken.fresh, step.indices
+        fresh, indices = self.decoded.fresh, step.indices
         if len(indices) == len(fresh):
             return fresh
         if isinstance(indices, range):

@@ -42,7 +42,7 @@ class FreshBatch(msgspec.Struct, frozen=True):
         return times_ms[len(times_ms) - len(self.fresh) :]
 
 
-def take(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
+def decode_batch(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
     """Decode a batch and drop what was accepted earlier.
 
     Raises PeerError for an invalid payload, InternalError for an unexpected failure of the decoder.
@@ -91,7 +91,7 @@ def damaged(records: Sequence[Record]) -> dict[int, Failure]:
     return faults
 
 
-def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> Effects:
+def join_rows(parts: Sequence[Built], decoded: FreshBatch, *, shard_id: str) -> Effects:
     """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS except ``_clock``."""
     parts = [part for part in parts if part.table is not None]
     if not parts:
@@ -101,9 +101,9 @@ def join_rows(parts: Sequence[Built], taken: FreshBatch, *, shard_id: str) -> Ef
     if np.any(index[1:] < index[:-1]):
         order = np.argsort(index, kind="stable")
         index, table = index[order], table.take(pa.array(order))
-    records = [taken.fresh[place] for place in index.tolist()]
+    records = [decoded.fresh[place] for place in index.tolist()]
     meta = {
-        "_time": pa.array(taken.times_ms()[index], pa.int64()),
+        "_time": pa.array(decoded.times_ms()[index], pa.int64()),
         "_shard": pa.repeat(pa.scalar(shard_id, pa.string()), len(records)),
         "_sequence": pa.array([record.sequence_text for record in records], pa.string()),
         "_sub_sequence": pa.array([record.sub_sequence_number for record in records], pa.int64()),

@@ -1,7 +1,7 @@
 """What a handler returns: rows, as an Arrow table, and the records that it names as failed. Synchronous, no I/O.
 
 A value for a record is a tuple in the order of the schema, a dict by column name, a list of these, or None. What
-``process_record`` returns is taken call by call (``RowBuilder.take``): a handler may use one dict again and again. Whole
+``process_record`` returns is converted call by call (``RowBuilder.convert``): a handler may use one dict again and again. Whole
 columns are converted at once; only when that fails are the values looked at one by one, so that every record at
 fault is named with its column and value, and all others keep their rows.
 """
@@ -20,7 +20,7 @@ from pyarrow import types
 from mldserver.handler.failure import Failure, describe, printed
 from mldserver.handler.spec import Schema
 from mldserver.records import BatchResult, Record
-from mldserver.runtime.values import converter, owned, settled, shown
+from mldserver.runtime.values import converter, materialized, owned, shown
 from mldserver.windows import counted
 
 
@@ -58,7 +58,7 @@ class RowBuilder:
     ) -> None:
         """Build rows of ``schema``; a null in ``time_column`` (what windows are cut on) is a fault.
 
-        ``at_once``: ``take`` finds every fault.
+        ``at_once``: ``convert`` finds every fault.
         """
         self._schema = schema
         columns = () if schema is None else schema.columns
@@ -82,9 +82,9 @@ class RowBuilder:
         self.plain: frozenset[type] = frozenset(
             {type(None)} if at_once or self._copied else {type(None), tuple}
         )
-        """Types of values that ``take`` returns as they are."""
+        """Types of values that ``convert`` returns as they are."""
 
-    def take(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Return a value as it is kept until ``build``: the handler cannot change it any more.
 
         With ``at_once``, raises BadRow for a row with a fault, otherwise ``build`` reports it. Raises what the
@@ -101,7 +101,7 @@ class RowBuilder:
         elif kind is list and not (self._at_once or self._copied) and set(map(type, value)) == _TUPLES:
             # Some may be of another width, but none can change.
             return value[0] if len(value) == 1 else value[:]
-        value = settled(value)
+        value = materialized(value)
         if value is None:
             return None
         try:

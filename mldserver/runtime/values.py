@@ -43,7 +43,7 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__} without a repr>"
 
 
-def settled(value: Any) -> Any:
+def materialized(value: Any) -> Any:
     """Run a generator that a hook returned to its end; refuse a coroutine, which the hook did not await."""
     if isinstance(value, GeneratorType):
         return list(value)

@@ -25,7 +25,7 @@ from mldserver.runtime.calls import BoundHook, CallWatch, Returned
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
 from mldserver.runtime.lane import Lane, Tools
-from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, halted, join_rows, take
+from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, decode_batch, halted, join_rows
 from mldserver.runtime.plan import BatchPlan, End, Step
 
 log = structlog.get_logger("mldserver")
@@ -55,7 +55,7 @@ class BatchWork(msgspec.Struct, eq=False):
     decoder: BatchDecoder
     parked: Mapping[str, records.Sequence] | None = None
     """The shard's keys with dead letters, and the sequence of one: their records are dead letters at once."""
-    taken: FreshBatch = FreshBatch((), BatchOutline(0, 0, None, None, None, None), ())
+    decoded: FreshBatch = FreshBatch((), BatchOutline(0, 0, None, None, None, None), ())
     """What was decoded, once it is."""
     lanes: Sequence[Lane] = ()
     effects: Effects = NOTHING
@@ -73,7 +73,7 @@ class BatchWork(msgspec.Struct, eq=False):
             # Each call's own time counts, where another thread looks.
             returned = self._attempt(watch if caller.watched else None)
             if self.done:
-                return BatchOutcome(self.taken.outline, self.effects)
+                return BatchOutcome(self.decoded.outline, self.effects)
             step = caller.here(partial(self._go_on, returned=returned), self.hook, shard=shard_id)
             if step is None:
                 return self._outcome()
@@ -82,7 +82,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 raise
             return self.run(error)
         finally:
-            deadlines.tell_here()
+            deadlines.log_slow_call()
             deadlines.here = None
         return self.run(step=step)
 
@@ -114,8 +114,8 @@ class BatchWork(msgspec.Struct, eq=False):
         Returns what the hook has returned, None when it was not called yet.
         """
         self.done = False
-        self.taken = take(self.delivery, self.decoder)
-        fresh, tools, delivery = self.taken.fresh, self.tools, self.delivery
+        self.decoded = decode_batch(self.delivery, self.decoder)
+        fresh, tools, delivery = self.decoded.fresh, self.tools, self.delivery
         if (
             not self.hook.plainly
             or self.parked
@@ -130,7 +130,7 @@ class BatchWork(msgspec.Struct, eq=False):
             returned = tools.caller.call_sync(self.hook, fresh, watch)
             values: Any = returned.values
         else:
-            lag = self.taken.outline.millis_behind_latest
+            lag = self.decoded.outline.millis_behind_latest
             batch = Batch(fresh, shard_id=delivery.shard_id, millis_behind_latest=lag)
             returned = tools.caller.call_sync(self.hook, [batch], watch)
             values = returned.values[0] if returned.values else None
@@ -141,7 +141,7 @@ class BatchWork(msgspec.Struct, eq=False):
     def _take_rows(self, values: Any) -> bool:
         """Make rows of one value a record; False: something is wrong with them, or more to be said."""
         if values is not None:
-            if type(values) is not list or len(values) != len(self.taken.fresh):
+            if type(values) is not list or len(values) != len(self.decoded.fresh):
                 return False
             # By identity: a value's own idea of equality is the handler's code.
             if any(map(is_not, values, repeat(None))):
@@ -151,16 +151,16 @@ class BatchWork(msgspec.Struct, eq=False):
                     return False  # a value's own code: it runs again in the step that logs its failure
                 if built.faults:
                     return False
-                self.effects = join_rows([built], self.taken, shard_id=self.delivery.shard_id)
+                self.effects = join_rows([built], self.decoded, shard_id=self.delivery.shard_id)
                 return True
         self.effects = NOTHING
         return True
 
     def _outcome(self) -> BatchOutcome:
         if self.done:
-            return BatchOutcome(self.taken.outline, self.effects)
+            return BatchOutcome(self.decoded.outline, self.effects)
         for lane in self.lanes:
-            lane.tell()
+            lane.log_failures()
         for lane in self.lanes:
             if lane.plan.halted is not None:
                 again = lane.plan.halted
@@ -171,7 +171,7 @@ class BatchWork(msgspec.Struct, eq=False):
                     handler=self.tools.spec.path,
                     attempts=again.attempt,
                     messages=self.tools.policy.log_error_messages,
-                    sequence=str(self.taken.fresh[again.index].sequence),
+                    sequence=str(self.decoded.fresh[again.index].sequence),
                 )
         if not all(lane.plan.exhausted for lane in self.lanes):
             # A group takes a lane that was cancelled for one that came to its end.
@@ -181,7 +181,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 shard=self.delivery.shard_id,
             )
         attempts = max([lane.plan.attempts for lane in self.lanes])
-        outcome = BatchOutcome(self.taken.outline, self.effects, attempts=attempts)
+        outcome = BatchOutcome(self.decoded.outline, self.effects, attempts=attempts)
         # In shard order: the records that have no rows because of what happened to them.
         ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
         return self._with_ends(outcome, sorted(ends, key=lambda item: item[0])) if ends else outcome
@@ -193,7 +193,7 @@ class BatchWork(msgspec.Struct, eq=False):
             delay = policy.delay(failures, self.tools.random())
         else:
             self.delivery = structs.replace(self.delivery, condemned=failure.error)
-        self.tools.teller(self.delivery.shard_id)(
+        self.tools.failure_logger(self.delivery.shard_id)(
             "warning",
             "handler.failed",
             failure,
@@ -206,7 +206,7 @@ class BatchWork(msgspec.Struct, eq=False):
 
     def _with_ends(self, outcome: BatchOutcome, ends: Sequence[tuple[int, End]]) -> BatchOutcome:
         """Return the batch's outcome with the records that have no rows; log those."""
-        tell, fresh = self.tools.teller(self.delivery.shard_id), self.taken.fresh
+        tell, fresh = self.tools.failure_logger(self.delivery.shard_id), self.decoded.fresh
         for index, end in ends:
             (level, event), record = _EVENTS[end.ending], fresh[index]
             tell(
@@ -233,7 +233,7 @@ class BatchWork(msgspec.Struct, eq=False):
 
     async def _work(self, step: Step | None) -> None:
         if self.hook.is_async:
-            await self._near(self._take, _QUICKLY_DECODED)
+            await self._near(self._decode, _QUICKLY_DECODED)
             if len(self.lanes) == 1:
                 await self.lanes[0].run_async(self._near)
             else:
@@ -296,26 +296,26 @@ class BatchWork(msgspec.Struct, eq=False):
         else:
             await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
-    def _take(self, _watch: CallWatch) -> None:
-        self.taken = take(self.delivery, self.decoder)
+    def _decode(self, _watch: CallWatch) -> None:
+        self.decoded = decode_batch(self.delivery, self.decoder)
         self._plan()
 
     def _plan(self) -> None:
         """Plan one call for all records, or one a lane."""
-        tools, delivery, fresh = self.tools, self.delivery, self.taken.fresh
+        tools, delivery, fresh = self.tools, self.delivery, self.decoded.fresh
         of_lane: dict[int, Sequence[int]] = {0: range(len(fresh)) if delivery.part is None else delivery.part}
         if delivery.part is None and tools.lanes > 1 and len(fresh) > 1:
             keyed: dict[int, list[int]] = {}
             for index, record in enumerate(fresh):
                 keyed.setdefault(lane_of(record.partition_key, tools.lanes), []).append(index)
             of_lane = dict(sorted(keyed.items()))
-        arrivals_ms = self.taken.arrivals_ms[len(self.taken.arrivals_ms) - len(fresh) :]
+        arrivals_ms = self.decoded.arrivals_ms[len(self.decoded.arrivals_ms) - len(fresh) :]
         self.effects = NOTHING
         self.lanes = [
             Lane(
                 tools,
                 self.hook,
-                self.taken,
+                self.decoded,
                 BatchPlan(indices, tools.policy, fresh, arrivals_ms),
                 delivery.shard_id,
                 tools.threads[place % len(tools.threads)],
@@ -334,7 +334,7 @@ class BatchWork(msgspec.Struct, eq=False):
     def _join(self, _watch: CallWatch) -> None:
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
-            self.effects = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
+            self.effects = join_rows(parts, self.decoded, shard_id=self.delivery.shard_id)
 
 
 _EVENTS: Final = {

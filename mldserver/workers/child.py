@@ -37,7 +37,7 @@ from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
 from mldserver.workers.shared_memory import Mark, rows_bytes, rows_file
-from mldserver.workers.worker_reports import Heartbeat, telling_through
+from mldserver.workers.worker_reports import Heartbeat, forwarding_logs
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""
@@ -108,7 +108,7 @@ class Child:
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
         if start.code:
             KeptModules(start.code).begin()
-        with telling_through(self._end, start.log_level) as teller:
+        with forwarding_logs(self._end, start.log_level) as forwarder:
             try:
                 spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
                 if not start.code:
@@ -130,7 +130,7 @@ class Child:
                 self._channel.send(wire.failed(0, error))
             else:
                 Heartbeat(
-                    self._end, asyncio.get_running_loop(), runtime.deadlines, teller.report_lost
+                    self._end, asyncio.get_running_loop(), runtime.deadlines, forwarder.report_lost
                 ).start()
                 self._channel.send(wire.loaded_of(spec))
                 # What was imported stays: the collector need not look at it with every batch.

@@ -86,7 +86,7 @@ class Reload:
                 for worker, process in plan:
                     there = {name for name in opened[worker.number] if worker.has_open(name)}
                     for gone in opened[worker.number] - there:
-                        process.tell(Forget(0, gone))
+                        process.send(Forget(0, gone))
                     if not worker.take_over(process, there):
                         unused.append(process)
                 processes[:] = self.standby.replace_ready(unused, now.code)

@@ -87,7 +87,7 @@ class WorkerRuntime:
         )
         self._standby = StandbyWorkers(start, clock=clock)
         self.workers = self._workers = [
-            WorkerSlot(number, fresh=self._standby.take, limits=limits, clock=clock)
+            WorkerSlot(number, fresh=self._standby.acquire, limits=limits, clock=clock)
             for number in range(workers)
         ]
         self._plan: dict[str, int] = {}
@@ -145,7 +145,7 @@ class WorkerRuntime:
         self._standby.set_log_level(level)
         for worker in self._workers:
             if worker.present is not None:
-                worker.present.tell(wire.LogLevel(level))
+                worker.present.send(wire.LogLevel(level))
 
     async def close(self) -> None:
         """End what is left of the processes."""
@@ -211,7 +211,7 @@ class WorkerRuntime:
         worker.opened.pop(shard_id, None)
         if (process := worker.present) is not None:
             # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
-            process.tell(wire.Forget(0, shard_id))
+            process.send(wire.Forget(0, shard_id))
 
     def begin(self, delivery: Delivery) -> Begun:
         """Send a batch if it need not wait (see ``Runtime.begin``). No task wakes up before the batch is done."""
@@ -237,7 +237,7 @@ class WorkerRuntime:
                 process.cancel(message.id)
             elif batch.exception() is None and isinstance(batch.result(), BatchOutcome):
                 process.done += 1
-                self._note(shard_id, batch.result())
+                self._record_outcome(shard_id, batch.result())
 
         begun = process.post(
             message,
@@ -346,7 +346,7 @@ class WorkerRuntime:
         else:
             outcome = await process.ask(message, offset=offset)
         process.done += delivery.part is None
-        self._note(delivery.shard_id, outcome)
+        self._record_outcome(delivery.shard_id, outcome)
         return outcome
 
     async def _with_process(
@@ -445,7 +445,7 @@ class WorkerRuntime:
                 self._workers[self._plan[shard]].opened.pop(shard, None)
                 self._plan[shard] = number
 
-    def _note(self, shard_id: str, outcome: BatchOutcome) -> None:
+    def _record_outcome(self, shard_id: str, outcome: BatchOutcome) -> None:
         """Take note of what the next batch must know, which may be another process's."""
         (self._owing.add if outcome.owes else self._owing.discard)(shard_id)
         if self._parks:

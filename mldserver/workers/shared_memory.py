@@ -63,7 +63,7 @@ class Arena:
         self._view = memoryview(self._map)
         self._free: list[tuple[int, int]] = [(_ALIGN, size - _ALIGN)]
         """Ranges (offset, length), in order, never adjacent; the mark is before them."""
-        self.taken: dict[int, int] = {}
+        self.allocated: dict[int, int] = {}
         """The length of each line that has room here, by its offset."""
 
     @property
@@ -71,7 +71,7 @@ class Arena:
         """Whether the handler is in the worker's hands, or was when that ended."""
         return bool(_MARK.unpack_from(self._view)[0])
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Return the offset of ``size`` free bytes, taken from now on; None when no range is long enough."""
         wanted = max(_ALIGN, -(-size // _ALIGN) * _ALIGN)
         for place, (offset, length) in enumerate(self._free):
@@ -80,13 +80,13 @@ class Arena:
                     del self._free[place]
                 else:
                     self._free[place] = (offset + wanted, length - wanted)
-                self.taken[offset] = wanted
+                self.allocated[offset] = wanted
                 return offset
         return None
 
-    def give_back(self, offset: int) -> None:
-        """Let go of what ``take`` returned. Raises KeyError for anything else."""
-        length = self.taken.pop(offset)
+    def free(self, offset: int) -> None:
+        """Let go of what ``allocate`` returned. Raises KeyError for anything else."""
+        length = self.allocated.pop(offset)
         place = bisect_left(self._free, (offset, 0))
         if place < len(self._free) and self._free[place][0] == offset + length:
             length += self._free.pop(place)[1]
@@ -102,7 +102,7 @@ class Arena:
         Copying 15 MB takes 2 ms, or 7 ms into pages that are touched for the first time.
         """
         # A few long lines leave room for the short ones of others.
-        offset = self.take(len(line)) if len(line) <= self.size // 4 else None
+        offset = self.allocate(len(line)) if len(line) <= self.size // 4 else None
         if offset is not None:
             self._view[offset : offset + len(line)] = line
         return offset

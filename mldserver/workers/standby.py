@@ -130,7 +130,7 @@ class StandbyWorkers:
         self._changed.set()
         return old
 
-    async def take(self) -> WorkerProcess:
+    async def acquire(self) -> WorkerProcess:
         """Wait for a process that has loaded the handler, and return it."""
         self._wanted += 1
         self._changed.set()
@@ -158,7 +158,7 @@ class StandbyWorkers:
         """Make processes that are ready, and all later ones, log from ``level`` on."""
         self._start = replace(self._start, log_level=level)
         for process in self._ready:
-            process.tell(wire.LogLevel(level))
+            process.send(wire.LogLevel(level))
 
     async def close(self) -> None:
         """End the processes that are ready."""
@@ -203,7 +203,7 @@ class StandbyWorkers:
             await process.close()
             return loaded
         process.on_end = self._changed.set
-        process.tell(wire.LogLevel(self._start.log_level))  # it may have changed meanwhile
+        process.send(wire.LogLevel(self._start.log_level))  # it may have changed meanwhile
         self._ready.append(process)
         self._changed.set()
         return loaded

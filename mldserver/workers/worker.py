@@ -205,7 +205,7 @@ class WorkerSlot:
         process = self._next or await self._fresh()
         self._process, self._next, self._retiring = process, None, False
         self.generation += 1
-        process.tell(WorkerNumber(self.number))
+        process.send(WorkerNumber(self.number))
         log.info("worker.started", worker=self.number, pid=process.pid, generation=self.generation)
         self._there.set()
         try:

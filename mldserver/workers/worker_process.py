@@ -75,7 +75,7 @@ class _RawOutput:
     silent: bool = False
     """Whether lines are kept, and not logged."""
 
-    def take(self, lines: list[str]) -> bool:
+    def log_lines(self, lines: list[str]) -> bool:
         """Keep lines, and log them; return whether none was too much."""
         self.last += lines
         passed = True
@@ -143,7 +143,7 @@ class WorkerProcess:
             child = await ChildProcess.start(
                 [sys.executable, "-m", "mldserver.workers.child"],
                 environment={**os.environ, "PYTHONPATH": paths},
-                output=[printed.take],
+                output=[printed.log_lines],
                 talks=True,
             )
             undo.pop_all()
@@ -278,7 +278,7 @@ class WorkerProcess:
         self._channel.send(message, files, within_seconds=_TOGETHER_SECONDS if patient else 0)
         return future
 
-    def tell(self, message: wire.WorkerNumber | wire.Forget | wire.LogLevel | wire.CancelRequest) -> None:
+    def send(self, message: wire.WorkerNumber | wire.Forget | wire.LogLevel | wire.CancelRequest) -> None:
         """Send a message that needs no answer, if the process takes requests. Forget has id 0: a call may hang."""
         if self.is_open:
             self._channel.send(message)
@@ -292,7 +292,7 @@ class WorkerProcess:
     def cancel(self, request_id: int) -> None:
         """Cancel a request in the worker, if it is unanswered."""
         if request_id in self._requests:
-            self.tell(wire.CancelRequest(request_id))
+            self.send(wire.CancelRequest(request_id))
 
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:
@@ -337,7 +337,7 @@ class WorkerProcess:
         # Last: while the request is listed, its caller is notified if the process ends.
         del self._requests[message.id]
         if offset is not None:
-            self.arena.give_back(offset)
+            self.arena.free(offset)
 
 
 def message_of(

@@ -49,7 +49,7 @@ class LogForwarder:
         self._prints = LineLimit(self._report_lost)
         self._logs = LineLimit(self._report_lost)
 
-    def tell(self, _logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    def forward(self, _logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Send an event: the last of structlog's processors."""
         self.send(method, event.pop("event"), event)
         raise structlog.DropEvent
@@ -96,15 +96,15 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def telling_through(end: socket.socket, level: int) -> Iterator[LogForwarder]:
+def forwarding_logs(end: socket.socket, level: int) -> Iterator[LogForwarder]:
     """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
-    teller = LogForwarder(end)
+    forwarder = LogForwarder(end)
     set_level(level)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.format_exc_info,
-            teller.tell,
+            forwarder.forward,
         ],
         wrapper_class=Logger,
         cache_logger_on_first_use=False,
@@ -112,10 +112,10 @@ def telling_through(end: socket.socket, level: int) -> Iterator[LogForwarder]:
 
     def printed(stream: str, text: str) -> None:
         if Logger.level <= logging.INFO:
-            teller.send("info", PRINTED, {"stream": stream, "text": text})
+            forwarder.send("info", PRINTED, {"stream": stream, "text": text})
 
     with caught_output(printed):
-        yield teller
+        yield forwarder
 
 
 class Heartbeat:
@@ -126,13 +126,13 @@ class Heartbeat:
         end: socket.socket,
         loop: asyncio.AbstractEventLoop,
         deadlines: Deadlines,
-        tell_lost: Callable[[], None],
+        report_lost: Callable[[], None],
     ) -> None:
-        """``deadlines`` time calls and log slow ones; ``tell_lost`` logs lost lines. All run in the thread."""
+        """``deadlines`` time calls and log slow ones; ``report_lost`` logs lost lines. All run in the thread."""
         self._end = end
         self._loop = loop
         self._deadlines = deadlines
-        self._tells = tell_lost, deadlines.tell_here
+        self._reports = report_lost, deadlines.log_slow_call
         self._turned = time.monotonic()
         self._resident = 0
 
@@ -158,11 +158,11 @@ class Heartbeat:
             except OSError:
                 # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
                 os._exit(0)
-            for tell in self._tells:
+            for report in self._reports:
                 with contextlib.suppress(
                     Exception
                 ):  # logging that the handler broke must not end the process
-                    tell()
+                    report()
             time.sleep(BEAT_SECONDS)
 
     def _resident_bytes(self) -> int:

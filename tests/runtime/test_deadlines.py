@@ -126,5 +126,5 @@ def test_a_call_that_ends_while_another_thread_looks_is_not_told(logged: Any) ->
     watch = CallWatch("process_record", "s", started_ms=0)
     deadlines = Deadlines(handler="mine", clock=Ending(), seconds=10_000)
     deadlines.here = watch
-    deadlines.tell_here()
+    deadlines.log_slow_call()
     assert logged == []

@@ -427,13 +427,13 @@ def test_the_servers_own_frames_are_left_out() -> None:
     def handler() -> None:
         raise ValueError("x")
 
-    from mldserver.runtime.values import settled
+    from mldserver.runtime.values import materialized
 
     def generator() -> Any:
         handler()
         yield
 
-    text = describe(_caught(lambda: settled(generator()))).traceback
+    text = describe(_caught(lambda: materialized(generator()))).traceback
     assert "in handler" in text
     refused = _caught(lambda: FailureRule("X", attempts=0))
     deepest = refused.__traceback__

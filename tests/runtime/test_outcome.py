@@ -30,7 +30,7 @@ def built(records: Any, **columns: Any) -> Any:
 
 
 def take(delivery: Any) -> FreshBatch:
-    return outcome.take(delivery, BatchDecoder(delivery.shard_id))
+    return outcome.decode_batch(delivery, BatchDecoder(delivery.shard_id))
 
 
 def test_a_batch_is_outlined_with_its_duplicates(kit: Any) -> None:

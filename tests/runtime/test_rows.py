@@ -140,7 +140,7 @@ def test_every_record_is_either_in_the_table_or_at_fault(returned: Any) -> None:
 
 def taken(*returned: Any, schema: Any = SCHEMA, **options: Any) -> Any:
     rows = RowBuilder(schema, **options)
-    return [value if type(value) in rows.plain else rows.take(value) for value in returned]
+    return [value if type(value) in rows.plain else rows.convert(value) for value in returned]
 
 
 NESTED = parse_schema(

@@ -33,33 +33,33 @@ def test_what_is_taken_never_overlaps_and_all_of_it_comes_back(script: list[int]
     for step in script:
         if step < 0:
             if taken:
-                arena.give_back(taken.pop(-step % len(taken))[0])
+                arena.free(taken.pop(-step % len(taken))[0])
             continue
-        offset = arena.take(step)
+        offset = arena.allocate(step)
         if offset is None:
-            assert arena.taken
+            assert arena.allocated
             continue
         assert MARK <= offset <= offset + step <= MARK + 2048
         assert all(offset + step <= other or other + size <= offset for other, size in taken)
         taken.append((offset, step))
-    assert len(arena.taken) == len(taken)
+    assert len(arena.allocated) == len(taken)
     for offset, _ in taken:
-        arena.give_back(offset)
-    assert arena.take(2048) == MARK
+        arena.free(offset)
+    assert arena.allocate(2048) == MARK
     arena.close()
 
 
 def test_the_first_room_is_used_again(arena_of: Callable[[int], Arena]) -> None:
     arena = arena_of(1024)
-    first = arena.take(100)
-    arena.take(100)
+    first = arena.allocate(100)
+    arena.allocate(100)
     assert first is not None
-    arena.give_back(first)
-    assert arena.take(64) == first
+    arena.free(first)
+    assert arena.allocate(64) == first
 
 
 def test_what_does_not_fit_is_refused(arena_of: Callable[[int], Arena]) -> None:
     arena = arena_of(128)
-    assert arena.take(129) is None
+    assert arena.allocate(129) is None
     with pytest.raises(KeyError):
-        arena.give_back(MARK)
+        arena.free(MARK)

@@ -71,7 +71,7 @@ async def test_an_answer_is_there_without_anybody_who_waits(runtime: WorkerRunti
             assert isinstance(outcome, BatchOutcome)
             assert outcome.outline.records == 1
         process = await runtime._workers[0].process()
-        assert (process.in_hand, process.arena.taken) == (0, {})
+        assert (process.in_hand, process.arena.allocated) == (0, {})
 
 
 async def test_where_the_process_ends_what_is_left_is_to_be_awaited(

@@ -14,7 +14,7 @@ import structlog
 from mldserver.children.channel import pair, receive_now
 from mldserver.observe.logging import LIMIT_LINES
 from mldserver.workers import wire
-from mldserver.workers.worker_reports import LONGEST, _plain, telling_through
+from mldserver.workers.worker_reports import LONGEST, _plain, forwarding_logs
 
 
 class Server:
@@ -53,22 +53,22 @@ def test_texts_of_any_length_are_told_and_cut() -> None:
 
 
 def test_prints_are_told_however_structlog_is_configured_meanwhile(server: Server) -> None:
-    with telling_through(server.here, logging.INFO):
+    with forwarding_logs(server.here, logging.INFO):
         structlog.configure(logger_factory=structlog.PrintLoggerFactory())
         print("hello")
     assert server.read() == [("info", "handler.output", {"stream": "stdout", "text": "hello"})]
 
 
 def test_prints_are_not_told_where_only_errors_are(server: Server) -> None:
-    with telling_through(server.here, logging.ERROR) as teller:
+    with forwarding_logs(server.here, logging.ERROR) as forwarder:
         print("hello")
-        teller.send("error", "handler.slow", {})
+        forwarder.send("error", "handler.slow", {})
     assert server.read() == [("error", "handler.slow", {})]
 
 
 def test_events_prints_and_what_libraries_log_are_told_from_the_level_on(server: Server) -> None:
     log = structlog.get_logger("mldserver")
-    with telling_through(server.here, logging.INFO):
+    with forwarding_logs(server.here, logging.INFO):
         log.debug("handler.retried")
         log.info("handler.loaded", hooks={"b"}, big=2**70, nested={1: (True, None)}, shard="s")
         print("hello")
@@ -84,7 +84,7 @@ def test_events_prints_and_what_libraries_log_are_told_from_the_level_on(server:
 
 
 def test_what_a_handler_binds_hinders_no_event(server: Server) -> None:
-    with telling_through(server.here, logging.INFO), structlog.contextvars.bound_contextvars(self="me"):
+    with forwarding_logs(server.here, logging.INFO), structlog.contextvars.bound_contextvars(self="me"):
         structlog.get_logger("mldserver").error("handler.failed", what="it")
     ((level, event, fields),) = server.read()
     with structlog.testing.capture_logs() as told:
@@ -93,7 +93,7 @@ def test_what_a_handler_binds_hinders_no_event(server: Server) -> None:
 
 
 def test_errors_come_with_their_traceback(server: Server) -> None:
-    with telling_through(server.here, logging.INFO):
+    with forwarding_logs(server.here, logging.INFO):
         try:
             raise ValueError("here")  # noqa: TRY301  # to have a traceback
         except ValueError:
@@ -116,13 +116,13 @@ def test_what_is_said_beyond_a_flood_is_counted(
     server: Server, say: Callable[[], None], event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mldserver.observe.logging.LIMIT_SECONDS", 1e9)
-    with telling_through(server.here, logging.INFO) as teller:
+    with forwarding_logs(server.here, logging.INFO) as forwarder:
         told = []
         for number in range(LIMIT_LINES + 500):
             say()
             if number % 100 == 0:
                 told += server.read()
-        teller.report_lost()
+        forwarder.report_lost()
         told += server.read()
     said = sum(name == event for _, name, _ in told)
     lost = sum(fields["lines"] for _, name, fields in told if name == "log.lost")
@@ -133,7 +133,7 @@ def test_what_is_said_beyond_a_flood_is_counted(
 def test_what_the_runtime_itself_tells_is_never_cut_and_floods_do_not_use_up_each_others_room(
     server: Server,
 ) -> None:
-    with telling_through(server.here, logging.INFO):
+    with forwarding_logs(server.here, logging.INFO):
         told = []
         for number in range(LIMIT_LINES + 500):
             structlog.get_logger("mldserver").error("handler.dead_letter")
@@ -148,11 +148,11 @@ def test_what_the_runtime_itself_tells_is_never_cut_and_floods_do_not_use_up_eac
 
 def test_a_server_that_does_not_listen_costs_events_and_not_the_worker(server: Server) -> None:
     log = structlog.get_logger("mldserver")
-    with telling_through(server.here, logging.INFO) as teller:
+    with forwarding_logs(server.here, logging.INFO) as forwarder:
         for _ in range(5000):
             log.info("shard.reopened", shard="s" * 500)
         assert len(server.read(3000)) < 3000
-        teller.report_lost()
+        forwarder.report_lost()
         ((level, event, fields),) = server.read()
     assert (level, event) == ("warning", "log.lost")
     assert fields["lines"] > 0
@@ -160,7 +160,7 @@ def test_a_server_that_does_not_listen_costs_events_and_not_the_worker(server: S
 
 def test_a_warning_waits_until_there_is_room(server: Server) -> None:
     log = structlog.get_logger("mldserver")
-    with telling_through(server.here, logging.INFO):
+    with forwarding_logs(server.here, logging.INFO):
         server.here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         for _ in range(200):
             log.info("shard.reopened", shard="s" * 500)
@@ -173,6 +173,6 @@ def test_a_warning_waits_until_there_is_room(server: Server) -> None:
 
 
 def test_with_the_server_gone_nothing_is_raised(server: Server) -> None:
-    with telling_through(server.here, logging.INFO):
+    with forwarding_logs(server.here, logging.INFO):
         server.there.close()
         structlog.get_logger("mldserver").error("handler.failed")

@@ -38,8 +38,8 @@ def test_lines_are_seen_on_the_other_side_as_they_were_put_in() -> None:
         assert bytes(other[offset : offset + len(line)]) == line
     assert arena.put(b"x" * (SIZE // 4 + 1)) is None, "others need room too"
     for offset, _ in placed:
-        arena.give_back(offset or 0)
-    assert arena.take(SIZE - 64) is not None, "all but the mark is free again"
+        arena.free(offset or 0)
+    assert arena.allocate(SIZE - 64) is not None, "all but the mark is free again"
     assert arena.put(b"x") is None
     arena.close()
 

@@ -16,7 +16,7 @@ def told(logged: list[dict[str, Any]]) -> list[str]:
 
 def test_lines_are_logged_and_empty_ones_are_not(logged: list[dict[str, Any]]) -> None:
     printed = _RawOutput()
-    assert printed.take(["one", "", "two"])
+    assert printed.log_lines(["one", "", "two"])
     assert told(logged) == ["one", "two"]
     assert list(printed.last) == ["one", "", "two"]
 
@@ -24,12 +24,12 @@ def test_lines_are_logged_and_empty_ones_are_not(logged: list[dict[str, Any]]) -
 def test_a_flood_is_cut_and_slowed_and_what_was_left_out_is_counted(logged: list[dict[str, Any]]) -> None:
     now = 0.0
     printed = _RawOutput(LineLimit(now=lambda: now))
-    assert not printed.take(["x"] * (LIMIT_LINES + 500))
+    assert not printed.log_lines(["x"] * (LIMIT_LINES + 500))
     assert (len(told(logged)), named(logged, "log.lost")) == (LIMIT_LINES, [])
     now += LIMIT_SECONDS
-    assert printed.take(["y"])
+    assert printed.log_lines(["y"])
     assert told(logged)[LIMIT_LINES:] == ["y"]
-    assert not printed.take(["z"] * 10_000)
+    assert not printed.log_lines(["z"] * 10_000)
     printed.limit.report()
     assert (
         sum(event["lines"] for event in named(logged, "log.lost")) + len(told(logged)) == LIMIT_LINES + 10_501

@@ -217,8 +217,10 @@ async def test_after_stacks_were_asked_for_lines_are_kept_and_not_logged(
     process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
 ) -> None:
     taken: list[bool] = []
-    process._printed.take(["before"])
-    child.signalled.append(lambda: taken.append(process._printed.take(["y"] * 2000 + ["File a.py, line 1"])))
+    process._printed.log_lines(["before"])
+    child.signalled.append(
+        lambda: taken.append(process._printed.log_lines(["y"] * 2000 + ["File a.py, line 1"]))
+    )
     stacks = await process.stacks()
     assert [event["text"] for event in named(logged, "handler.output")] == ["before"]
     assert stacks.endswith("y\nFile a.py, line 1")

@@ -266,9 +266,9 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
         await asyncio.wait({given_up})
         # What is asked after the cancellation is answered after it was heard.
         await runtime.open(Shard("b"))
-        assert len(process.arena.taken) == 1
+        assert len(process.arena.allocated) == 1
         (tmp_path / "go").touch()
-        await until(lambda: not process.arena.taken)
+        await until(lambda: not process.arena.allocated)
 
 
 @pytest.mark.usefixtures("logged")

@@ -173,7 +173,7 @@ async def test_while_no_process_can_be_had_readiness_is_red() -> None:
     clock = VirtualClock()
     standby = StandbyWorkers(START, clock=clock)
     assert standby.trouble is None
-    waiting = asyncio.create_task(standby.take())
+    waiting = asyncio.create_task(standby.acquire())
     await clock.advance(29)
     assert standby.trouble is None
     await clock.advance(2)
@@ -193,7 +193,7 @@ class Loading:
     async def loaded(self) -> None:
         await asyncio.sleep(3600 if self.hangs else 0)
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Take note of nothing."""
 
     async def close(self) -> None:
@@ -212,7 +212,7 @@ def test_a_process_that_hangs_over_the_handler_is_given_up(
     async def taken() -> Any:
         kept = StandbyWorkers(START, clock=SystemClock())
         running = asyncio.create_task(kept.run())
-        process = await kept.take()
+        process = await kept.acquire()
         running.cancel()
         await asyncio.wait({running})
         return process

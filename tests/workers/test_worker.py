@@ -47,7 +47,7 @@ class Process:
     async def ended(self) -> None:
         await self._ended.wait()
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Take note of which worker it is."""
 
     def end(self, *lost: str) -> None:

@@ -68,7 +68,7 @@ class ProcessorProgress:
         if last is not None and (self.delivered is None or last > self.delivered):
             self.delivered = last
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         """End a batch, or begin a hook: everything delivered may be checkpointed."""
         self._reach = self.delivered
         self.end_checkpointed = False

@@ -97,12 +97,12 @@ class Processor:
 
     def shard_ended(self, _shard: Shard) -> None:
         """Tell it that there are no more records."""
-        self.progress.settle()
+        self.progress.end_call()
         self._end("shard_ended", ShardEndedInput(self._checkpointer), "TERMINATE")
 
     def shutdown_requested(self, _shard: Shard) -> None:
         """Give it the last chance to checkpoint before the lease goes elsewhere."""
-        self.progress.settle()
+        self.progress.end_call()
         checkpointer = self._checkpointer
         first = self._version == 1
         self._delegate.shutdown_requested(checkpointer if first else ShutdownRequestedInput(checkpointer))

@@ -130,7 +130,7 @@ def test_a_record_remembered_from_a_call_that_failed_counts_up_to_the_end_of_the
     progress.deliver(S(5))
     progress.checkpoint("8")
     assert progress.position == S(5)
-    progress.settle()
+    progress.end_call()
     progress.checkpoint("8")
     assert progress.position == S(8)
 
@@ -146,12 +146,12 @@ def test_an_earlier_part_does_not_take_a_checkpoint_back() -> None:
 def test_the_end_is_checkpointed_by_a_checkpoint_that_covers_everything_since_it_was_announced() -> None:
     progress = given_to(7)
     progress.checkpoint()
-    progress.settle()
+    progress.end_call()
     assert not progress.end_checkpointed
     progress.checkpoint("7")
     assert progress.end_checkpointed
     behind = given_to(7)
-    behind.settle()
+    behind.end_call()
     behind.checkpoint("6")
     assert not behind.end_checkpointed
 
@@ -170,7 +170,7 @@ def test_a_position_never_goes_back_and_never_passes_what_was_delivered(steps: l
         if step == "deliver":
             progress.deliver(S(number) if number else None)
         elif step == "settle":
-            progress.settle()
+            progress.end_call()
         else:
             try:
                 progress.checkpoint(number or None)
