@@ -26,8 +26,6 @@ class WindowJob:
     older: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
     handler's present schema too."""
-    sizes: tuple[int, ...] = ()
-    """Bytes of each segment, in any order; empty where tasks need not share them evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,6 @@ class WindowSteps:
                 sum(sizes.values()),
                 self.store.place,
                 older,
-                tuple(sizes.values()),
             )
             return entry, staging, job
 

@@ -6,7 +6,7 @@ abstract namespace, and the kernel releases its name once both are dead.
 
 The leader of an application assigns leases that have expired or have no owner. A JVM that is killed keeps the leader's
 lock, which expires after two minutes: the KCL has no property for that. The supervisor, which knows of the death, releases
-the lock instead. For the lock of another host it can only report that shards wait.
+the lock instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,23 +25,13 @@ import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
-from mldserver.base.clock import Clock
 
 log = structlog.get_logger("mldserver")
 
 LEADER_KEY: Final = {"key": {"S": "Leader"}}
 RELEASE_SECONDS: Final = 10.0
 """The time limit of one attempt to release the lock. On a slow host importing AWS's client takes part of this."""
-LOOK_SECONDS: Final = 15.0
-"""Between two looks at the leader's lock. An owner renews a lease within this time (``failoverTimeMillis`` is 10 s)."""
-SILENT_SECONDS: Final = 45.0
-"""A leader renews its lock, and other workers try to get it, every 30 s. A lock unchanged for this long has no leader."""
 MACHINE_ID: Final = Path("/etc/machine-id")
-NAMED_SHARDS: Final = 20
-"""The report of waiting shards names at most this many."""
-
-Leases = dict[str, tuple[str | None, str | None]]
-"""Owner and counter of each lease that has not ended."""
 
 
 def host_worker(machine_id: Path = MACHINE_ID) -> str:
@@ -53,44 +42,13 @@ def host_worker(machine_id: Path = MACHINE_ID) -> str:
     return socket.gethostname()
 
 
-@dataclass(slots=True)
-class LeaderWatch:
-    """Looks at the leader's lock and the leases in, shards that wait for a leader out. Synchronous."""
-
-    _lock: tuple[str, str] | None = None
-    _since: float | None = None
-    _leases: Leases = field(default_factory=dict)
-    _reported: bool = False
-
-    def silent(self, lock: tuple[str, str] | None, now: float) -> float:
-        """Note the lock (owner and version, None when it is free). Return for how many seconds it has not changed."""
-        if self._since is None or lock != self._lock:
-            self._lock, self._since, self._reported, self._leases = lock, now, False, {}
-        return now - self._since
-
-    def waiting(self, leases: Leases, silent: float) -> list[str]:
-        """Return the shards whose lease no worker renews, once they wait for a leader; only once for each lock."""
-        former, self._leases = self._leases, leases
-        idle = [
-            shard
-            for shard, (owner, counter) in sorted(leases.items())
-            if owner is None or former.get(shard) == (owner, counter)
-        ]
-        if silent < SILENT_SECONDS or self._reported or not idle:
-            return []
-        self._reported = True
-        return idle
-
-
 class LeaseWorker:
     """The worker of one daemon's properties."""
 
-    def __init__(self, properties: Mapping[str, str], clock: Clock) -> None:
+    def __init__(self, properties: Mapping[str, str]) -> None:
         app = properties["applicationName"]
         self.name = properties["workerIdentifier"]
         self._lock_table = properties.get("coordinatorStateTableName", f"{app}-CoordinatorState")
-        self._lease_table = properties.get("tableName", app)
-        self._clock = clock
         self._where: dict[str, Any] = {
             "region": properties.get("dynamoDBRegionName", properties["regionName"]),
             "endpoint_url": properties.get("dynamoDBEndpoint"),
@@ -157,42 +115,6 @@ class LeaseWorker:
             return False
         return True
 
-    async def watch_leader(self) -> None:
-        """Log when shards wait because no worker leads the application. Runs until it is cancelled."""
-        watch = LeaderWatch()
-        failures = (BotoCoreError, ClientError, OSError)
-        await self._clock.sleep(LOOK_SECONDS)
-        # The daemon's own log reports faults of AWS.
-        with contextlib.suppress(*failures):
-            # One client for all looks: making one takes a fifth of a second.
-            async with aws_client("dynamodb", **self._where) as client:
-                while True:
-                    with contextlib.suppress(*failures):
-                        async with asyncio.timeout(RELEASE_SECONDS):
-                            await self._look(watch, client)
-                    await self._clock.sleep(LOOK_SECONDS)
-
-    async def _look(self, watch: LeaderWatch, client: Any) -> None:
-        lock = await self._read_lock(client)
-        silent = watch.silent(lock, self._clock.steady_ms() / 1000)
-        # Two looks at the leases must show the same.
-        if silent < SILENT_SECONDS - LOOK_SECONDS:
-            return
-        if shards := watch.waiting(await self._read_leases(client), silent):
-            gone = f"; {lock[0]} led it and has not renewed its lock" if lock else ""
-            log.warning(
-                "kcl.no_leader",
-                shards=shards[:NAMED_SHARDS],
-                count=len(shards),
-                seconds=round(silent),
-                what=f"{len(shards)} shards have no live owner and wait for a leader of the application"
-                f" (for {silent:.0f} s{gone}).",
-                did="The first worker that gets the lock assigns them. A lock expires after two minutes.",
-                advice=f"If the host of {lock[0]} is up, start mldserver kcl there, which releases the lock."
-                if lock
-                else "Look whether a daemon's log shows why it does not get the lock.",
-            )
-
     async def _read_lock(self, client: Any) -> tuple[str, str] | None:
         """Return owner and version of the leader's lock; None while it is free, or without a table."""
         try:
@@ -202,15 +124,3 @@ class LeaseWorker:
         item = found.get("Item", {})
         owner, version = (item.get(name, {}).get("S") for name in ("ownerName", "recordVersionNumber"))
         return (owner, version) if owner is not None and version is not None else None
-
-    async def _read_leases(self, client: Any) -> Leases:
-        leases: Leases = {}
-        try:
-            async for page in client.get_paginator("scan").paginate(TableName=self._lease_table):
-                for item in page["Items"]:
-                    if item.get("checkpoint", {}).get("S") != "SHARD_END" and "leaseCounter" in item:
-                        owner = item.get("leaseOwner", {}).get("S")
-                        leases[item["leaseKey"]["S"]] = (owner, item["leaseCounter"].get("N"))
-        except client.exceptions.ResourceNotFoundException:
-            return {}
-        return leases

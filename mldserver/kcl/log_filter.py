@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from mldserver.base.folding import Folding
+
 ENDS_ITSELF: Final = "Process terminated, will initiate shutdown."
 """What the daemon says when its JVM begins to exit: on SIGTERM, or because a connection to the server ended."""
 
@@ -108,7 +110,6 @@ class LogParser:
         return [LogEvent(level, "jvm", "\n".join(lines))]
 
 
-FOLD_SECONDS: Final = 60.0
 LONGEST_LINE: Final = 1000
 """Characters; the SDK's list of everything that has no credentials is 9,000."""
 MOST_STACKS: Final = 1000
@@ -236,23 +237,19 @@ _VARIABLE: Final = re.compile(r"shardId-\w+|\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4,12})
 
 
 @dataclass(slots=True)
-class _Shown:
-    until: float
-    count: int = 0
-    line: FilteredEvent | None = None
-    """The last of those that were only counted."""
-
-
-@dataclass(slots=True)
 class LogFilter:
     """Events of the daemon's log in, lines for ours out; ``now`` is in seconds, of any clock that does not go back."""
 
-    _shown: dict[str, _Shown] = field(default_factory=dict)
+    _now_ms: int = 0
+    _folding: Folding = field(init=False)
     _stacks: set[int] = field(default_factory=set)
     _let_go: dict[tuple[str, str], None] = field(default_factory=dict)
     """Shards and how they were let go, the latest last: the KCL repeats a shutdown that fails every second."""
     _echoes: int = 0
     """Faults of this daemon's protocol that their processors have still to repeat."""
+
+    def __post_init__(self) -> None:
+        self._folding = Folding(lambda: self._now_ms)
 
     def filter(self, event: LogEvent, now: float) -> list[FilteredEvent]:
         """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
@@ -283,20 +280,6 @@ class LogFilter:
         lines = self._fold(key, FilteredEvent(event.level, "kcl.log", raw.fields), now)
         return lines if lines and lines[0].fields == raw.fields else [raw, *lines]
 
-    def due(self, now: float) -> list[FilteredEvent]:
-        """Return what was only counted for a minute, with the count (all of it at the end, ``now`` being infinite).
-
-        What did not come again is forgotten.
-        """
-        lines = []
-        for key, shown in [entry for entry in self._shown.items() if now >= entry[1].until]:
-            if shown.line is None:
-                del self._shown[key]
-            else:
-                lines.append(self._line(shown.line, shown.count))
-                self._shown[key] = _Shown(now + FOLD_SECONDS)
-        return lines
-
     def _of_normal_life(self, short: str, event: LogEvent) -> list[FilteredEvent]:
         if event.text.startswith(_WORKS):
             return [FilteredEvent("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
@@ -317,14 +300,11 @@ class LogFilter:
         return []
 
     def _fold(self, key: str, line: FilteredEvent, now: float) -> list[FilteredEvent]:
-        shown = self._shown.get(key)
-        if shown is None:
-            self._shown[key] = _Shown(now + FOLD_SECONDS)
-            return [self._line(line)]
-        shown.line, shown.count = line, shown.count + 1
-        return []
+        self._now_ms = round(now * 1000)
+        times = self._folding.count(key)
+        return [self._line(line, times - 1)] if times else []
 
-    def _line(self, line: FilteredEvent, count: int = 0) -> FilteredEvent:
+    def _line(self, line: FilteredEvent, count: int) -> FilteredEvent:
         """Return a line as it is shown: with its count, cut, and without a stack that was shown before."""
         lines = [_cut(text) for text in line.fields["text"].split("\n")]
         frames = [text for text in lines if _FRAME.match(text)]

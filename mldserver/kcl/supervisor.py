@@ -10,7 +10,6 @@ held, so that the application has a leader again at once.
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -49,8 +48,6 @@ ASK_SECONDS: Final = 0.25
 ANSWER_SECONDS: Final = 1.0
 """One look takes no longer."""
 TELL_SECONDS: Final = 60.0
-COUNTS_SECONDS: Final = 10.0
-"""Between two looks for counts of repeated lines that are due."""
 ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
 """ChildExit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
@@ -105,23 +102,13 @@ class Supervisor:
     async def run(self) -> int:
         """Run until stopped. Returns the exit code: 0 after the daemon's end in order, 3 when this had to kill it, else 1.
 
-        Raises OperatorError, in a group, when the command cannot be started at all.
+        Raises OperatorError when the command cannot be started at all.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                counts = tasks.create_task(self._tell_counts())
-                code = await self._keep_running()
-                counts.cancel()
+            code = await self._keep_running()
         finally:
             self.worker.close()
-            _write(self._filter.due(math.inf))
         return EXIT_FORCED if self._forced.is_set() else code
-
-    async def _tell_counts(self) -> None:
-        """Tell how often lines came again, however quiet the log is."""
-        while True:
-            await self.clock.sleep(COUNTS_SECONDS)
-            _write(self._filter.due(self.clock.steady_ms() / 1000))
 
     async def _keep_running(self) -> int:
         """Run one daemon after another until stopped; return the exit code."""
@@ -229,10 +216,9 @@ class Supervisor:
             ) from error
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._end(child)), tasks.create_task(self.worker.watch_leader())]
+                ending = tasks.create_task(self._end(child))
                 code = await child.wait()
-                for task in beside:
-                    task.cancel()
+                ending.cancel()
         finally:
             # With bridges that outlive their JVM.
             await child.close(DRAIN_SECONDS)

@@ -271,8 +271,6 @@ spark.ready  info  seconds spark_version ui
     The Spark session is ready for windows.
 sink.untested  warning  table
     This project's tests do not use a real table of this kind: test it before you rely on it.
-spark.progress  debug  job stages tasks tasks_done
-    A running job's tasks.
 spark.log  debug|info|warning|error  logger text
     A line of Spark's own log.
 spark.lost  error  who reason exit_code delay_seconds
@@ -291,12 +289,10 @@ kcl.shard_ended  info
     The Java daemon has delivered the shard's end.
 kcl.lead_released  info  worker
     The JVM died with the leader's lock of the application. It was released: another daemon can lead at once.
-kcl.no_leader  warning  count seconds shards
-    Shards have no live owner and wait, because no daemon leads the application.
 kcl.fault  warning|error  text repeated
     The Java daemon reported a fault; `repeated`: how often it occurred again in the last minute.
 kcl.log  debug|info|warning|error  logger text repeated
-    A line of the Java daemon's log. A repeated warning or error is counted, and logged once a minute.
+    A line of the Java daemon's log. A repeated warning or error is counted, and logged again once a minute at most.
 kcl.cut_short  warning
     The Java daemon ends itself, because a connection to the server ended; `mldserver kcl` does not wait for
     it.

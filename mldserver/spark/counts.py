@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -152,6 +153,9 @@ def advice_on(message: str, segments: Iterable[str]) -> str:
     names = (path.rpartition("/")[2] for path in segments)
     if any(sign in message for sign in _NOT_THERE) and any(name in message for name in names):
         return f"An executor does not see the output folder. {REMOVE}"
+    if "PYTHON_VERSION_MISMATCH" in message or "Cannot run program" in message:
+        version = ".".join(map(str, sys.version_info[:2]))
+        return f"Executors need Python {version}, as the driver. Set spark_python to one that is there."
     if "OutOfMemoryError" in message:
         return "Raise spark.executor.memory in spark_conf."
     return ""

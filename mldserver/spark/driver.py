@@ -75,8 +75,6 @@ class _DriverJob:
     cancelled: bool = False
     running: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
-    progress: tuple[int, int, int] | None = None
-    """As it was sent last."""
     call: _HookCall | None = None
 
 
@@ -225,25 +223,6 @@ class Jobs:
             line = wire.line_of(sys._current_frames().get(call.thread), self.pipeline.on_window)  # noqa: SLF001  # the only way
             self.send(wire.HookSlow(job.run.id, call.window, round(seconds, 1), line))
 
-    def report(self) -> None:
-        """Send the progress of running jobs, where it has changed; on Spark Connect, nothing."""
-        if self.session.connect:
-            return
-        with self._lock:
-            running = [job for job in self._jobs.values() if job.running]
-        for job in running:
-            with contextlib.suppress(Exception):  # a courtesy: a JVM that is going is not noticed here
-                tracker = self.session.spark.sparkContext.statusTracker()
-                # py4j hands over Java arrays; iterating them is one call an element.
-                infos = map(tracker.getJobInfo, tracker.getJobIdsForGroup(job.group))
-                ids = [int(stage) for info in infos if info for stage in info.stageIds]
-                stages = [stage for stage in map(tracker.getStageInfo, ids) if stage]
-                tasks, done = sum(s.numTasks for s in stages), sum(s.numCompletedTasks for s in stages)
-                progress = len(stages), tasks, done
-                if stages and progress != job.progress:
-                    job.progress = progress
-                    self.send(wire.JobProgress(job.run.id, *progress))
-
 
 @dataclass(eq=False, repr=False)  # what it was started with holds secrets
 class Driver:
@@ -334,8 +313,7 @@ class Driver:
             load(start.handler, directory=directory, seconds=None).target if start.handler else None
         )
         if pipeline.on_window is not None:
-            for warning in user_code.equip(session, start):
-                self.send(wire.Log("warning", warning))
+            user_code.equip(session, start)
         warm_up(session, start)
         if start.sink is not None:
             sink = find(start.sink.format)
@@ -352,7 +330,7 @@ class Driver:
             stopped=partial(self._fall, wire.Health(STOPPED, over=True)),
             sink=start.sink,
         )
-        watch.report, watch.report_slow = jobs.report, jobs.report_slow
+        watch.report_slow = jobs.report_slow
         return jobs
 
     def _fall(self, last_words: wire.JvmGone | wire.Health) -> None:

@@ -1,8 +1,8 @@
 """What the server and the Spark driver's process say to each other (``children/channel.py`` carries it).
 
 server → driver    StartSession, then any number of RunWindows, Publish and CancelJob, then Stop (or the end of the socket)
-driver → server    Started, Warm (or StartFailed), then JobProgress, and for each RunWindows and Publish once JobDone or
-                   FailedJob; HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
+driver → server    Started, Warm (or StartFailed), and for each RunWindows and Publish once JobDone or FailedJob;
+                   HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
 
 An error is put into a message for the person who wrote ``on_window``. A failed call into Spark brings fifty lines of py4j
 and Java with it. What helps is the sentence of the innermost error and the user's own frames; that is what is kept.
@@ -126,15 +126,6 @@ class StartFailed(channel.Message, frozen=True):
     traceback: str = ""
 
 
-class JobProgress(channel.Message, frozen=True):
-    """How far a running job's tasks are."""
-
-    id: int
-    stages: int
-    tasks: int
-    tasks_done: int
-
-
 class HookSlow(channel.Message, frozen=True):
     """A window's ``on_window`` runs for a minute; said again each time that has doubled."""
 
@@ -200,9 +191,7 @@ class Log(channel.Message, frozen=True):
 
 
 FromServer = StartSession | RunWindows | Publish | CancelJob | Stop
-FromDriver = (
-    Started | Warm | StartFailed | JobProgress | HookSlow | JobDone | FailedJob | Health | JvmGone | Log
-)
+FromDriver = Started | Warm | StartFailed | HookSlow | JobDone | FailedJob | Health | JvmGone | Log
 Message = FromServer | FromDriver
 
 

@@ -304,10 +304,8 @@ class Life:
                 )
             case wire.JobDone() | wire.FailedJob():
                 self._answer(message)
-            case wire.JobProgress() | wire.HookSlow() if (
-                message.id in self.waiting
-            ):  # or it is of a job that was cancelled
-                self._take_progress(message)
+            case wire.HookSlow() if message.id in self.waiting:  # or it is of a job that was cancelled
+                self._report_slow(message)
             case wire.Health():
                 self.trouble = self._redacted(message.trouble) or None
                 self._troubles += self.trouble is not None
@@ -330,18 +328,8 @@ class Life:
             self.jobs_done += isinstance(message, wire.JobDone)
             answer.set_result(message)
 
-    def _take_progress(self, message: wire.JobProgress | wire.HookSlow) -> None:
+    def _report_slow(self, message: wire.HookSlow) -> None:
         run, answer = self.waiting[message.id]
-        if isinstance(message, wire.JobProgress):
-            log.debug(
-                "spark.progress",
-                window=run.job.window.id,
-                job=message.id,
-                stages=message.stages,
-                tasks=message.tasks,
-                tasks_done=message.tasks_done,
-            )
-            return
         if self.trouble is not None:
             return  # the hook may wait for the cluster
         line = self._redacted(message.line)

@@ -5,7 +5,7 @@ it does not know, and jobs wait for ever; a Connect client repeats its calls for
 looks every few seconds. The driver ends if a fresh one would solve the problem. It only reports a lack of
 resources: a full cluster has none for a fresh driver either.
 
-A local master dies with its JVM, which is watched anyway: there is nothing to look at.
+A local master dies with its JVM, which is watched anyway: it is only asked whether it still answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from mldserver.spark import driver_messages as wire
 
 _TICK_SECONDS: Final = 0.5
-"""How often jobs report their progress, and the judge looks at the time."""
+"""How often the judge looks at the time."""
 _LOOK_TICKS: Final = 4
 """A session is looked at every so many ticks."""
 _STOOD_STILL_SECONDS: Final = 10.0
@@ -184,24 +184,22 @@ def with_session(url: str) -> str:
 
 @dataclass(eq=False)
 class JobWatch:
-    """Tells the server how jobs go on, and whether any would run.
+    """Tells the server whether a job would run, and which hooks are slow.
 
     One thread asks Spark, and may hang; another judges, and never does.
     """
 
-    look: Callable[[], Mapping[str, str]] | None
-    """Returns the signs of trouble; None: there is nothing to look at."""
+    look: Callable[[], Mapping[str, str]]
+    """Returns the signs of trouble."""
     send: Callable[[wire.Health], None]
     fall: Callable[[wire.Health], None]
     """Called instead of ``send`` when nothing will ever run on the session."""
-    report: Callable[[], None] = lambda: None
-    """Tells the progress of jobs; set when there can be any."""
     pause: Callable[[], bool] = field(default_factory=lambda: lambda: threading.Event().wait(_TICK_SECONDS))
     now: Callable[[], float] = time.monotonic
     pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="ask"))
     """Where Spark is asked."""
     report_slow: Callable[[], None] = lambda: None
-    """Says which hooks are slow; set with ``report``. It never waits."""
+    """Says which hooks are slow; set when there can be any. It never waits."""
     _asked: int = 0
     _seen: Mapping[str, str] = field(default_factory=dict)
 
@@ -221,8 +219,7 @@ class JobWatch:
                     (self.fall if health.over else self.send)(health)
 
     def _ask(self) -> None:
-        self.report()
-        if self.look is not None and self._asked % _LOOK_TICKS == 0:
+        if self._asked % _LOOK_TICKS == 0:
             with contextlib.suppress(Exception):  # a dying JVM raises; its watcher handles that
                 self._seen = self.look()
         self._asked += 1

@@ -58,6 +58,8 @@ _LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     # A window of more than 32 segments would cost a job just to look at its files.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
+    # What is read from a disk while a file is opened. Spark's 4 MiB would give two thirds of a few files to one of two cores.
+    "spark.sql.files.openCostInBytes": "262144",
 }
 
 _LOG_SETTINGS = "log4j2.properties"
@@ -221,13 +223,15 @@ class DriverSession:
         context = self.spark.sparkContext._jsc  # noqa: SLF001  # no Python face yet
         return context is None or bool(context.sc().isStopped())
 
-    def health_check(self) -> Callable[[], dict[str, str]] | None:
-        """Return what looks at the session for signs of trouble (``health.py``); None on a local master."""
+    def health_check(self) -> Callable[[], dict[str, str]]:
+        """Return the function that looks at the session for signs of trouble (``health.py``)."""
         spark: Any = self.spark
         if self.server is not None:
             spark.registerProgressHandler(self.server.note_progress)
             return self.server.signs_of_trouble
-        return None if self.is_local else Cluster(spark, lambda: self.is_stopped).signs_of_trouble
+        if self.is_local:
+            return lambda: {"stopped": ""} if self.is_stopped else {}
+        return Cluster(spark, lambda: self.is_stopped).signs_of_trouble
 
     def stop(self) -> None:
         """Stop the session and, in classic mode, close the JVM's standard input, so that it exits."""

@@ -1,4 +1,4 @@
-"""The user's code on executors: what is shipped to them, and whether their Python is the driver's. Runs in the driver.
+"""The user's code on executors: what is shipped to them. Runs in the driver.
 
 Executors on other machines do not see the handler's folder, and a function of an importable module travels by its name.
 So the handler's module goes to them, with the modules of its folders that it imports, as one archive that is named after its
@@ -8,39 +8,23 @@ the server has sent from a file beside Spark's temporary files: what lies on tha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import operator
-import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 from zipfile import ZipFile
 
-from mldserver.errors import OperatorError
 from mldserver.handler import kept_modules, spark_at_import
 from mldserver.handler.loader import is_library
 from mldserver.spark.driver_messages import StartSession
 from mldserver.spark.session import DriverSession, is_connect, is_local
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
 _DIGITS: Final = 12
 """Of the hash: enough to distinguish a handler's versions."""
-
-_MOST_TASKS: Final = 64
-"""Of the job that checks executors' Python: Spark Connect does not report the number of cores."""
-
-_PYTHON_FUNCTIONS: Final = re.compile(
-    rb"\b(\w*ud(t?f|af)|\w+In(Pandas|Arrow)\w*|rdd|foreach|foreachPartition|dataSource)\b|pyspark\.pandas"
-)
-"""What of Spark runs the user's Python on executors."""
 
 
 def sources(
@@ -140,94 +124,16 @@ def guard_executors(start: StartSession) -> None:
         setattr(import_module(f"pyspark.{name}"), "CloudPickleSerializer", Guarding)  # noqa: B010  # it is no attribute to mypy
 
 
-class Interpreter(NamedTuple):
-    """A Python as it is found in the driver, or by a task."""
-
-    host: str
-    python: str
-    versions: dict[str, str]
-    """Of pandas and pyarrow; empty where there is none."""
-    error: str = ""
-    """Why the handler's module cannot be imported there."""
-
-
-def find_interpreters(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, list[Interpreter]]:
-    """Return the driver's interpreter, and those of executors by a job of ``tasks`` tasks. Raises what Spark raises."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # the server imports this module
-    from pyspark.sql.types import StringType  # noqa: PLC0415  # see above
-
-    module = handler.partition(":")[0]
-
-    def task(_: int) -> str:
-        # A function inside another travels whole: nothing of ours is on an executor.
-        versions, error = {"pandas": "", "pyarrow": ""}, ""
-        for name in versions:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[name] = metadata.version(name)
-        try:
-            import_module(module)
-        except BaseException as raised:  # noqa: BLE001  # the user's module may raise anything
-            error = f"{type(raised).__name__}: {raised}"
-        return json.dumps([platform.node(), platform.python_version(), versions, error])
-
-    tasks = min(tasks, _MOST_TASKS)
-    column = F.udf(task, StringType(), useArrow=False)("id")
-    rows = spark.range(0, tasks, 1, tasks).select(column).collect()
-    driver, *executors = (Interpreter(*json.loads(told)) for told in (task(0), *(row[0] for row in rows)))
-    return driver, executors
-
-
-def check(session: DriverSession, handler: str, tasks: int) -> list[str]:
-    """Return what differs between the driver's Python and executors', one sentence each, with what to do.
-
-    Raises OperatorError where executors cannot run the driver's functions at all: no Python, or of another minor version.
-    """
-    try:
-        driver, executors = find_interpreters(session.spark, handler, tasks)
-    except Exception as error:
-        ours = ".".join(map(str, sys.version_info[:2]))
-        if other := re.search(r"different version: (\S+) than", str(error)):
-            what = f"Python {other[1]} runs on the executors, {ours} in the driver"
-        elif missing := re.search(r'Cannot run program "([^"]*)"', str(error)):
-            what = f"The executors cannot run {missing[1]}"
-        else:
-            raise
-        raise OperatorError(
-            f"{what}: Spark could run none of the handler's functions there. Set spark_python (on Spark Connect: "
-            f"PYSPARK_PYTHON in its server's environment) to an interpreter of Python {ours} that is there."
-        ) from error
-    told = {}
-    for one in executors:
-        for name, version in driver.versions.items():
-            its = one.versions[name]
-            if version and its.split(".")[:2] != version.split(".")[:2]:
-                held = f"{name} {its}" if its else f"no {name}"
-                told[name] = (
-                    f"The executors' Python (on {one.host}) has {held}, the driver's {name} {version}. Functions on "
-                    "pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
-                )
-        if one.error:
-            told["import"] = (
-                f"The handler's module {handler.partition(':')[0]} cannot be imported on executors (on {one.host}): "
-                f"{one.error}. Functions that need it fail there: install what it imports, or name it in spark_py_files."
-            )
-    return list(told.values())
-
-
-def equip(session: DriverSession, start: StartSession) -> list[str]:
-    """Bring the handler's code to the executors of this session; return what to warn of there. Raises as ``check``.
+def equip(session: DriverSession, start: StartSession) -> None:
+    """Bring the handler's code to the executors of this session.
 
     On a local master there is nothing to bring: its Python workers have the driver's path and interpreter.
     """
     if is_local(start.master):
-        return []
+        return
     files = sources(start.handler, start.python_path, sys.modules, start.code)
     for path in (*start.py_files, str(pack(files, Path(start.scratch)))):
         if session.connect:
             session.spark.addArtifacts(path, pyfile=True)
         else:
             session.spark.sparkContext.addPyFile(path)
-    # An executor may lack Python as long as none runs there.
-    if start.python is not None or start.py_files or any(map(_PYTHON_FUNCTIONS.search, files.values())):
-        return check(session, start.handler, session.slots())
-    return []

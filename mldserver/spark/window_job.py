@@ -20,7 +20,7 @@ import inspect
 import itertools
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -77,16 +77,6 @@ _LOCAL_FILES: Final = {
     "fs.file.impl.disable.cache": "true",
 }
 """Hadoop's settings for the writing of local files."""
-
-_PACKING: Final = {
-    "spark.sql.files.maxPartitionBytes": "134217728b",
-    "spark.sql.files.openCostInBytes": "4194304b",
-    "spark.sql.files.minPartitionNum": None,
-}
-"""Spark's defaults for packing files into tasks."""
-
-_OPENING_BYTES = (256 * 1024, 4 * 1024 * 1024)
-"""What is read in the time that opening a file takes: on a disk, and on an object store."""
 
 _FILE_BYTES = 128 * 1024 * 1024
 """What a task and a file have at most, as Spark itself reads (spark.sql.files.maxPartitionBytes)."""
@@ -162,59 +152,13 @@ def partitions(size: int, cores: int, least: int) -> int:
     return shared * max(1, math.ceil(size / (shared * _FILE_BYTES)))
 
 
-def capacity(sizes: Sequence[int], tasks: int, opening: int) -> int:
-    """Return the smallest limit of bytes a task with which Spark packs the files into at most ``tasks`` tasks.
-
-    It fills one task after the other, the largest files first, and begins the next one where a file has no room. Opening
-    a file counts as so many bytes, and what is larger than a task is cut.
-    """
-
-    def needed(most: int) -> int:
-        pieces = (min(most, size - at) for size in sizes for at in range(0, size, most))
-        count, left = 1, most
-        for piece in sorted(pieces, reverse=True):
-            if piece > left:
-                count, left = count + 1, most
-            left -= piece + opening
-        return count
-
-    fair = max(1, (sum(sizes) + opening * len(sizes)) // tasks)
-    return next(most for most in itertools.count(fair, fair // 64 + 1) if needed(most) <= tasks)
-
-
-@contextlib.contextmanager
-def packed(spark: SparkSession, jobs: Sequence[WindowJob], cores: int) -> Iterator[None]:
-    """Let Spark give each task about as many bytes of one large window as any other, unless the user says how it packs.
-
-    By itself it may give two thirds of a few files to one of two cores. The settings are the session's: a window that
-    runs at the same time may be shared out by them too, which costs time and nothing else.
-    """
-    job, tasks = jobs[0], partitions(jobs[0].bytes, cores, READ_BYTES)
-    if len(jobs) > 1 or tasks == 1 or not job.sizes:
-        yield
-        return
-    if any(spark.conf.get(name) != value for name, value in _PACKING.items()):
-        yield
-        return
-    opening = _OPENING_BYTES[bool(job.out)]
-    ours = dict(zip(_PACKING, map(str, (capacity(job.sizes, tasks, opening), opening, 1)), strict=True))
-    for name, value in ours.items():
-        spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        for name, value in ours.items():
-            if spark.conf.get(name) == value:  # else the hook has set it, and has it so
-                spark.conf.unset(name)
-
-
 def columns_ddl(schema: str) -> str:
     """Return the DDL of a segment's columns: the handler's own, then the meta columns."""
     return f"{schema}, {META_DDL}" if schema.strip() else META_DDL
 
 
 def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFrame:
-    """Return the window's rows: in one partition for one task, for several as ``packed`` shares the files out.
+    """Return the window's rows: in one partition for one task, for several as Spark shares the files out.
 
     Schemas are given, so that no job is spent on looking into the files. Each segment is read by the schema that it was
     written under: Spark makes NULL of a column that it does not find, and of a number that it finds narrower an error.
@@ -367,7 +311,7 @@ def run_windows(
 
     Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
     """
-    with packed(spark, jobs, cores), JobCounts(spark) as work:
+    with JobCounts(spark) as work:
         attempts = []
         for number, job in enumerate(jobs):
             # This thread's next group replaces the view.

@@ -17,7 +17,7 @@ import pytest
 from support.cluster import CONF, spark_parts
 
 from mldserver.engine_jobs import WindowJob
-from mldserver.errors import HandlerInvalid, OperatorError
+from mldserver.errors import HandlerInvalid, WindowFailed, leaves
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 
@@ -148,11 +148,15 @@ async def test_over_connect_too_and_after_a_restart_the_changed_module_is_the_on
 
 
 @pytest.mark.long
-async def test_a_cluster_without_the_drivers_python_is_refused(tmp_path: Path) -> None:
+async def test_on_a_cluster_without_the_drivers_python_windows_fail_with_the_setting_to_change(
+    tmp_path: Path,
+) -> None:
     user = Pipeline(tmp_path)
     async with spark_parts(tmp_path) as parts:
         await parts.cluster(workers=1)
-        with pytest.raises(
-            OperatorError, match="The executors cannot run /no/python: Spark could run none of"
-        ):
-            await user.engine(parts.url, python="/no/python").run()
+        with pytest.raises(ExceptionGroup) as group:
+            await user.computed(user.engine(parts.url, python="/no/python"))
+    (failed,) = leaves(group.value)
+    assert isinstance(failed, WindowFailed)
+    assert 'Cannot run program "/no/python"' in str(failed)
+    assert "Set spark_python to one that is there." in failed.advice

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -15,17 +14,16 @@ from typing import Any
 import pytest
 
 from mldserver.base.aws import aws_client
-from mldserver.kcl.lease_worker import LOOK_SECONDS, LeaderWatch, LeaseWorker, host_worker
-from mldserver.testing import VirtualClock
+from mldserver.kcl.lease_worker import LeaseWorker, host_worker
 from tests.ledger.dynamodb_emulator import Emulator
 
 Logged = list[dict[str, Any]]
 KEY = {"key": {"S": "Leader"}}
 
 
-def worker(name: str = "me", clock: VirtualClock | None = None, **changed: str) -> LeaseWorker:
+def worker(name: str = "me", **changed: str) -> LeaseWorker:
     properties = {"applicationName": "app", "regionName": "eu-central-1", "workerIdentifier": name}
-    return LeaseWorker(properties | changed, clock or VirtualClock())
+    return LeaseWorker(properties | changed)
 
 
 def events(logged: Logged, name: str) -> Logged:
@@ -170,73 +168,3 @@ async def test_a_lock_that_cannot_be_released_is_logged_with_the_permission_it_t
     (fault,) = events(logged, "kcl.fault")
     assert "could not be released" in fault["what"]
     assert "dynamodb:DeleteItem on the table leads" in fault["advice"]
-
-
-def test_shards_wait_for_a_leader_once_its_lock_and_their_leases_stand_still() -> None:
-    watch = LeaderWatch()
-    held = {"a": ("dead", "1"), "b": ("live", "1"), "c": (None, "1")}
-    assert watch.silent(("dead", "1"), 0) == 0
-    assert watch.waiting(held, watch.silent(("dead", "1"), 30)) == []
-    now = held | {"b": ("live", "2")}
-    assert watch.waiting(now, watch.silent(("dead", "1"), 45)) == ["a", "c"]
-    assert watch.waiting(now, watch.silent(("dead", "1"), 60)) == []  # reported
-    # Another leads, is silent, and every lease is renewed.
-    assert watch.silent(("live", "2"), 75) == 0
-    assert watch.waiting({"a": ("live", "3")}, watch.silent(("live", "2"), 105)) == []
-    assert watch.waiting({"a": ("live", "4")}, watch.silent(("live", "2"), 120)) == []
-    # Nobody leads.
-    assert watch.silent(None, 135) == 0
-    assert watch.waiting({"a": (None, "4")}, watch.silent(None, 180)) == ["a"]
-
-
-@pytest.mark.parametrize("led", [True, False])
-async def test_shards_that_wait_for_a_leader_are_logged_once(
-    emulator: Emulator, app: str, logged: Logged, led: bool
-) -> None:
-    clock = VirtualClock()
-    ours = worker(clock=clock, applicationName=app, dynamoDBEndpoint=emulator.url)
-    watching = asyncio.ensure_future(ours.watch_leader())
-
-    async def look() -> None:
-        asked = len(emulator.calls)
-        while not clock.sleepers:  # noqa: ASYNC110  # the clock counts sleepers, it has no event for them
-            await asyncio.sleep(0.001)
-        await clock.advance(LOOK_SECONDS)
-        while len(emulator.calls) == asked or not clock.sleepers:  # noqa: ASYNC110  # as above
-            await asyncio.sleep(0.001)
-
-    await look()  # before there are tables
-    async with aws_client("dynamodb", region="eu-central-1", endpoint_url=emulator.url) as dynamodb:
-        await make_table(dynamodb, f"{app}-CoordinatorState", "key")
-        await look()
-        await look()  # the lease table is missing
-        await make_table(dynamodb, app, "leaseKey")
-        leases: tuple[dict[str, Any], ...] = (
-            {"leaseKey": {"S": "shard-1"}, "leaseOwner": {"S": "dead"}, "leaseCounter": {"N": "7"}},
-            {"leaseKey": {"S": "shard-0"}, "leaseCounter": {"N": "7"}, "checkpoint": {"S": "SHARD_END"}},
-        )
-        for lease in leases:
-            await dynamodb.put_item(TableName=app, Item=lease)
-        if led:
-            await dynamodb.put_item(TableName=f"{app}-CoordinatorState", Item=lock("dead"))
-    for _ in range(6):
-        await look()
-    watching.cancel()
-    (waits,) = events(logged, "kcl.no_leader")
-    assert (waits["level"], waits["shards"], waits["count"]) == ("warning", ["shard-1"], 1)
-    assert ("dead" in waits["advice"]) is led
-
-
-async def test_a_look_that_fails_is_no_report(emulator: Emulator, logged: Logged) -> None:
-    clock = VirtualClock()
-    watching = asyncio.ensure_future(
-        worker(clock=clock, dynamoDBEndpoint="http://127.0.0.1:1").watch_leader()
-    )
-    for _ in range(2):
-        while not clock.sleepers:  # noqa: ASYNC110  # as above
-            await asyncio.sleep(0.001)
-        await clock.advance(LOOK_SECONDS)
-    while not clock.sleepers:  # noqa: ASYNC110  # as above
-        await asyncio.sleep(0.001)
-    watching.cancel()
-    assert logged == []

@@ -141,8 +141,7 @@ class FakeDriver:
             self.send(driver_messages.Stop())
         elif name == "talks":
             self.send(
-                driver_messages.JobProgress(run.id, 1, 4, 2),
-                driver_messages.JobProgress(999, 1, 1, 1),
+                driver_messages.HookSlow(999, "of a job that was cancelled", 60.0, ""),
                 driver_messages.Log("warning", "careful"),
             )
             print("printed by the user")

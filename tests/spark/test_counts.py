@@ -373,4 +373,9 @@ def test_bounds_long_before_the_gregorian_calendar_are_right(world: World) -> No
 def test_executors_without_memory_are_named_with_the_setting_to_raise() -> None:
     said = "Task failed: java.lang.OutOfMemoryError: Java heap space"
     assert "spark.executor.memory" in advice_on(said, [])
+    for said in (
+        "[PYTHON_VERSION_MISMATCH] Python in worker has 3.9",
+        'Cannot run program "python9": error=2',
+    ):
+        assert "Set spark_python" in advice_on(said, [])
     assert advice_on("ValueError: no", ["/a.parquet"]) == ""

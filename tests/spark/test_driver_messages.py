@@ -46,7 +46,6 @@ MESSAGES = [
     driver_messages.Started("4.3.0", None),
     driver_messages.Warm(),
     driver_messages.StartFailed("handler", "HandlerInvalid", "x.py:1: bad"),
-    driver_messages.JobProgress(1, 2, 8, 3),
     driver_messages.JobDone(1, ()),
     driver_messages.FailedJob(1, "ValueError", "no", "Traceback", cancelled=True),
     driver_messages.Log("warning", "a line"),

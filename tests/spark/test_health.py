@@ -220,10 +220,12 @@ def test_several_clients_share_a_session_by_its_name() -> None:
     assert with_session("sc://h/;session_id=mine") == "sc://h/;session_id=mine"
 
 
-def test_a_local_master_is_not_looked_at() -> None:
+def test_each_kind_of_session_is_looked_at_in_its_way() -> None:
     it = Classic("local[2]")
-    assert DriverSession(it.spark, connect=False, cores=2, jvm=None).health_check() is None
-    assert it.session.health_check() is not None
+    local = DriverSession(it.spark, connect=False, cores=2, jvm=None).health_check()
+    assert (local(), it.asked) == ({}, [])
+    it.stopped = True
+    assert local() == it.session.health_check()() == {"stopped": ""}
     handlers: list[object] = []
     server = connect()
     spark: Any = SimpleNamespace(registerProgressHandler=handlers.append)
@@ -243,11 +245,10 @@ class AtOnce(Executor):
         return called
 
 
-def heard(look: Callable[[], Mapping[str, str]] | None, count: int) -> tuple[list[Health], list[Health], int]:
-    """Watch until so many messages were sent, a second a tick; return them, the last words, and how often was reported."""
+def heard(look: Callable[[], Mapping[str, str]], count: int) -> tuple[list[Health], list[Health]]:
+    """Watch until so many messages were sent, a second a tick; return them and the last words."""
     sent: list[Health] = []
     fell: list[Health] = []
-    reports: list[None] = []
     seconds = itertools.count(1000)
 
     watch = JobWatch(
@@ -258,18 +259,16 @@ def heard(look: Callable[[], Mapping[str, str]] | None, count: int) -> tuple[lis
         now=lambda: float(next(seconds)),
         pool=AtOnce(),
     )
-    watch.report = lambda: reports.append(None)
     watch.run()
-    return sent, fell, len(reports)
+    return sent, fell
 
 
 def test_the_server_is_told_when_it_changes_and_what_ends_a_driver_is_its_last_word() -> None:
     signs: list[Mapping[str, str]] = [{"refused": "x"}] * 40 + [{}] * 40 + [{"gone": "away"}] * 1000
     looks = iter(signs)
-    sent, fell, reports = heard(lambda: next(looks), count=9)
+    sent, fell = heard(lambda: next(looks), count=9)
     assert sent == [Health("The Spark Connect server refuses calls: x"), Health("")]
     assert fell == [Health("The Spark Connect server is gone: away", over=True)]
-    assert reports > 80
 
 
 def test_a_spark_that_hangs_is_judged_all_the_same() -> None:
@@ -284,13 +283,11 @@ def test_a_spark_that_hangs_is_judged_all_the_same() -> None:
     pool: Any = contextlib.nullcontext()
     pool.submit = lambda _ask: hangs
     seconds = itertools.count(1000)
-    JobWatch(
-        dict, send, pytest.fail, lambda: None, lambda: len(sent) > 1, lambda: float(next(seconds)), pool
-    ).run()
+    JobWatch(dict, send, pytest.fail, lambda: len(sent) > 1, lambda: float(next(seconds)), pool).run()
     assert sent == [Health("Spark has not answered for more than 20 s."), Health("")]
 
 
-def test_a_look_that_fails_says_nothing_and_a_local_master_reports_only() -> None:
+def test_a_look_that_fails_says_nothing() -> None:
     failures = itertools.count()
 
     def look() -> Mapping[str, str]:
@@ -298,7 +295,4 @@ def test_a_look_that_fails_says_nothing_and_a_local_master_reports_only() -> Non
             raise OSError("the JVM is going")
         return {"stopped": ""}
 
-    assert heard(look, count=1)[:2] == ([], [Health(STOPPED, over=True)])
-    ticks = iter([False] * 200)
-    watch = JobWatch(None, pytest.fail, pytest.fail, pause=lambda: next(ticks, True))
-    watch.run()
+    assert heard(look, count=1) == ([], [Health(STOPPED, over=True)])

@@ -12,23 +12,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from msgspec.structs import replace
 
 from mldserver.config.locations import python_files
-from mldserver.errors import OperatorError
 from mldserver.handler.loader import entries_of
 from mldserver.spark import user_code
 from mldserver.spark.driver_messages import StartSession
 from mldserver.spark.session import DriverSession, environment
 from mldserver.spark.user_code import (
-    Interpreter,
-    check,
     pack,
     sources,
 )
-
-VERSIONS = {"pandas": "2.2.3", "pyarrow": "21.0.0"}
-DRIVER = Interpreter("here", "3.11.2", VERSIONS)
 
 
 def module(name: str, file: Path | str | None) -> ModuleType:
@@ -108,29 +101,24 @@ def test_the_archive_is_named_after_its_content_and_can_be_imported_from(
 
 
 class OnACluster:
-    """A session on other machines that notes what is shipped by its way, and at whose executors one looks."""
+    """A session on other machines that notes what is shipped by its way."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, connect: bool = False) -> None:
+    def __init__(self, *, connect: bool = False) -> None:
         self.connect = connect
         self.shipped: list[Any] = []
         self.spark = self.sparkContext = self
         self.addPyFile = self.shipped.append
         self.addArtifacts = lambda path, pyfile: self.shipped.append((path, pyfile))
-        monkeypatch.setattr(user_code, "check", lambda *told: [f"looked at by {told[1:]}"])
 
-    def slots(self) -> int:
-        return 2
-
-    def equip(self, start: StartSession) -> list[str]:
-        return user_code.equip(cast("DriverSession", self), start)
+    def equip(self, start: StartSession) -> None:
+        user_code.equip(cast("DriverSession", self), start)
 
 
-def test_files_go_by_the_way_of_their_kind_of_session(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_go_by_the_way_of_their_kind_of_session(tmp_path: Path) -> None:
     start = StartSession("nowhere", "", "spark://m", str(tmp_path), py_files=("/a.zip",))
-    classic, remote = OnACluster(monkeypatch), OnACluster(monkeypatch, connect=True)
-    assert classic.equip(start) == remote.equip(start) == ["looked at by ('nowhere', 2)"]
+    classic, remote = OnACluster(), OnACluster(connect=True)
+    classic.equip(start)
+    remote.equip(start)
     (archive,) = map(str, tmp_path.iterdir())
     assert classic.shipped == ["/a.zip", archive]
     assert remote.shipped == [("/a.zip", True), (archive, True)]
@@ -138,88 +126,7 @@ def test_files_go_by_the_way_of_their_kind_of_session(
 
 def test_a_local_master_is_shipped_nothing() -> None:
     start = StartSession("flow", "", "local[2]", "/scratch", py_files=("/a.py",))
-    assert user_code.equip(cast("DriverSession", SimpleNamespace()), start) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "runs"),
-    [
-        (b"from pyspark.sql.functions import udf", True),
-        (b"@F.pandas_udf('double')", True),
-        (b"rows.groupBy('a').applyInPandas(f, s)", True),
-        (b"rows.mapInArrow(f, s)", True),
-        (b"rows.rdd.map(f)", True),
-        (b"import pyspark.pandas as ps", True),
-        (b"rows.groupBy('a').agg(F.avg('delay'))", False),
-        (b"rows.toPandas()", False),
-    ],
-)
-def test_handlers_that_run_python_on_executors_are_known_by_their_text(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: bytes, *, runs: bool
-) -> None:
-    monkeypatch.setattr(user_code, "sources", lambda *_: {"shared.py": b"", "flow.py": text})
-    start, session = StartSession("flow", "", "spark://m", str(tmp_path)), OnACluster(monkeypatch)
-    assert session.equip(start) == ["looked at by ('flow', 2)"] * runs
-    assert session.equip(replace(start, python="python3")) == ["looked at by ('flow', 2)"]
-
-
-def differences(
-    monkeypatch: pytest.MonkeyPatch, driver: Interpreter, executors: list[Interpreter], handler: str
-) -> list[str]:
-    monkeypatch.setattr(user_code, "find_interpreters", lambda *_: (driver, executors))
-    return check(cast("DriverSession", SimpleNamespace(spark=None)), handler, 2)
-
-
-def test_executors_like_the_driver_are_nothing_to_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched = Interpreter("there", "3.11.9", {**VERSIONS, "pandas": "2.2.1"})
-    assert differences(monkeypatch, DRIVER, [DRIVER, patched], "flow") == []
-
-
-def test_what_differs_is_told_once_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Interpreter("there", "3.11.9", {"pandas": "1.5.3", "pyarrow": ""}, "ImportError: no aiohttp")
-    wrong = "Functions on pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
-    assert differences(monkeypatch, DRIVER, [DRIVER, other, other], "flow.departures:Flights") == [
-        f"The executors' Python (on there) has pandas 1.5.3, the driver's pandas 2.2.3. {wrong}",
-        f"The executors' Python (on there) has no pyarrow, the driver's pyarrow 21.0.0. {wrong}",
-        (
-            "The handler's module flow.departures cannot be imported on executors (on there): ImportError: no aiohttp. "
-            "Functions that need it fail there: install what it imports, or name it in spark_py_files."
-        ),
-    ]
-
-
-def test_what_the_driver_has_not_executors_need_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Interpreter("here", "3.11.2", {"pandas": "", "pyarrow": "21.0.0"})
-    assert differences(monkeypatch, driver, [DRIVER], "flow") == []
-
-
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9 than that in driver: 3.11, …",
-         "Python 3.9 runs on the executors, 3."),
-        ('Cannot run program "python9": error=2', "The executors cannot run python9: "),
-    ],
-)  # fmt: skip
-def test_executors_that_can_run_none_of_the_functions_are_refused(
-    monkeypatch: pytest.MonkeyPatch, said: str, told: str
-) -> None:
-    def find_interpreters(*_: object) -> Any:
-        raise RuntimeError(said)
-
-    monkeypatch.setattr(user_code, "find_interpreters", find_interpreters)
-    with pytest.raises(OperatorError, match="Set spark_python") as refused:
-        check(cast("DriverSession", SimpleNamespace(spark=None)), "flow", 2)
-    assert refused.value.what.startswith(told)
-
-
-def test_another_failure_of_the_job_is_sparks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_interpreters(*_: object) -> Any:
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr(user_code, "find_interpreters", find_interpreters)
-    with pytest.raises(RuntimeError, match="no room"):
-        check(cast("DriverSession", SimpleNamespace(spark=None)), "flow", 2)
+    user_code.equip(cast("DriverSession", SimpleNamespace()), start)
 
 
 def test_the_executors_interpreter_is_in_the_drivers_environment() -> None:

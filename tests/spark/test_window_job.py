@@ -9,8 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from support.s3 import bucket
 
@@ -27,9 +25,7 @@ from mldserver.spark.window_job import (
     WRITTEN_BYTES,
     Output,
     Pipeline,
-    capacity,
     columns_ddl,
-    packed,
     partitions,
     read,
     run_windows,
@@ -134,81 +130,13 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
     assert reader.paths == (r"/a\[1\]/\{b\}\*\?.parquet", "/plain")
 
 
-def tasks_of(sizes: list[int], most: int, opening: int) -> list[int]:
-    """Put files into tasks as Spark does, and return the bytes of each."""
-    pieces = sorted((min(most, size - at) for size in sizes for at in range(0, size, most)), reverse=True)
-    tasks, weight = [0], 0
-    for piece in pieces:
-        if weight + piece > most:
-            tasks.append(0)
-            weight = 0
-        tasks[-1] += piece
-        weight += piece + opening
-    return tasks
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1), st.integers(2, 9), st.sampled_from([0, 7]))
-def test_files_are_put_into_as_many_tasks_as_are_wanted_at_most_and_none_has_far_more_than_its_share(
-    sizes: list[int], tasks: int, opening: int
-) -> None:
-    most = capacity(sizes, tasks, opening)
-    found = tasks_of(sizes, most, opening)
-    assert len(found) <= tasks
-    fair = (sum(sizes) + opening * len(sizes)) / tasks
-    assert most <= 1.05 * (fair + max(sizes)) + 2 * opening + 2
-
-
-def test_twelve_files_of_two_sizes_are_shared_evenly() -> None:
-    sizes = [7_800_000] * 6 + [1_700_000] * 8 + [770_000]
-    one, other = tasks_of(sizes, capacity(sizes, 2, 1 << 18), 1 << 18)
-    assert abs(one - other) < 0.05 * sum(sizes)
-    assert tasks_of(sizes, (sum(sizes) + 15 * (4 << 20)) // 2, 4 << 20)[0] > 0.6 * sum(
-        sizes
-    )  # Spark's own way
-
-
-@pytest.mark.slow
-def test_each_core_reads_about_as_many_rows_of_a_large_window_as_the_other(
-    session: DriverSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As flushes left ten million rows: halves of those under way, and what came meanwhile.
-    monkeypatch.setattr(window_job, "READ_BYTES", 64 * 1024)
-    monkeypatch.setattr(window_job, "_OPENING_BYTES", (0, 0))
-    rows, segments = [12_000] * 6 + [2_800] * 8 + [1_200], []
-    for number, count in enumerate(rows):
-        segments.append(tmp_path / f"{number}.parquet")
-        table = pa.table({"n": np.random.default_rng(number).integers(0, 1 << 40, count)})
-        pq.write_table(table, segments[-1], use_dictionary=False, compression="none")
-    sizes = tuple(segment.stat().st_size for segment in segments)
-    paths, staging = tuple(map(str, segments)), str(tmp_path / "staging")
-    job = WindowJob(Window("w", None, None), 1, paths, staging, sum(rows), sum(sizes), sizes=sizes)
-    pipeline = Pipeline(lambda frame, _window: frame.groupBy(F.spark_partition_id().alias("task")).count())
-    run_windows(session.spark, "n BIGINT", pipeline, [job], 2)
-    one, other = pq.read_table(staging)["count"].to_pylist()
-    assert one + other == sum(rows)
-    assert abs(one - other) <= max(rows)
-    assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
-    with packed(session.spark, [job], 2):  # a hook may set some of it
-        assert session.spark.conf.get("spark.sql.files.openCostInBytes") == "0"
-        session.spark.conf.set("spark.sql.files.openCostInBytes", "7")
-    assert session.spark.conf.get("spark.sql.files.openCostInBytes") == "7"
-    assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
-    session.spark.conf.unset("spark.sql.files.openCostInBytes")
-    session.spark.conf.set("spark.sql.files.minPartitionNum", "1")
-    try:
-        with packed(session.spark, [job], 2):  # who has set how files are packed has it so
-            assert session.spark.conf.get("spark.sql.files.maxPartitionBytes") == "134217728b"
-    finally:
-        session.spark.conf.unset("spark.sql.files.minPartitionNum")
-
-
 @pytest.mark.slow
 def test_several_cores_share_a_single_segment(session: DriverSession, tmp_path: Path) -> None:
     rows = 600_000
     numbers = pa.array(np.random.default_rng(0).integers(0, 1 << 62, rows))
     size = OutputStore(str(tmp_path)).write("segment.parquet", pa.table({"n": numbers}))
     path, staging = str(tmp_path / "segment.parquet"), str(tmp_path / "staging")
-    job = WindowJob(Window("w", None, None), 1, (path,), staging, rows, size, sizes=(size,))
+    job = WindowJob(Window("w", None, None), 1, (path,), staging, rows, size)
     pipeline = Pipeline(lambda frame, _window: frame.groupBy(F.spark_partition_id().alias("task")).count())
     run_windows(session.spark, "n BIGINT", pipeline, [job], 2)
     one, other = pq.read_table(staging)["count"].to_pylist()
@@ -251,10 +179,12 @@ def test_a_window_of_100_gib_is_read_by_a_task_for_each_core_and_for_128_mib_at_
     for segment in segments:
         with segment.open("wb") as file:
             file.truncate(GIB)  # a hole, of which the plan sees only the size
-    paths, sizes = tuple(map(str, segments)), (GIB,) * 100
-    job = WindowJob(Window("w", None, None), 1, paths, "/staging", 1, 100 * GIB, sizes=sizes)
-    with packed(session.spark, [job], cores):
+    job = WindowJob(Window("w", None, None), 1, tuple(map(str, segments)), "/staging", 1, 100 * GIB)
+    session.spark.conf.set("spark.sql.files.minPartitionNum", str(cores))
+    try:
         found = read(session.spark, "a INT", job, tasks).rdd.getNumPartitions()
+    finally:
+        session.spark.conf.unset("spark.sql.files.minPartitionNum")
     assert found == tasks
 
 
