@@ -12,6 +12,7 @@ from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book, Changes, Draft
 from mldserver.ledger.contract import (
     BatchProgress,
+    BatchStep,
     Commit,
     Flush,
     Segment,
@@ -320,6 +321,7 @@ def test_a_claim_keeps_the_folder_unless_it_names_the_ledger_that_it_replaces(st
     steps(rules.claim, "/a", None, None)
     steps(rules.claim, "/b", "another", None)
     assert (steps.book.totals.folder, steps.book.totals.ledger_id) == ("/a", known)
+    assert steps.book.totals.claims == 2
     steps(rules.claim, "/b", known, "two")
     assert steps.book.totals.folder == "/b"
     assert steps.book.totals.ledger_id != known
@@ -395,11 +397,10 @@ def test_a_server_that_enters_has_a_life_of_its_own_and_its_reports_keep_life_an
     assert (steps.life, second) == (1, 2)
     assert steps.book.totals.ledger_id == known
     declared(steps, "f1")
-    steps(rules.beat, ServerState("one", 5, reason="behind", held_by="\ud800"), "one")
+    steps(rules.beat, ServerState("one", 5, reason="\ud800", held_by="\ud800"), "one")
     server = steps.book.servers["one"]
-    assert (server.life, server.shape, server.beat_ms, server.reason) == (steps.life, "f1", 5, "behind")
-    assert server.held_by is not None
-    assert server.held_by.isascii()
+    assert (server.life, server.shape, server.beat_ms) == (steps.life, "f1", 5)
+    assert server.held_by == server.reason == "\\ud800", "half a character cannot be stored"
 
 
 def test_an_opening_keeps_the_parents_and_shows_an_accepted_gap_once(steps: Steps) -> None:
@@ -483,3 +484,22 @@ def test_windows_are_pruned_that_were_published_before_a_time_and_not_at_it(step
     assert steps(rules.prune, windows_before_ms=5, **before) == 0
     assert steps(rules.prune, windows_before_ms=6, **before) == 1
     assert steps.book.totals.cut_below_ms == 10_000
+
+
+def test_a_batch_that_is_cut_is_behind_the_progress_of_batches(steps: Steps) -> None:
+    steps(register, Flush((), (seg("s1", BATCH),)), 1)
+    steps(rules.cut, (BATCH,), "one")
+    assert steps.book.totals.batch_progress == BatchProgress(2)
+
+
+def test_a_commit_clears_the_error_of_the_attempts_before_it(steps: Steps) -> None:
+    steps.to(WindowState.CUT)
+    steps(rules.halt, W1, "no", "one", first=True)
+    steps(rules.commit, (Commit(W1, 1, "stage", ("f",), 1),), "one")
+    assert steps.book.windows[W1].error is None
+
+
+def test_a_flush_moves_the_progress_of_batches_on(steps: Steps) -> None:
+    step = BatchStep(BatchProgress(), BatchProgress(1, 4, 9), max_rows=10)
+    assert steps(register, Flush((), (seg("s1", BATCH),), batches=step), 1).registered
+    assert steps.book.totals.batch_progress == BatchProgress(1, 4, 9)

@@ -25,7 +25,7 @@ SOON = 400
 """Worlds within which a planted bug must be found: the rarest shows in about one of a hundred, wherever timing shifts."""
 ELSEWHERE = {
     "late rows beside a window that is retained": "coordinator/test_flusher_late.py",
-    "a revision without a row": "ledger/test_contract_late.py",
+    "a revision without a row": "ledger/test_rules.py",
     "a redriven letter that counts twice": "ledger/test_contract_letters.py",
     "a row of the future that closes windows": "coordinator/test_future.py",
     "a ledger without fences": "ledger/test_contract.py",
