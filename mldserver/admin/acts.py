@@ -1,13 +1,13 @@
-"""What a person may have a running server do. Carried out on its event loop, asked for over the admin endpoint.
+"""Carries out steering requests in a running server, on its event loop.
 
-    pause [SHARD]        hold the answers of all shards, or of one: their daemons wait, and keep their leases
-    resume [SHARD]       let them go on
-    flush                make everything durable that was taken in so far
-    drain-shard SHARD    flush and checkpoint a shard, then hold its answers: nothing of it would be delivered again elsewhere
-    log-level LEVEL      log from this level on, workers too
-    reload               let new workers and a new Spark driver take over, which have loaded the handler as it is now
+    pause [SHARD]        hold the answers to all shards, or to one: their daemons wait and keep their leases
+    resume [SHARD]       answer again
+    flush                make all accepted rows durable now
+    drain-shard SHARD    flush and checkpoint a shard, then hold its answers: after a move of its lease no record is delivered again
+    log-level LEVEL      set the lowest level that the server and its workers log
+    reload               replace the workers and Spark's driver by new ones that load the handler's present code
 
-None outlives the server: the next one answers every shard, and logs as its settings say.
+All of it ends with the server: the next server answers every shard, and logs at the configured level.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mldserver.workers.runtime import WorkerRuntime
 
 ACTS: Final = ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
 _PATIENCE_SECONDS: Final = 4.0
-"""How long the caller waits for the ledger, or a daemon. An act that was begun goes on."""
+"""How long the client waits for the ledger or a daemon. The act continues after that."""
 _LEVELS: Final = get_args(Level)
 
 
 async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) -> tuple[bool, str]:
-    """Carry out a permitted act; return whether it is done, and the result as a sentence or two.
+    """Carry out an act; return whether it is done, and the result as a sentence or two.
 
-    ``parts``: None while the server does not work.
+    ``parts`` is None while the server starts or stops.
     """
     if parts is None:
-        return False, "The server starts or stops: it takes no acts now."
+        return False, "The server is starting or stopping and cannot be steered now."
     acts = _Acts(parts, clock)
     try:
         match act:
@@ -119,8 +119,8 @@ class _Acts:
         if not await in_time(drained, self._clock, _PATIENCE_SECONDS):
             await in_time(self._shards.flush("drain"), self._clock, _PATIENCE_SECONDS)
             return (
-                f"Shard {shard_id} is drained with its next batch: what it gave is made durable then, and checkpointed, and "
-                f"its daemon waits. Until there is one no daemon can be told. {again}"
+                f"Shard {shard_id} is drained with its next batch: the server then makes its rows durable and checkpoints it, "
+                f"and its daemon waits. Before that batch the server cannot send its daemon anything. {again}"
             )
         if session.position.due() is not None:
             raise OperatorError(

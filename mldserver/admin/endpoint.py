@@ -181,7 +181,10 @@ class AdminEndpoint:
             problem = _no_listener("admin", place, error)
             by_default = "admin" not in settings.origins and settings.metrics_listen is None
             if isinstance(error, OSError) and by_default:
-                log.warning("admin.unavailable", **problem.told() | {"did": "The server goes on without."})
+                log.warning(
+                    "admin.unavailable",
+                    **problem.told() | {"did": "The server continues without an admin endpoint."},
+                )
                 return []
             raise problem from error
         if (place_for_metrics := settings.metrics_listen) is not None:

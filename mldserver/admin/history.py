@@ -1,4 +1,4 @@
-"""The last hour of a running server, for its page: a point each ten seconds, made from the documents as they come."""
+"""The last hour of a running server, for its page: one point for each ten seconds of status documents."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mldserver.status_document import SECONDS, Histogram, Status
 __all__ = ["History", "Point", "quantile"]
 
 POINT_MS: Final = 10_000
-"""How far points are apart."""
+"""Between two points."""
 POINTS: Final = 360
-"""How many are kept: an hour."""
+"""An hour of points."""
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
@@ -23,15 +23,15 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
     at_ms: int
     ready: bool
-    """Whether it was so in every document."""
+    """Whether the server was ready in every document."""
     records_per_second: float
     rows_per_second: float
     bytes_per_second: float
     median_seconds: float | None
-    """Of the batches, from a batch's last byte to its answer; None: there were none."""
+    """From a batch's last byte to its answer; None without batches."""
     p99_seconds: float | None
     lag_ms: int | None
-    """The largest that any shard told in any document."""
+    """The largest lag of any shard in any document."""
     watermark_ms: int | None
     dead_letters: int
     loop_lag_seconds: float
@@ -49,10 +49,10 @@ class History:
     _loop_lag_seconds: float = 0.0
 
     def add(self, status: Status) -> None:
-        """Take in a document; ten seconds of them make a point."""
+        """Add a document. Ten seconds of documents make a point."""
         begin = self._begin
         if begin is None or status.started_ms != begin.started_ms or status.taken_ms < begin.taken_ms:
-            # Counts of another server, or a clock that was set back, give no rate: the hour starts over.
+            # The clock was set back, or the server is another one: there is no rate, and the hour starts over.
             self._points.clear()
         else:
             lags = (self._lag_ms, *(shard.lag_ms for shard in status.shards))
@@ -90,11 +90,11 @@ class History:
 
 
 def quantile(share: float, before: Histogram, now: Histogram) -> float | None:
-    """Return how many seconds this share of what was counted between two histograms took at most; None: nothing was.
+    """Return the quantile, in seconds, of the durations counted between two histograms; None without durations.
 
-    Within a bound's range it is as if all had been spread evenly.
+    Durations count as evenly spread between two bounds.
     """
-    # Counts do not fall; if one did, it would be no reason to fail.
+    # Counts do not fall; a count that does is taken as unchanged.
     counts = [max(0, late - early) for early, late in zip(before.counts, now.counts, strict=True)]
     wanted = share * sum(counts)
     if not wanted:

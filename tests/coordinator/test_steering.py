@@ -207,4 +207,4 @@ async def test_while_all_are_paused_no_single_shard_goes_on(tmp_path: Path) -> N
 
 async def test_a_server_that_starts_or_stops_takes_no_acts() -> None:
     done, text = await carry_out(None, VirtualClock(), "pause", "")
-    assert (done, text) == (False, "The server starts or stops: it takes no acts now.")
+    assert (done, text) == (False, "The server is starting or stopping and cannot be steered now.")
