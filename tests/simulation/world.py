@@ -67,13 +67,13 @@ class Daemon(FakeMLD):
         self._backoff = seconds
         self.kill()
 
-    def _seat(self, shard_id: str) -> DaemonSession:
+    def _new_session(self, shard_id: str) -> DaemonSession:
         self._backoff = 1.0
         for server in self.servers:
             server.unread = None
         addresses = [each.address for each in self.servers if each.address is not None]
         self.address = self.dice.choice(addresses or [_NOWHERE])
-        return super()._seat(shard_id)
+        return super()._new_session(shard_id)
 
 
 @dataclass
