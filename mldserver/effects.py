@@ -67,7 +67,7 @@ class Effects(msgspec.Struct, frozen=True):
 NOTHING: Final = Effects()
 
 
-class Kind(NamedTuple):
+class EffectKind(NamedTuple):
     """How the effects of one kind are counted, and how they cross between processes."""
 
     size: Callable[[Any], int]
@@ -87,8 +87,8 @@ def _unpack_letter(fields: dict[str, Any]) -> DeadLetter:
     return DeadLetter(**(fields | sequences))
 
 
-KINDS: Final[dict[str, Kind]] = {
-    "dead_letters": Kind(
+KINDS: Final[dict[str, EffectKind]] = {
+    "dead_letters": EffectKind(
         lambda letter: len(letter.data) + len(letter.traceback), _pack_letter, _unpack_letter
     )
 }

@@ -440,7 +440,7 @@ class Server:
 
     def document(self, wrong: str = "") -> Status:
         """Return the server's status, in any stage. ``wrong``: why its parts must not be asked."""
-        return self._gatherer.take(self._begun, doing=self._doing, wrong=wrong)
+        return self._gatherer.status(self._begun, doing=self._doing, wrong=wrong)
 
     @property
     def _doing(self) -> str:

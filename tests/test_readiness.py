@@ -44,7 +44,7 @@ class World:
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
             runner=SimpleNamespace(overdue=lambda: self.overdue),
         )
-        return self.readiness.look(cast("Parts", parts))
+        return self.readiness.update(cast("Parts", parts))
 
 
 def told(change: str | None) -> str:

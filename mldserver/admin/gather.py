@@ -61,7 +61,7 @@ class Readiness:
     _told_broken: bool = False
     """Whether a fault was reported since it was green last."""
 
-    def look(self, parts: Parts) -> str | None:
+    def update(self, parts: Parts) -> str | None:
         """Look at the parts; return a change to report: why it turned red, or nothing (``""``) where it turned green."""
         red = unready(parts)
         if not red:
@@ -82,7 +82,7 @@ class Readiness:
         """Look again and again, and log what is worth reporting, until cancelled."""
         began_ms = clock.steady_ms()
         while True:
-            reason = self.look(parts)
+            reason = self.update(parts)
             if reason == "":
                 log.info("server.ready", seconds=(clock.steady_ms() - began_ms) / 1000)
             elif reason is not None and not stopping.is_set():
@@ -168,7 +168,7 @@ class Gatherer:
             self._late_ms = max(self._late_ms, late_ms)
         self._slept_ms = self._clock.steady_ms()
 
-    def take(self, parts: Parts | None, *, doing: str = "", wrong: str = "") -> document.Status:
+    def status(self, parts: Parts | None, *, doing: str = "", wrong: str = "") -> document.Status:
         """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work.
 
         ``wrong``: why the parts cannot be asked.

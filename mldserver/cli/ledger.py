@@ -354,7 +354,7 @@ def _read(file: Path, pipeline: str) -> LedgerState:
     """Return what a copy holds. Raises LedgerError when it is damaged, of another format, or another pipeline's."""
     with contextlib.closing(SqliteStore(file, pipeline=pipeline)) as store:
         store.open()
-        return store.look(Book.state)
+        return store.read(Book.state)
 
 
 def _files_named(state: LedgerState) -> Iterator[str]:

@@ -176,11 +176,11 @@ class Coordinator:
         """
         folders = (PRIVATE, SEGMENTS, STAGING) if self._spec else (PRIVATE,)
         await asyncio.to_thread(self._store.prepare, *folders, durable=True)
-        await asyncio.to_thread(self._claim.look)
+        await asyncio.to_thread(self._claim.inspect)
         state = await self._membership.join()
         # Much that dead servers left, or a slow disk: others must not take this one for dead meanwhile.
         async with self._membership.beating():
-            state = await self._claim.settle(state, self._ledger)
+            state = await self._claim.acquire(state, self._ledger)
             state = await self._membership.declare(self._shape, state)
             await self._claim.renamed()
             if self._runner is not None:
@@ -204,20 +204,20 @@ class Coordinator:
 
     async def _run_cycle(self, reason: str) -> None:
         now_ms = self.clock.steady_ms()
-        self._reports.tell_ahead(now_ms)
-        view = self.watermark.look(now_ms)
+        self._reports.log_ahead(now_ms)
+        view = self.watermark.begin_view(now_ms)
         self._membership.mark()
         batches = self.buffer.snapshot()
         await self._sync()
-        self._reports.tell_missing(now_ms)
-        self._reports.note_unread(now_ms, had_shards=bool(self.ledger_view.state.shards))
+        self._reports.log_missing(now_ms)
+        self._reports.count_unread(now_ms, had_shards=bool(self.ledger_view.state.shards))
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._membership.release()
         if not complete:
             return
         view = self.watermark.still(view, now_ms)
-        self._membership.tell(view)
+        self._membership.report(view)
         view = self.watermark.combine(view, self._membership.peers.states())
         self.watermark.commit(view)
         self._view = view
@@ -227,7 +227,7 @@ class Coordinator:
         disk_is_full = pressure.segment_bytes > self.rules.segment_disk_bytes
         waiting = disk_is_full and bool(pressure.held) and pressure.holder is not None
         waiting |= windows is not None and windows.overdue(self.clock.now_ms())
-        self._reports.note(view, now_ms, waiting=waiting)
+        self._reports.report_view(view, now_ms, waiting=waiting)
         await self._cut(view)
         passed = 0.0 if windows is None else windows.passed(view.watermark_ms)
         self.shards.flush_at = flush_at(self.rules.flush_bytes, self._flusher.uncut_bytes, passed)
@@ -245,7 +245,7 @@ class Coordinator:
         )
         state = await self._membership.sync()
         self._sessions.catch_up(state.shards.values())
-        self._membership.learn(state)
+        self._membership.follow(state)
         self._follow(state)
         if state.draining:
             self.draining.set()

@@ -148,12 +148,12 @@ class Flusher:
             self.open_windows.progress = state.batch_progress
         for entry in state.windows.values():
             if entry.state is WindowState.OPEN:
-                self.open_windows.learn(entry)
+                self.open_windows.add(entry)
             else:
                 if entry.window_id in self.open_windows:
                     self.uncut_bytes = 0  # another server has cut it
                 self.open_windows.cut([entry.window_id])
-        self.cut_windows.learn(state, self.clock.steady_ms())
+        self.cut_windows.update(state, self.clock.steady_ms())
 
     def _arrived(self, times_ms: Iterable[int | None]) -> None:
         """Note arrival times: windows that begin further ahead of the latest than ``max_ahead`` are too far ahead."""

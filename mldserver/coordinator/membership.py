@@ -84,10 +84,10 @@ class Membership:
             self._opening -= 1
 
     def mark(self) -> None:
-        """Note that a view was taken, which ``tell`` may report."""
+        """Note that a view was taken, which ``report`` may report."""
         self._counted = not self._opening
 
-    def tell(self, view: View) -> None:
+    def report(self, view: View) -> None:
         """Report a view with the next heartbeats. All rows that it depends on must be registered."""
         self._statement = view if self._counted else None
 
@@ -112,10 +112,10 @@ class Membership:
         state = await self.ledger.open()
         self._joined = True
         kill_point("server.joined")
-        self.learn(state)
+        self.follow(state)
         if await self.bury():
             state = await self.ledger.sync(self._state())
-            self.learn(state)
+            self.follow(state)
         return state
 
     async def declare(self, shape: Shape, state: LedgerState) -> LedgerState:
@@ -132,14 +132,14 @@ class Membership:
                 declared = await self.ledger.declare(change, version=state.version)
                 state = await self.ledger.peek()
                 if declared:
-                    self.learn(state)
+                    self.follow(state)
                     return state
                 continue
             if self.clock.steady_ms() >= until_ms:
                 raise rival
             await self.clock.sleep(self.timeout_ms / 4000)
             # Idle: this server holds nothing up meanwhile.
-            self.learn(await self.ledger.sync(replace(self._state(), idle=True)))
+            self.follow(await self.ledger.sync(replace(self._state(), idle=True)))
             await self.bury()
             state = await self.ledger.peek()
 
@@ -193,21 +193,21 @@ class Membership:
 
     # What is learned of others.
 
-    def learn(self, state: LedgerState) -> bool:
+    def follow(self, state: LedgerState) -> bool:
         """Take in the shards and servers of a ledger; True when it named a shard, or a shard's end, that is news."""
         now_ms = self.clock.steady_ms()
-        self.peers.learn(state.servers, state.shards, now_ms)
-        news = [self._learn_shard(shard, now_ms) for shard in state.shards.values()]
+        self.peers.update(state.servers, state.shards, now_ms)
+        news = [self._follow_shard(shard, now_ms) for shard in state.shards.values()]
         for shard_id, shard in state.shards.items():
             self.watermark.arrived(shard.effective_ms, now_ms)
             self.lineage.elsewhere(shard_id, now_ms, read=self.peers.counts(shard_id))
         if any(news):
-            self.watermark.settle(now_ms)
+            self.watermark.restart_settling(now_ms)
         return any(news)
 
-    def _learn_shard(self, shard: ShardState, now_ms: int) -> bool:
+    def _follow_shard(self, shard: ShardState, now_ms: int) -> bool:
         shard_id = shard.shard_id
-        new = self.lineage.know(
+        new = self.lineage.add(
             shard_id, now_ms, parents=shard.parents, ended=shard.ended, effective_ms=shard.effective_ms
         )
         if new or self.lineage.nodes[shard_id].presence is Presence.CONNECTED:
@@ -218,7 +218,7 @@ class Membership:
             self.lineage.end(shard_id, now_ms)
         return ends
 
-    async def learn_ancestors(self, shard: ShardState) -> None:
+    async def read_ancestors(self, shard: ShardState) -> None:
         """Learn how far the ancestors of a shard that was never read have come: its records come no earlier.
 
         Others may have read and ended them since the last look at the ledger, also servers that came since.
@@ -231,7 +231,7 @@ class Membership:
             ancestor = state.shards.get(queue.pop())
             if ancestor is None:
                 continue
-            self._learn_shard(ancestor, now_ms)
+            self._follow_shard(ancestor, now_ms)
             # Also of one whose connection here is dead, which this server has not heard yet.
             self.lineage.reach(ancestor.shard_id, ancestor.effective_ms)
             if ancestor.effective_ms is None:

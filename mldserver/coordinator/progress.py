@@ -102,7 +102,7 @@ class Reports:
         self._ahead_told_ms = now_ms - _MINUTE_MS
         self._furthest: tuple[int, str, str] = (0, "", "")
 
-    def note(self, view: View, now_ms: int, *, waiting: bool) -> None:
+    def report_view(self, view: View, now_ms: int, *, waiting: bool) -> None:
         """Take in a view; ``waiting``: there are rows that wait for it to move."""
         seen, self._seen = self._seen, view
         fields = {
@@ -122,7 +122,7 @@ class Reports:
         limit_ms = self._rules.missing_limit_ms + self._rules.idle_time_ms
         self.stuck = not view.idle and now_ms - self._waiting_ms >= limit_ms
 
-    def note_unread(self, now_ms: int, *, had_shards: bool) -> None:
+    def count_unread(self, now_ms: int, *, had_shards: bool) -> None:
         """Look whether shards wait and none is read. ``had_shards``: the ledger has one, so that there was a daemon."""
         unread = self._lineage.unread() if had_shards else 0
         if not unread:
@@ -130,13 +130,13 @@ class Reports:
         limit_ms = min(_RESTART_MS, self._rules.missing_limit_ms)
         self.unread_shards = unread if now_ms - self._read_ms >= limit_ms else 0
 
-    def note_ahead(self, shard_id: str, ahead: Ahead) -> None:
+    def count_ahead(self, shard_id: str, ahead: Ahead) -> None:
         """Count a batch's rows that run too far ahead of their records' arrival."""
         self.rows_ahead += ahead.rows
         self._untold += ahead.rows
         self._furthest = max(self._furthest, (ahead.ahead_ms, shard_id, ahead.sequence))
 
-    def tell_ahead(self, now_ms: int) -> None:
+    def log_ahead(self, now_ms: int) -> None:
         """Log what ran ahead since the last time, unless that is less than a minute ago."""
         if not self._untold or now_ms - self._ahead_told_ms < _MINUTE_MS:
             return
@@ -155,7 +155,7 @@ class Reports:
         )
         self._ahead_told_ms, self._untold, self._furthest = now_ms, 0, (0, "", "")
 
-    def tell_missing(self, now_ms: int) -> None:
+    def log_missing(self, now_ms: int) -> None:
         """Log which shards are missing; leave out those that are for too long."""
         missing, limit_ms = self._lineage.missing(), self._rules.missing_limit_ms
         self._missing.intersection_update(node.id for node in missing)

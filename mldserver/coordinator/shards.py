@@ -91,12 +91,12 @@ class Shards:
         with self.membership.opening(), self._opening(opening.shard_id):
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
             now_ms = self.clock.steady_ms()
-            new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
+            new = self.lineage.add(opening.shard_id, now_ms, parents=opening.parents)
             if (new or opening.shard_id in self._unlisted) and not opening.parents:
                 await self._ask_for(opening.shard_id)
                 now_ms = self.clock.steady_ms()
             if new:
-                self.watermark.settle(now_ms)
+                self.watermark.restart_settling(now_ms)
             return await self._open(opening, new=new)
 
     @contextlib.contextmanager
@@ -149,20 +149,20 @@ class Shards:
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Under the new epoch: what an older one has not stored by now is delivered again.
         parked = await self.ledger.parked_keys(shard_id) if self.rules.parks else {}
-        await self.membership.learn_ancestors(state)
+        await self.membership.read_ancestors(state)
         now_ms = self.clock.steady_ms()
-        self.lineage.know(shard_id, now_ms, parents=state.parents)
+        self.lineage.add(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self.ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
-        if not self.sessions.take_in(
+        if not self.sessions.open(
             session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag, polled=opening.polled
         ):
             return session
         if new or proved:
-            self.watermark.settle(now_ms)
+            self.watermark.restart_settling(now_ms)
         log.info(
             "shard.opened",
             shard=shard_id,
@@ -177,10 +177,10 @@ class Shards:
         now_ms = self.clock.steady_ms()
         self.retention.listed = frozenset(listing)
         new = tuple(
-            shard for shard, parents in listing.items() if self.lineage.know(shard, now_ms, parents=parents)
+            shard for shard, parents in listing.items() if self.lineage.add(shard, now_ms, parents=parents)
         )
         if new:
-            self.watermark.settle(now_ms)
+            self.watermark.restart_settling(now_ms)
         for shard_id in new:
             log.info("shard.discovered", shard=shard_id, parents=self.lineage.nodes[shard_id].parents)
         return new
@@ -228,7 +228,7 @@ class Shards:
             )
             batch.last = last
             if batch.ahead is not None:
-                self.reports.note_ahead(shard_id, batch.ahead)
+                self.reports.count_ahead(shard_id, batch.ahead)
             self.buffer.add(batch)
             self.rows_accepted += 0 if batch.effects.rows is None else len(batch.effects.rows)
             effective_ms, event_ms = batch.effective_ms, batch.latest_event_ms

@@ -169,7 +169,7 @@ class DynamoLedger(Ledger):
             await self._journal.refresh()
             yield self._journal
 
-    async def _look(self, read: Callable[[Book], _T]) -> _T:
+    async def _read_book(self, read: Callable[[Book], _T]) -> _T:
         async with self._up_to_date() as journal:
             return read(journal.book)
 

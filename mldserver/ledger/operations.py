@@ -98,7 +98,7 @@ class Ledger(abc.ABC):
         """Reach for the store, unless that is done; ``create``: make the ledger where there is none."""
 
     @abc.abstractmethod
-    async def _look(self, read: Callable[[Book], _T]) -> _T:
+    async def _read_book(self, read: Callable[[Book], _T]) -> _T:
         """Return what ``read`` finds in the latest book."""
 
     @abc.abstractmethod
@@ -166,7 +166,7 @@ class Ledger(abc.ABC):
         Creates nothing: raises LedgerError when no ledger exists, otherwise as ``open``. Close it also after an error.
         """
         await self._connect(create=False)
-        return self._seen(await self._timed(self._look(Book.state)))
+        return self._seen(await self._timed(self._read_book(Book.state)))
 
     async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
         """Beat: keep this server's ``own`` state (``beat_ms`` too), and return what the ledger holds now.
@@ -180,7 +180,7 @@ class Ledger(abc.ABC):
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
-        find = self._look(lambda book: tuple(filter(None, map(book.windows.get, window_ids))))
+        find = self._read_book(lambda book: tuple(filter(None, map(book.windows.get, window_ids))))
         return await self._timed(find)
 
     async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:

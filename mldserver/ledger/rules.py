@@ -208,7 +208,7 @@ def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[Window
         else:
             continue
         entry = replace(entry, state=WindowState.CUT, revision=revision, owner=server_id, segments=before)
-        entry = _take_in(entry, added)
+        entry = _with_segments(entry, added)
         draft.windows.put(window_id, entry)
         entries.append(entry)
     progress = draft.totals.batch_progress.behind(entry.window_id for entry in entries)
@@ -216,7 +216,7 @@ def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[Window
     return tuple(entries)
 
 
-def _take_in(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
+def _with_segments(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
     """Make segments part of the window's revision; none waits then."""
     segments = (*entry.segments, *(replace(segment, revision=entry.revision) for segment in added))
     return replace(entry, segments=segments, pending=(), rows_in=sum(segment.rows for segment in segments))
@@ -337,7 +337,7 @@ def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> boo
     entry = draft.windows.get(window_id)
     if decision == "recompute" and entry is not None and entry.can_be_recomputed:
         entry = replace(entry, state=WindowState.CUT, revision=entry.revision + 1)
-        draft.windows.put(window_id, _take_in(entry, entry.pending))
+        draft.windows.put(window_id, _with_segments(entry, entry.pending))
         return True
     if entry is None or entry.error is None:
         return False
@@ -350,7 +350,7 @@ def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> boo
             entry = replace(entry, state=WindowState.SET_ASIDE, owner=None)
         case "skip", WindowState.CUT | WindowState.SET_ASIDE:
             entry = replace(entry, state=WindowState.PUBLISHED, owner=None, published_ms=now_ms)
-            entry = _take_in(entry, entry.pending)
+            entry = _with_segments(entry, entry.pending)
         case _:
             return False
     draft.windows.put(window_id, entry)

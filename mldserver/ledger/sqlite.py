@@ -77,7 +77,7 @@ class SqliteStore:
         if db is not None:
             db.close()
 
-    def look(self, read: Callable[[Book], _T]) -> _T:
+    def read(self, read: Callable[[Book], _T]) -> _T:
         """Return what ``read`` finds in the latest book."""
         with self._transaction("BEGIN"):
             return read(self.book)
@@ -249,7 +249,7 @@ def go_on_from(path: Path, pipeline: str, folder: str) -> None:
     """
     with contextlib.closing(SqliteStore(path, pipeline=pipeline)) as store:
         store.open()
-        given_up = store.look(lambda book: book.totals.ledger_id)
+        given_up = store.read(lambda book: book.totals.ledger_id)
         store.transact(Transaction(rules.claim, (folder, given_up, None)), Book.state)
 
 
@@ -275,8 +275,8 @@ class SqliteLedger(Ledger):
     async def _connect(self, *, create: bool) -> None:
         await self._call(self._store.open, self._clock.now_ms() if create else None)
 
-    async def _look(self, read: Callable[[Book], _T]) -> _T:
-        return await self._call(self._store.look, read)
+    async def _read_book(self, read: Callable[[Book], _T]) -> _T:
+        return await self._call(self._store.read, read)
 
     async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
         return await self._call(self._store.transact, transaction, read)

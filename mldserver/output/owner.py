@@ -79,7 +79,7 @@ class FolderClaim:
         self._owner = self._mine
         self._segments: list[str] = []
 
-    def look(self) -> None:
+    def inspect(self) -> None:
         """Read what the folder says before the ledger is touched; a new folder gets its id. Blocking.
 
         Raises OperatorError when its ledger is elsewhere, and OSError.
@@ -123,7 +123,7 @@ class FolderClaim:
         assert state.folder is not None, "a restored ledger names its folder"
         self._note(replace(self._mine, folder=state.folder, ledger_id=state.ledger_id, claims=state.claims))
 
-    async def settle(self, state: LedgerState, ledger: Ledger) -> LedgerState:
+    async def acquire(self, state: LedgerState, ledger: Ledger) -> LedgerState:
         """Compare folder and ledger, and note each in the other; return what the ledger holds then.
 
         ``state``: as this server's registration found it. Raises OperatorError when the two do not belong together,

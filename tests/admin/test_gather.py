@@ -205,10 +205,10 @@ async def test_a_document_looks_at_the_coordinator_once(
 def test_a_server_that_starts_or_stops_says_so(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path, handler)
     gatherer = Gatherer(settings, clock=VirtualClock(), tally=EventTally())
-    status = gatherer.take(None, doing="starts (ledger and recovery)")
+    status = gatherer.status(None, doing="starts (ledger and recovery)")
     assert (status.ready, status.reasons) == (False, ("the server starts (ledger and recovery)",))
     assert not status.stopping
-    assert gatherer.take(None, doing="stops (SIGTERM)").stopping
+    assert gatherer.status(None, doing="stops (SIGTERM)").stopping
 
 
 async def test_a_loop_that_stands_still_is_told_of_once(tmp_path: Path, handler: str) -> None:
@@ -226,8 +226,8 @@ async def test_a_loop_that_stands_still_is_told_of_once(tmp_path: Path, handler:
 
     gatherer = Gatherer(quick(tmp_path, handler), clock=Standing(), tally=EventTally())
     await gatherer.pause(1.0)
-    assert gatherer.take(None).loop_lag_seconds == 0.25
-    assert gatherer.take(None).loop_lag_seconds == 0
+    assert gatherer.status(None).loop_lag_seconds == 0.25
+    assert gatherer.status(None).loop_lag_seconds == 0
 
 
 async def test_documents_take_no_more_than_a_hundredth_of_the_time(tmp_path: Path, handler: str) -> None:

@@ -13,7 +13,7 @@ from mldserver import effects
 from mldserver.children.channel import decode, encode
 from mldserver.coordinator import flusher
 from mldserver.coordinator.core import flush
-from mldserver.effects import NOTHING, Effects, Kind
+from mldserver.effects import NOTHING, EffectKind, Effects
 from mldserver.ledger import row_rules
 from mldserver.windows import Tumbling
 from mldserver.workers import wire
@@ -59,7 +59,7 @@ class Marked(Effects, frozen=True):
 async def test_a_new_kind_changes_three_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a worker's answer through joining, buffer and flush to the transaction, no other file knows the kind."""
     # In effects.py: the field, its size, and its form between processes.
-    monkeypatch.setitem(effects.KINDS, "marks", Kind(lambda _: 8, str, int))
+    monkeypatch.setitem(effects.KINDS, "marks", EffectKind(lambda _: 8, str, int))
     monkeypatch.setattr(effects, "NOTHING", Marked())
     for module in (wire, flush, flusher):
         monkeypatch.setattr(module, "Effects", Marked)

@@ -13,7 +13,7 @@ def family(**parents: str) -> Lineage:
     """Know shards in the order given; each value names its parents, one letter each."""
     lineage = Lineage()
     for shard, names in parents.items():
-        lineage.know(shard, 0, parents=tuple(names))
+        lineage.add(shard, 0, parents=tuple(names))
     return lineage
 
 
@@ -23,8 +23,8 @@ def missing(lineage: Lineage) -> set[str]:
 
 def test_a_shard_is_new_once() -> None:
     lineage = Lineage()
-    assert lineage.know("a", 1)
-    assert not lineage.know("a", 2)
+    assert lineage.add("a", 1)
+    assert not lineage.add("a", 2)
     assert "a" in lineage.nodes
     assert "b" not in lineage.nodes
     assert len(lineage.nodes) == 1
@@ -44,7 +44,7 @@ def test_a_known_shard_is_missing_until_it_connects() -> None:
 
 def test_a_shard_that_had_ended_when_the_ledger_was_read_is_not_missing() -> None:
     lineage = Lineage()
-    lineage.know("a", 0, ended=True, effective_ms=7)
+    lineage.add("a", 0, ended=True, effective_ms=7)
     assert missing(lineage) == set()
     assert lineage.floor_ms("a") == 7
 
@@ -90,13 +90,13 @@ def test_the_other_child_is_expected_from_that_moment_on() -> None:
 def test_a_parent_that_is_listed_after_its_child_connected_has_ended() -> None:
     lineage = family(c="")
     lineage.connect("c", 1)
-    lineage.know("p", 2)
-    lineage.know("c", 2, parents=("p",))
+    lineage.add("p", 2)
+    lineage.add("c", 2, parents=("p",))
     assert lineage.nodes["p"].presence is Presence.ENDED
     lineage = family(c="p")
     lineage.connect("c", 1)
-    lineage.know("p", 2, parents=("g",))
-    lineage.know("g", 2)
+    lineage.add("p", 2, parents=("g",))
+    lineage.add("g", 2)
     assert {lineage.nodes[s].presence for s in "pg"} == {Presence.ENDED}
 
 
@@ -104,7 +104,7 @@ def test_a_list_that_says_nothing_new_moves_nobody() -> None:
     lineage = family(p="", c="p")
     lineage.connect("c", 1)
     lineage.connect("p", 2)  # a daemon with a fresh lease table reads again
-    assert not lineage.know("c", 3, parents=("p", "p"))
+    assert not lineage.add("c", 3, parents=("p", "p"))
     assert lineage.nodes["p"].presence is Presence.CONNECTED
 
 
@@ -177,12 +177,12 @@ def test_a_childs_first_record_is_floored_by_the_latest_of_its_parents() -> None
 def test_shards_that_were_split_and_merged_again_and_again_are_floored_at_once() -> None:
     # Each round doubles the ways to the first shard: 2**400 of them would never be walked.
     lineage = Lineage()
-    lineage.know("merged-0", 0, effective_ms=7)
+    lineage.add("merged-0", 0, effective_ms=7)
     for number in range(400):
         halves = (f"low-{number}", f"high-{number}")
         for half in halves:
-            lineage.know(half, 0, parents=(f"merged-{number}",))
-        lineage.know(f"merged-{number + 1}", 0, parents=halves)
+            lineage.add(half, 0, parents=(f"merged-{number}",))
+        lineage.add(f"merged-{number + 1}", 0, parents=halves)
     assert lineage.floor_ms("merged-400") == 7
     lineage.reach("high-200", 9)
     assert lineage.floor_ms("merged-400") == 9

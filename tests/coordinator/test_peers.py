@@ -35,7 +35,7 @@ class Ledger:
             each: replace(self.states.get(each, told(each, beat)), beat_ms=beat)
             for each, beat in self.beats.items()
         }
-        self.peers.learn(servers, self.shards, now_ms)
+        self.peers.update(servers, self.shards, now_ms)
         return self.peers
 
 

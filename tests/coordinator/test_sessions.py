@@ -52,9 +52,9 @@ class Around:
         self.sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
 
     def open(self, state: ShardState, *, now_ms: int = 0) -> Stub:
-        self.lineage.know(state.shard_id, now_ms, parents=state.parents)
+        self.lineage.add(state.shard_id, now_ms, parents=state.parents)
         session = Stub(state.shard_id, state.epoch, ShardPosition(state.position))
-        self.sessions.take_in(session, state, now_ms, tells_lag=True)
+        self.sessions.open(session, state, now_ms, tells_lag=True)
         return session
 
     def held_by(self, now_ms: int = 1000) -> tuple[str | None, str]:
@@ -85,7 +85,7 @@ def test_a_session_that_was_overtaken_while_it_was_opened_is_dead_and_changes_no
     new = around.open(ShardState("a", 2, S(5), effective_ms=500, event_ms=500))
     around.buffer.add(BufferedBatch("a", 2, last=S(6)))
     late = Stub("a", 1, ShardPosition(None))
-    assert not around.sessions.take_in(late, ShardState("a", 1), 0, tells_lag=True)
+    assert not around.sessions.open(late, ShardState("a", 1), 0, tells_lag=True)
     assert not late.alive
     assert around.sessions.live("a") is new
     assert len(around.buffer) == 1
@@ -95,11 +95,11 @@ def test_a_session_that_was_overtaken_while_it_was_opened_is_dead_and_changes_no
 def test_a_shard_that_was_never_read_begins_at_its_parents_times_when_windows_are_cut_on_arrival(
     around: Around,
 ) -> None:
-    around.lineage.know("p", 0, ended=True, effective_ms=700)
+    around.lineage.add("p", 0, ended=True, effective_ms=700)
     around.open(ShardState("c", 1, parents=("p",)))
     assert around.watermark.reached_ms()["c"] == 700
     on_a_column = Around(on_arrival=False)
-    on_a_column.lineage.know("p", 0, ended=True, effective_ms=700)
+    on_a_column.lineage.add("p", 0, ended=True, effective_ms=700)
     on_a_column.open(ShardState("c", 1, parents=("p",)))
     assert on_a_column.watermark.reached_ms()["c"] is None
 

@@ -143,30 +143,30 @@ async def test_a_view_is_told_only_while_it_counts_on_every_shard() -> None:
 
     assert await told() == "settling"
     membership.mark()
-    membership.tell(view)
+    membership.report(view)
     assert (await told(), ledger.heard[-1].watermark_ms) == ("behind", 500)
     with membership.opening():
         assert (await told(), ledger.heard[-1].watermark_ms) == ("settling", None)
         membership.mark()
-        membership.tell(view)
+        membership.report(view)
         assert await told() == "settling", "the view was taken while it was opened"
         membership.mark()
-    membership.tell(view)
+    membership.report(view)
     assert await told() == "settling", "the view was taken while it was opened"
     membership.mark()
     with membership.opening():
         pass
-    membership.tell(view)
+    membership.report(view)
     assert await told() == "settling", "the view was taken before it was opened"
     membership.mark()
     with membership.opening():
         with membership.opening():
             pass
         membership.mark()
-    membership.tell(view)
+    membership.report(view)
     assert await told() == "settling", "one of two was opened still"
     membership.mark()
-    membership.tell(view)
+    membership.report(view)
     assert await told() == "behind"
 
 

@@ -39,7 +39,7 @@ class Stream:
         self, *shards: str, tells_lag: bool = True, event_ms: int | None = None, polled: bool = False
     ) -> Stream:
         for shard in shards:
-            self.lineage.know(shard, self.now)
+            self.lineage.add(shard, self.now)
             self.lineage.connect(shard, self.now)
             self.watermark.connect(shard, self.now, tells_lag=tells_lag, event_ms=event_ms, polled=polled)
         return self
@@ -85,11 +85,11 @@ class Stream:
     def end(self, shard: str) -> Stream:
         self.lineage.end(shard, self.now)
         self.watermark.disconnect(shard)
-        self.watermark.settle(self.now)
+        self.watermark.restart_settling(self.now)
         return self
 
     def look(self) -> View:
-        return self.watermark.look(self.now)
+        return self.watermark.begin_view(self.now)
 
     def still(self, seen: View) -> View:
         return self.watermark.still(seen, self.now)
@@ -206,7 +206,7 @@ def test_nothing_moves_during_the_settle_time_after_a_new_shard() -> None:
     stream = Stream().connect("a").batch("a", 500).settled()
     stream.watermark.commit(stream.view)
     stream.connect("b").batch("b", 900).batch("a", 900)
-    stream.watermark.settle(stream.now)
+    stream.watermark.restart_settling(stream.now)
     assert stream.view == View(500, Holder(None, "settling"))
     assert stream.settled().ms == 900
 
@@ -437,7 +437,7 @@ def test_the_stream_is_over_when_every_shard_has_ended_and_the_settle_time_is_to
 
 def test_a_child_that_is_known_keeps_the_stream_from_being_over() -> None:
     stream = Stream().connect("p")
-    stream.lineage.know("c", stream.now, parents=("p",))
+    stream.lineage.add("c", stream.now, parents=("p",))
     assert stream.end("p").settled().view == View(None, Holder("c", "missing"))
 
 

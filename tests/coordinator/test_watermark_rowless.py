@@ -122,7 +122,7 @@ def test_a_lagging_shard_that_has_given_nothing_holds_where_nobody_else_has() ->
 
 def test_a_shard_goes_on_from_the_arrival_time_that_the_ledger_has() -> None:
     stream = Stream(on_arrival=False)
-    stream.lineage.know("a", stream.now)
+    stream.lineage.add("a", stream.now)
     stream.lineage.connect("a", stream.now)
     stream.watermark.connect("a", stream.now, tells_lag=True, event_ms=500, arrival_ms=900)
     stream.settled().batch("a", arrival_ms=900 + IDLE + 50)

@@ -290,7 +290,7 @@ def test_windows_far_ahead_of_the_stream_are_bounded_in_number_and_in_bytes() ->
     assert windows.leave_out_ahead([near, *far], 1) == {each.id for each in far[MOST_AHEAD:]}
     for each, size in ((near, 10**9), (far[0], 60), (far[1], 40)):
         segment = Segment("path", each.id, 1, size, each.start_ms, each.end_ms)
-        windows.learn(WindowEntry(each.id, WindowState.OPEN, each.start_ms, each.end_ms, segments=(segment,)))
+        windows.add(WindowEntry(each.id, WindowState.OPEN, each.start_ms, each.end_ms, segments=(segment,)))
     assert windows.leave_out_ahead([near, far[0]], 101) == frozenset()
     assert windows.leave_out_ahead([near, far[0]], 100) == {far[0].id}
     windows.cut([far[1].id])
@@ -367,7 +367,7 @@ def cut_windows(*, recompute: bool = True) -> CutWindows:
 def test_rows_of_a_window_that_nobody_cut_are_its_own() -> None:
     windows = cut_windows()
     assert windows.kind(A) is SegmentKind.WINDOW
-    windows.learn(ledger(WindowEntry("a", WindowState.OPEN)), 0)
+    windows.update(ledger(WindowEntry("a", WindowState.OPEN)), 0)
     assert windows.kind(A) is SegmentKind.WINDOW
 
 
@@ -381,7 +381,7 @@ def test_rows_of_a_cut_window_wait_for_its_next_revision_if_the_policy_says_so(r
 
 def test_rows_of_a_window_that_is_not_retained_go_to_the_late_dataset() -> None:
     windows = cut_windows()
-    windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, retained=False)), 0)
+    windows.update(ledger(WindowEntry("a", WindowState.PUBLISHED, retained=False)), 0)
     assert windows.kind(A) is SegmentKind.LATE
     windows.cut(["b"])
     windows.expired(["b"])
@@ -391,7 +391,7 @@ def test_rows_of_a_window_that_is_not_retained_go_to_the_late_dataset() -> None:
 def test_rows_of_a_window_that_was_skipped_go_to_the_late_dataset() -> None:
     windows = cut_windows()
     windows.registered(["a"], 0)
-    windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, error="no", pending=WAITING)), 0)
+    windows.update(ledger(WindowEntry("a", WindowState.PUBLISHED, error="no", pending=WAITING)), 0)
     assert windows.kind(A) is SegmentKind.LATE
     assert windows.due_ms == {}
 
@@ -405,7 +405,7 @@ def test_a_window_that_is_cut_after_it_expired_stays_expired() -> None:
 
 def test_a_window_that_the_ledger_has_forgotten_is_late_by_its_end() -> None:
     windows = cut_windows()
-    windows.learn(ledger(cut_below_ms=10), 0)
+    windows.update(ledger(cut_below_ms=10), 0)
     assert windows.kind(A) is SegmentKind.LATE
     assert windows.kind(B) is SegmentKind.WINDOW
     assert windows.kind(WindowKey("batch-1")) is SegmentKind.WINDOW
@@ -425,14 +425,14 @@ def test_a_window_that_the_ledger_tells_of_no_more_is_still_known_to_be_cut() ->
     windows = cut_windows()
     windows.cut(["a"])
     for _ in range(2):
-        windows.learn(ledger(), 0)
+        windows.update(ledger(), 0)
     assert windows.kind(A) is SegmentKind.LATE
 
 
 def test_only_so_many_of_them_are_remembered() -> None:
     windows = cut_windows()
     windows.cut(["a", *(f"w{n}" for n in range(_REMEMBERED - 1)), "b"])
-    windows.learn(ledger(), 0)
+    windows.update(ledger(), 0)
     assert windows.kind(A) is SegmentKind.WINDOW, "the ledger will refuse its rows"
     assert windows.kind(B) is SegmentKind.LATE
 
@@ -470,15 +470,15 @@ def test_rows_that_wait_in_the_ledger_are_found_unless_their_window_was_set_asid
 ) -> None:
     windows = cut_windows()
     windows.registered(["a", "b"], 0)
-    windows.learn(ledger(WindowEntry("a", state, pending=WAITING), WindowEntry("b", state)), 50)
+    windows.update(ledger(WindowEntry("a", state, pending=WAITING), WindowEntry("b", state)), 50)
     assert windows.due(10**6, at_once=False) == (("a",) if waits else ())
-    windows.learn(ledger(WindowEntry("a", state, pending=WAITING)), 60)
+    windows.update(ledger(WindowEntry("a", state, pending=WAITING)), 60)
     assert windows.due(100, at_once=False) == (("a",) if waits else ()), "they do not start to wait anew"
 
 
 def test_rows_that_are_found_at_a_start_wait_for_the_delay() -> None:
     windows = cut_windows()
-    windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, pending=WAITING)), 1000)
+    windows.update(ledger(WindowEntry("a", WindowState.PUBLISHED, pending=WAITING)), 1000)
     assert windows.due(1099, at_once=False) == ()
     assert windows.due(1100, at_once=False) == ("a",)
 
@@ -487,9 +487,9 @@ def test_news_cost_no_more_however_many_windows_are_known() -> None:
     counts = []
     for known in (100, 5_000):
         windows = cut_windows()
-        windows.learn(ledger(*(WindowEntry(f"w{n}", WindowState.PUBLISHED) for n in range(known))), 0)
+        windows.update(ledger(*(WindowEntry(f"w{n}", WindowState.PUBLISHED) for n in range(known))), 0)
         news = replace(ledger(WindowEntry("w3", WindowState.PUBLISHED, pending=WAITING)), since=7)
         with counting_python() as operations:
-            windows.learn(news, 0)
+            windows.update(news, 0)
         counts.append(operations.count)
     assert counts[0] == counts[1]

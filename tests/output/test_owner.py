@@ -45,7 +45,7 @@ class Starts:
     ) -> tuple[FolderClaim, SqliteLedger]:
         """Read what the folder says, and open no ledger yet."""
         claim = FolderClaim(store, pipeline="a", ledger=place, new_ledger=new_ledger)
-        claim.look()
+        claim.inspect()
         server_id = f"s{len(self.ledgers)}"
         self.ledgers.append(
             SqliteLedger(self.folder / ledger, pipeline="a", server_id=server_id, clock=VirtualClock(0))
@@ -56,7 +56,7 @@ class Starts:
         self, store: OutputStore, *where: str | None, new_ledger: bool = False, **place: Any
     ) -> LedgerState:
         claim, ledger = self.prepare(store, *where, new_ledger=new_ledger, **place)
-        return await claim.settle(await ledger.open(), ledger)
+        return await claim.acquire(await ledger.open(), ledger)
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ async def test_of_two_starts_that_take_a_new_ledger_the_second_finds_the_folder_
     store: OutputStore, start: Starts
 ) -> None:
     (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
-    first = await claim.settle(await ledger.open(), ledger)
-    second = await other_claim.settle(await other.open(), other)
+    first = await claim.acquire(await ledger.open(), ledger)
+    second = await other_claim.acquire(await other.open(), other)
     assert second.ledger_id == first.ledger_id
     assert sorted((await ledger.sync(ServerState("s1", 1))).servers) == ["s1", "s2"]
 
@@ -124,9 +124,9 @@ async def test_of_two_starts_that_take_a_new_ledger_at_once_one_stops_with_a_sen
 ) -> None:
     (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
     found, other_found = await ledger.open(), await other.open()
-    first = await claim.settle(found, ledger)
+    first = await claim.acquire(found, ledger)
     with pytest.raises(ServerBuried, match="claimed the ledger again"):
-        await other_claim.settle(other_found, other)
+        await other_claim.acquire(other_found, other)
     assert (await ledger.peek()).ledger_id == first.ledger_id == json.loads(store.get(OWNER))["ledger_id"]
 
 
@@ -143,10 +143,10 @@ async def test_a_start_that_is_overtaken_before_it_could_note_its_ledger_leaves_
 
         async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
             claimed = await ledger.claim(folder, instead_of=instead_of)
-            await other_claim.settle(await other.open(), other)
+            await other_claim.acquire(await other.open(), other)
             return claimed
 
-    await claim.settle(await ledger.open(), Overtaken())  # type: ignore[arg-type]  # all that a claim calls
+    await claim.acquire(await ledger.open(), Overtaken())  # type: ignore[arg-type]  # all that a claim calls
     now = await other.peek()
     assert list(now.servers) == ["s2"]
     assert json.loads(store.get(OWNER))["ledger_id"] == now.ledger_id
@@ -165,7 +165,7 @@ async def test_a_file_that_a_crash_cut_off_is_written_again(store: OutputStore, 
 def test_what_nobody_understands_is_refused(store: OutputStore, damage: bytes) -> None:
     store.put(OWNER, damage)
     with pytest.raises(OperatorError, match="belongs to something unknown") as told:
-        FolderClaim(store, pipeline="a", ledger="x").look()
+        FolderClaim(store, pipeline="a", ledger="x").inspect()
     assert OWNER in told.value.what
 
 
@@ -181,7 +181,7 @@ def test_a_ledger_is_named_as_every_server_names_it(
     store: OutputStore, ledger: str, named: str | None
 ) -> None:
     values = {"handler": "h", "out": "/somewhere", "ledger": ledger}
-    claim_of(resolve(values, environ={}, folder=Path("/nowhere")), store).look()
+    claim_of(resolve(values, environ={}, folder=Path("/nowhere")), store).inspect()
     assert json.loads(store.get(OWNER))["ledger"] == named
 
 
@@ -221,12 +221,12 @@ async def test_what_a_server_wrote_that_came_first_meanwhile_is_this_ledgers(
     store: OutputStore, start: Starts, tmp_path: Path
 ) -> None:
     claim = FolderClaim(store, pipeline="a", ledger="x")
-    claim.look()
+    claim.inspect()
     slow = SqliteLedger(tmp_path / "ledger", pipeline="a", server_id="slow", clock=VirtualClock(0))
     found = await slow.open()
     quick = await start(store)
     store.put(f"window={FIRST}/part.parquet", b"x")
-    settled = await claim.settle(found, slow)
+    settled = await claim.acquire(found, slow)
     await slow.close()
     assert (settled.ledger_id, settled.folder) == (quick.ledger_id, quick.folder)
 
@@ -282,9 +282,9 @@ async def test_of_two_folders_that_claim_one_ledger_at_once_one_is_refused(
         each.prepare(PRIVATE, durable=True)
     (claim, ledger), (other_claim, other) = (start.prepare(each) for each in folders)
     found, other_found = await ledger.open(), await other.open()
-    await claim.settle(found, ledger)
+    await claim.acquire(found, ledger)
     with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/there"):
-        await other_claim.settle(other_found, other)
+        await other_claim.acquire(other_found, other)
 
 
 async def test_a_folder_that_has_lost_its_word_beside_a_ledger_elsewhere_is_given_it_again(
@@ -419,11 +419,11 @@ async def test_a_ledger_from_before_the_last_rows_is_refused_and_their_segments_
 def test_a_renamed_pipeline_in_the_same_table_is_told_how_it_goes_on(
     store: OutputStore, ledger: str | None, advice: str
 ) -> None:
-    FolderClaim(store, pipeline="old", ledger="dynamodb://t/old").look()
+    FolderClaim(store, pipeline="old", ledger="dynamodb://t/old").inspect()
     with pytest.raises(
         OperatorError, match="belongs to pipeline old on the ledger dynamodb://t/old"
     ) as caught:
-        FolderClaim(store, pipeline="new", ledger=ledger).look()
+        FolderClaim(store, pipeline="new", ledger=ledger).inspect()
     assert advice in caught.value.advice
 
 
@@ -432,9 +432,9 @@ async def test_a_folder_is_found_under_the_former_name_until_the_ledger_has_the_
 ) -> None:
     async def start(ledger: str, former: str | None = None, *, renamed: bool = False) -> None:
         claim = FolderClaim(store, pipeline=ledger, ledger=f"dynamodb://t/{ledger}", former=former)
-        claim.look()
+        claim.inspect()
         opened = SqliteLedger(tmp_path / "ledger", pipeline="a", server_id="s", clock=VirtualClock(0))
-        await claim.settle(await opened.open(), opened)
+        await claim.acquire(await opened.open(), opened)
         if renamed:
             await claim.renamed()
         await opened.close()

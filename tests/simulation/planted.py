@@ -50,7 +50,7 @@ class Unfenced(SqliteStore):
     def transact(self, transaction: Transaction[Any], read: Callable[[Book], Any]) -> Any:
         if transaction.rule.__name__ == "register":
             flush, *others = transaction.args
-            known = self.look(lambda book: book.shards.copy())
+            known = self.read(lambda book: book.shards.copy())
             positions = tuple(
                 replace(each, epoch=known[each.shard_id].epoch, previous=known[each.shard_id].position)
                 for each in flush.positions
@@ -202,7 +202,7 @@ class HostsTime(SqliteLedger):
 class AlwaysGreen(Reports):
     """Finds nothing wrong where no shard is read."""
 
-    def note_unread(self, *_: object, **__: object) -> None:
+    def count_unread(self, *_: object, **__: object) -> None:
         pass
 
 

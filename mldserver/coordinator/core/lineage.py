@@ -73,7 +73,7 @@ class Lineage:
     nodes: dict[str, ShardNode] = field(init=False, default_factory=dict)
     """Only looked at by others."""
 
-    def know(
+    def add(
         self,
         shard_id: str,
         now_ms: int,
@@ -262,7 +262,7 @@ class Peers:
         """How many of them take rows in."""
         return sum(not server_id.startswith(DRAIN) for server_id in self._told)
 
-    def learn(
+    def update(
         self, servers: Mapping[str, ServerState], shards: Mapping[str, ShardState], now_ms: int
     ) -> None:
         """Take in what the ledger holds."""

@@ -130,7 +130,7 @@ class OpenWindows:
         for key in keys:
             self._open.setdefault(key.id, key)
 
-    def learn(self, entry: WindowEntry) -> None:
+    def add(self, entry: WindowEntry) -> None:
         """Note a window that is open in the ledger."""
         self._open.setdefault(entry.window_id, WindowKey(entry.window_id, entry.start_ms, entry.end_ms))
         self._bytes[entry.window_id] = sum(segment.bytes for segment in entry.segments)
@@ -215,7 +215,7 @@ class CutWindows:
     """Windows known to be cut that are not retained any more, those known longest first."""
     _cut_below_ms: int | None = field(init=False, default=None)
 
-    def learn(self, state: LedgerState, now_ms: int) -> None:
+    def update(self, state: LedgerState, now_ms: int) -> None:
         """Apply the ledger's state: the whole state, or the changes since the last call."""
         self._cut_below_ms = state.cut_below_ms
         if not state.since:

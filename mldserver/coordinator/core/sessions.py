@@ -155,7 +155,7 @@ class Sessions:
         session = self._sessions.get(shard_id)
         return session if session is not None and session.alive else None
 
-    def take_in(
+    def open(
         self, session: Session, state: ShardState, now_ms: int, *, tells_lag: bool, polled: bool = False
     ) -> bool:
         """Give a known shard to a session that was opened with ``state``, at the expense of an older one.
@@ -197,7 +197,7 @@ class Sessions:
         """Note that a session's shard has ended durably."""
         self.lineage.end(session.shard_id, now_ms)
         self.watermark.disconnect(session.shard_id)
-        self.watermark.settle(now_ms)
+        self.watermark.restart_settling(now_ms)
 
     def forget(self, shard_ids: Iterable[str]) -> None:
         """Forget the sessions of shards that are forgotten."""

@@ -1,7 +1,7 @@
 """The watermark: up to which event time no more rows are expected. A synchronous core; steady time is passed in.
 
 Each connected shard has a watermark of its own: the latest event time it has shown, minus the allowed disorder. The
-pipeline's is the least of them and never goes back: ``view`` and ``look`` only look, ``commit`` makes a view binding,
+pipeline's is the least of them and never goes back: ``view`` and ``begin_view`` only look, ``commit`` makes a view binding,
 which the caller does once every row that the view counted on is durable (``still``). Shards that say nothing must not
 stall it, and shards that are only late to connect must not be overtaken:
 
@@ -149,7 +149,7 @@ class Watermark:
         self._arrival: tuple[int, int] | None = None
         """The arrival time that says most of AWS's clock, and the steady time at which it was known."""
         self.reopened: dict[str, int | None] = {}
-        """Shards that were connected since the last ``look``, and the watermark with which each went on."""
+        """Shards that were connected since the last ``begin_view``, and the watermark with which each went on."""
 
     def lag_ms(self, shard_id: str, now_ms: int) -> int | None:
         """Return how far a shard with a connection is behind the stream's tip; None: that is unknown.
@@ -165,7 +165,7 @@ class Watermark:
             return None
         return (clock.lag_ms or 0) + now_ms - clock.told_ms
 
-    def settle(self, now_ms: int) -> None:
+    def restart_settling(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
         self._settle_until_ms = now_ms + self.rules.settle_time_ms
 
@@ -177,7 +177,7 @@ class Watermark:
         """The daemon was answered for a shard's end, or is gone: from now on the settle time counts."""
         if shard_id in self._ending:
             self._ending.remove(shard_id)
-            self.settle(now_ms)
+            self.restart_settling(now_ms)
 
     def connect(
         self,
@@ -291,13 +291,13 @@ class Watermark:
         """
         return {shard_id: self._value(clock) for shard_id, clock in self._shards.items()}
 
-    def look(self, now_ms: int) -> View:
+    def begin_view(self, now_ms: int) -> View:
         """Return the watermark now. Later, ``still`` returns the part of this view that is still valid."""
         self.reopened.clear()
         return self.view(now_ms)
 
     def still(self, view: View, now_ms: int) -> View:
-        """Return the valid part of a ``look``, now that its rows are durable, except rows of shards opened again since.
+        """Return the valid part of a ``begin_view``, now that its rows are durable, except rows of shards opened again since.
 
         A reopened shard delivers again the rows that were not durable. So it counts only as far as where it resumed.
         If a shard has become known that no server includes yet, the view holds the watermark.
