@@ -21,6 +21,7 @@ from mldserver import __version__
 from mldserver import status_document as document
 from mldserver.assembly import Parts
 from mldserver.base.clock import Clock
+from mldserver.children.process import resident_bytes
 from mldserver.config.settings import Settings
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import without_messages
@@ -45,8 +46,6 @@ _OF_ALL: Final = ("duplicates", "retries", "skipped", "discarded", "checkpoints"
 """Totals that a source knows: of each shard, and of all together."""
 _SAMPLES: Final = 65
 _OPEN_FILES: Final = Path("/proc/self/fd")
-_STATM: Final = Path("/proc/self/statm")
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -185,12 +184,11 @@ class Gatherer:
             "stopping": stopping,
             "log_level": logging.getLevelName(Logger.level).lower(),
             "loop_lag_seconds": self._late_ms / 1000,
-            "resident_bytes": 0,
+            "resident_bytes": resident_bytes(os.getpid()) or 0,
             "cpu_seconds": time.process_time(),
             "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         with contextlib.suppress(OSError):  # a system that does not say
-            common["resident_bytes"] = int(_STATM.read_text().split()[1]) * _PAGE
             common["open_files"] = sum(1 for _ in _OPEN_FILES.iterdir())
         self._late_ms = 0
         doing = f"the server {doing}"

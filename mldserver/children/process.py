@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from mldserver.base.lines import Lines
+from mldserver.base.lines import TextLines
 from mldserver.children.channel import pair
 
 _READ_BYTES: Final = 8192
@@ -37,7 +37,7 @@ class ChildOutput:
         """Own ``file`` from now on; ``take`` gets its lines, and returns False when they are too many for now."""
         self._file = file
         self._take = take
-        self._lines = Lines()
+        self._lines = TextLines()
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._open = True
@@ -57,7 +57,7 @@ class ChildOutput:
         """Read what is left, and close the pipe, even if another process holds it open. Closing again does nothing."""
         rest = _REST_BYTES
         while self._open and rest > 0 and (data := self._read()):
-            self._take(self._lines.feed(data))
+            self._take(self._lines.feed_text(data))
             rest -= len(data)
         self._end()
 
@@ -67,7 +67,7 @@ class ChildOutput:
             return
         if not data:
             self._end()
-        elif not self._take(self._lines.feed(data)):
+        elif not self._take(self._lines.feed_text(data)):
             self._loop.remove_reader(self._file)
             self._pause = self._loop.call_later(_PAUSE_SECONDS, self.go_on)
 
@@ -85,7 +85,7 @@ class ChildOutput:
             self._loop.remove_reader(self._file)
             os.close(self._file)
             self.ended.set()
-            self._take(self._lines.end())
+            self._take(self._lines.finish_text())
 
 
 class ChildProcess:

@@ -1,4 +1,4 @@
-"""Keeps a child process running: one rule for workers, standby workers, Spark's driver, the admin endpoint and the Java daemon.
+"""Keeps a child process running: one rule for workers, standby workers, Spark's driver and the Java daemon.
 
 After each exit the supervisor waits, for longer and longer while the exits follow each other, and starts the next process.
 """

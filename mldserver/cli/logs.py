@@ -16,10 +16,11 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from mldserver.base.lines import LineSplitter
 from mldserver.cli import ReaderGone
 from mldserver.config.settings import Level  # cyclopts reads the annotations
 from mldserver.errors import ConfigError, OperatorError
-from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, as_text, harmless, parse_event
+from mldserver.observe.log_lines import FileFollower, Selection, as_text, harmless, parse_event
 from mldserver.windows import duration_ms
 
 _HELP = """

@@ -1,7 +1,7 @@
-"""Log lines: events written as JSON and for people; lines out of bytes, which of them are wanted, a file followed.
+"""Log lines: events as JSON and as text for people, which of them are selected, and a file that is followed.
 
-Nothing that is logged can make writing it fail. ``LineSplitter`` and ``Selection`` are plain cores. ``FileFollower`` reads
-a file but never waits: the command line's shell asks it again after a while.
+Nothing that is logged can make writing it fail. ``FileFollower`` reads a file but never waits: the command calls it again
+after a while.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import orjson
 
+from mldserver.base.lines import LineSplitter
 from mldserver.errors import ConfigError
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
@@ -26,29 +27,6 @@ LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _CHUNK = 1 << 20
 _HEAD = 128
 """Bytes at a file's start that identify its content: JSON lines begin with a timestamp."""
-
-
-@dataclass(slots=True)
-class LineSplitter:
-    """Makes lines of bytes of any chunking."""
-
-    _started: list[bytes] = field(default_factory=list)
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes; return the lines that they complete, without their ends."""
-        *lines, rest = data.split(b"\n")
-        if lines:
-            lines[0] = b"".join((*self._started, lines[0]))
-            self._started.clear()
-        if rest:
-            self._started.append(rest)
-        return [line.removesuffix(b"\r") for line in lines]
-
-    def finish(self) -> list[bytes]:
-        """Return the last line if it has no end."""
-        rest = b"".join(self._started)
-        self._started.clear()
-        return [rest] if rest else []
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 
 import structlog
 
-from mldserver.base.lines import Lines
+from mldserver.base.lines import TextLines
 from mldserver.base.uris import redaction
 from mldserver.config.settings import Level, LogFormat, Settings
 from mldserver.errors import OperatorError
@@ -171,7 +171,7 @@ class _CaughtLines(io.RawIOBase):
     def __init__(self, emit: Callable[[str], None]) -> None:
         super().__init__()
         self._emit = emit
-        self._lines = Lines()
+        self._lines = TextLines()
         # Re-entrant: a signal handler may print while the same thread does.
         self._lock = threading.RLock()
 
@@ -180,14 +180,14 @@ class _CaughtLines(io.RawIOBase):
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
         with self._lock:
-            lines = self._lines.feed(bytes(data))
+            lines = self._lines.feed_text(bytes(data))
         for line in lines:
             self._emit(line)
         return len(data)
 
     def finish(self) -> None:
         """Pass on a line that has no end."""
-        for line in self._lines.end():
+        for line in self._lines.finish_text():
             self._emit(line)
 
 

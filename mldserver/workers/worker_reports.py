@@ -15,12 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
 from mldserver.children.channel import send_now
+from mldserver.children.process import resident_bytes
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import LineLimit, Logger, caught_output, set_level
 from mldserver.runtime.calls import Deadlines
@@ -32,8 +32,6 @@ OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
 LONGEST: Final = 65_536
 """Characters of a text in an event."""
 BEAT_SECONDS: Final = 0.5
-_STATM: Final = Path("/proc/self/statm")
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 URGENT_SECONDS: Final = 1.0
 """How long a thread waits for the server to take a warning or an error."""
 
@@ -166,7 +164,6 @@ class Heartbeat:
             time.sleep(BEAT_SECONDS)
 
     def _resident_bytes(self) -> int:
-        # The handler may have used up all descriptors for a while: then it is as it was.
-        with contextlib.suppress(OSError):
-            self._resident = int(_STATM.read_text().split()[1]) * _PAGE
+        # The handler may have used up all descriptors for a while: then repeat the last value.
+        self._resident = resident_bytes(os.getpid()) or self._resident
         return self._resident

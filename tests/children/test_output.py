@@ -7,30 +7,11 @@ import os
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mldserver.base.lines import LONGEST_LINE, Lines
 from mldserver.children import process
 from mldserver.children.process import ChildOutput
 
 pytestmark = pytest.mark.quick
-
-
-@given(st.lists(st.binary(max_size=30)))
-def test_lines_come_whatever_the_chunks_are(chunks: list[bytes]) -> None:
-    lines = Lines()
-    found = [line for chunk in chunks for line in lines.feed(chunk)] + lines.end()
-    *ended, rest = b"".join(chunks).split(b"\n")
-    expected = [*ended, rest] if rest else ended
-    assert found == [line.decode("utf-8", "replace").rstrip("\r") for line in expected]
-
-
-def test_what_a_line_has_beyond_the_limit_is_left_out_and_that_is_told() -> None:
-    lines = Lines()
-    assert lines.feed(b"x" * LONGEST_LINE + b"\n") == ["x" * LONGEST_LINE]
-    assert lines.feed(b"x" * (LONGEST_LINE - 1)) == lines.feed(b"yz") == lines.feed(b"z" * 10**6) == []
-    assert lines.feed(b"\nnext\n") == ["x" * (LONGEST_LINE - 1) + "y … cut", "next"]
 
 
 class Pipe:

@@ -7,36 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mldserver.errors import ConfigError
-from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, parse_event
+from mldserver.observe.log_lines import FileFollower, Selection, parse_event
 
 pytestmark = pytest.mark.quick
-
-# Lines
-
-
-@given(
-    st.lists(st.binary(max_size=5).map(lambda data: data.replace(b"\n", b"x").replace(b"\r", b"y"))),
-    st.data(),
-)
-def test_lines_come_out_whole_whatever_the_chunking(lines: list[bytes], data: st.DataObject) -> None:
-    wire = b"".join(line + b"\n" for line in lines) + b"rest"
-    splitter = LineSplitter()
-    got: list[bytes] = []
-    while wire:
-        at = data.draw(st.integers(1, len(wire)))
-        got += splitter.feed(wire[:at])
-        wire = wire[at:]
-    assert got == lines
-    assert splitter.finish() == [b"rest"]
-    assert splitter.finish() == []
-
-
-def test_carriage_returns_belong_to_the_line_end() -> None:
-    assert LineSplitter().feed(b"a\r\nb\n") == [b"a", b"b"]
 
 
 @pytest.mark.parametrize("line", [b"", b"plain", b"[1]", b"{}", b'{"a":1}', b"\xff", b'{"event":'])
