@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import structlog
 from aiohttp import web
@@ -34,6 +35,10 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.status_document import Status
 
 log = structlog.get_logger("mldserver")
+
+_T = TypeVar("_T")
+_SHUTDOWN_SECONDS: Final = 1.0
+"""The stop waits no longer for requests, whose connections are closed by then."""
 
 CarryOut = Callable[[str, str], Awaitable[tuple[bool, str]]]
 """Carries out an act with an argument; returns whether it is done, and a sentence."""
@@ -59,7 +64,7 @@ class AdminEndpoint:
         self._carry_out: CarryOut
         self._server: web.Server
         self._group: asyncio.TaskGroup
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         """All that runs in the group."""
         self._sockets = contextlib.ExitStack()
 
@@ -87,7 +92,9 @@ class AdminEndpoint:
             log.info("admin.listening", address=self.address, metrics=self.metrics_address)
             feed = StatusFeed(collect, redaction(self._settings.secrets(), in_json=True))
             routes = Routes(feed, self._steer, lambda: self.steering_address)
-            runner = web.AppRunner(routes.application(), handler_cancellation=True)
+            runner = web.AppRunner(
+                routes.application(), handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS
+            )
             await runner.setup()
             assert runner.server is not None, "it is set up"
             self._server = runner.server
@@ -130,7 +137,7 @@ class AdminEndpoint:
                 self._spawn(HttpListener(listener, Access.STEER).run(self._server), "steering")
         await run_in_daemon_thread(self._store_address, name="mldserver-address")
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[None, None, _T], name: str) -> asyncio.Task[_T]:
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -138,19 +145,16 @@ class AdminEndpoint:
 
     async def _steer(self, act: str, argument: str, who: str) -> tuple[bool, str]:
         """Carry out an act and return its result. The act continues if the client disconnects."""
-        result: list[tuple[bool, str]] = []
+        return await asyncio.shield(self._spawn(self._act(act, argument, who), "act"))
 
-        async def carry_out() -> None:
-            try:
-                done, text = await self._carry_out(act, argument)
-            except Exception as error:  # noqa: BLE001  # one act must not end the server; the client receives the reason
-                done, text = False, f"It failed: {type(error).__name__}: {error}."
-            tell = log.info if done else log.warning
-            tell("admin.act", act=act, argument=argument, who=who, done=done, text=text)
-            result.append((done, text))
-
-        await asyncio.shield(self._spawn(carry_out(), "act"))
-        return result[0]
+    async def _act(self, act: str, argument: str, who: str) -> tuple[bool, str]:
+        try:
+            done, text = await self._carry_out(act, argument)
+        except Exception as error:  # noqa: BLE001  # one act must not end the server; the client receives the reason
+            done, text = False, f"It failed: {type(error).__name__}: {error}."
+        report = log.info if done else log.warning
+        report("admin.act", act=act, argument=argument, who=who, done=done, text=text)
+        return done, text
 
     # Sockets and files.
 

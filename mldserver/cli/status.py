@@ -67,9 +67,11 @@ class SteeringOptions(Where):
         address = self._address(settings)
         if isinstance(address, TcpAddress):
             path = steering_socket(settings, address.port)
-            if not path.exists():
+            names_other_host = self.admin is not None and not is_local(address)
+            if names_other_host or not path.exists():
                 raise ConfigError(
-                    f"{address} only shows the server; steering goes over its Unix socket, and {path} does not exist.",
+                    f"{address} only shows the server; steering goes over its Unix socket"
+                    + (" on its host." if names_other_host else f", and {path} does not exist."),
                     advice="Run the command on the server's host (ssh, kubectl exec) with its --out, or name the socket with "
                     "--admin unix:PATH.",
                 )

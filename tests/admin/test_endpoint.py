@@ -280,6 +280,9 @@ async def test_commands_find_an_endpoint_at_any_address_by_the_output_folder_alo
         for elsewhere in (ServerOptions(out=out, admin="127.0.0.1:9"), ServerOptions(admin="192.0.2.1:7071")):
             with pytest.raises(ConfigError, match=r"only shows the server.*on the server's host"):
                 elsewhere.steering_client()
+        port = str(one.endpoint.address).rpartition(":")[2]
+        with pytest.raises(ConfigError, match=r"^192.0.2.1:\d+ only shows the server.*socket on its host\."):
+            ServerOptions(out=out, admin=f"192.0.2.1:{port}").steering_client()
         monkeypatch.setenv("MLDSERVER_ADMIN", "127.0.0.1:8")
         assert str(here.client().address) == "127.0.0.1:8"
         monkeypatch.delenv("MLDSERVER_ADMIN")
