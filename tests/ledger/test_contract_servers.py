@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -11,18 +10,14 @@ import pytest
 
 from mldserver.effects import Effects
 from mldserver.errors import InternalError, LedgerError, ServerBuried
-from mldserver.ledger.contract import Flush, LedgerState, ServerState, ShardState, WindowState
+from mldserver.ledger.contract import Flush, LedgerState, ServerState, WindowState
 from mldserver.ledger.operations import Ledger
-from mldserver.records import Sequence
 from tests.ledger.samples import (
     BATCH,
-    HUGE,
     W1,
     W2,
     attempted,
     bring_to,
-    entry,
-    held,
     late,
     letter,
     more,
@@ -175,95 +170,6 @@ async def test_a_state_that_was_returned_stays_as_it_was(ledger_factory: Factory
         assert (set(first.windows), set(second.windows)) == (set(), {W1})
 
 
-async def test_several_servers_fill_one_window_and_one_of_them_wins_the_cut(ledger_factory: Factory) -> None:
-    async with two(ledger_factory) as (one, other):
-        await one.register(Flush((), (seg("s1"),)))
-        await other.register(Flush((), (seg("s2"),)))
-        cuts = await asyncio.gather(one.cut((W1,)), other.cut((W1,)))
-        ((winner,),) = [cut for cut in cuts if cut]
-        assert winner.segments == (seg("s1", revision=1), seg("s2", revision=1))
-        loser = other if winner.owner == "one" else one
-        assert await loser.begin_attempts((W1,)) == {}
-        assert (await loser.register(Flush((), (seg("s3"),)))).cut_windows == {W1}
-
-
-async def test_only_the_owner_of_a_window_computes_it(ledger_factory: Factory) -> None:
-    async with two(ledger_factory) as (one, other):
-        await bring_to(one, WindowState.CUT)
-        output = await attempted(one)
-        assert await other.begin_attempts((W1,)) == {}
-        assert await other.adopt() == ()
-        await other.set_aside(W1, "no")
-        assert await other.commit((output,)) == frozenset()
-        assert await one.commit((output,)) == {W1}
-
-
-async def test_a_shard_belongs_to_who_opened_it_last(ledger_factory: Factory) -> None:
-    async with two(ledger_factory) as (one, other):
-        assert (await one.open_shard("a")).owner == "one"
-        assert await other.open_shard("a") == ShardState("a", 2, owner="two")
-        await one.release_shard("a", 1)
-        await one.register(Flush(()))
-        assert (await held(ledger_factory)).shards["a"].owner == "two"
-        assert (await one.register(Flush((move(),)))).lost_shards == {"a"}
-        assert (await other.register(Flush((move(epoch=2),)))).registered
-        await other.release_shard("a", 2)
-        assert (await held(ledger_factory)).shards["a"] == ShardState("a", 2, HUGE)
-        # What it still holds in memory counts, as long as nobody else has opened the shard.
-        update = move(epoch=2, position=Sequence(HUGE.number + 1), previous=HUGE)
-        assert (await other.register(Flush((update,)))).registered
-        await other.release_shard("unknown", 1)
-
-
-async def test_a_server_that_does_not_beat_is_buried_and_its_windows_are_adopted(
-    ledger_factory: Factory,
-) -> None:
-    async with two(ledger_factory) as (one, other):
-        await one.open_shard("a")
-        await other.open_shard("b")
-        await bring_to(one, WindowState.COMMITTED, W2, "s2")
-        await bring_to(one, WindowState.CUT, W1, "s1")
-        await bring_to(other, WindowState.CUT, BATCH, "s3")
-        output = await attempted(one)
-        assert await other.adopt() == ()
-        assert await other.bury({"one": 1_000, "gone": 1}) == {"one", "gone"}
-        assert await other.bury({"one": 0}) == {"one"}
-        assert set(await servers(ledger_factory)) == {"two"}
-        shards = (await held(ledger_factory)).shards
-        assert (shards["a"].owner, shards["b"].owner) == (None, "two")
-        adopted = await other.adopt()
-        assert [(each.window_id, each.state, each.owner) for each in adopted] == [
-            (W1, WindowState.CUT, "two"),
-            (W2, WindowState.COMMITTED, "two"),
-        ]
-        assert await other.adopt() == ()
-        with pytest.raises(ServerBuried):
-            await one.commit((output,))
-        assert await other.begin_attempts((W1,)) == {W1: 2}
-        await other.published({W2: 1})
-    assert (await entry(ledger_factory, W2)).state is WindowState.PUBLISHED
-
-
-@pytest.mark.parametrize("beat_ms", [1_001, 2_000, 999, -3_600_000])
-async def test_a_server_that_has_beaten_since_it_was_seen_is_not_buried_wherever_its_clock_was_set(
-    ledger_factory: Factory, beat_ms: int
-) -> None:
-    async with two(ledger_factory) as (one, other):
-        await one.open_shard("a")
-        seen = (await servers(ledger_factory))["one"].beat_ms
-        await one.sync(ServerState("one", beat_ms))
-        assert await other.bury({"one": seen}) == frozenset()
-        assert (await held(ledger_factory)).shards["a"].owner == "one"
-        await one.sync(ServerState("one", beat_ms + 1))
-        assert await other.bury({"one": beat_ms + 1}) == {"one"}
-
-
-async def test_a_server_never_buries_itself(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (one, _):
-        assert await one.bury({"one": 1_000}) == frozenset()
-        await one.open_shard("a")
-
-
 def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
     """Every call of a server that would write something."""
     return {
@@ -301,34 +207,6 @@ async def test_nothing_that_a_buried_server_tries_counts(ledger_factory: Factory
             assert after == before
 
 
-async def test_a_server_that_leaves_lets_go_what_it_holds(ledger_factory: Factory) -> None:
-    async with two(ledger_factory) as (one, other):
-        await one.open_shard("a")
-        await bring_to(one, WindowState.CUT)
-        await one.leave()
-        await one.leave()
-        assert set(await servers(ledger_factory)) == {"two"}
-        assert (await held(ledger_factory)).shards["a"].owner is None
-        assert [each.window_id for each in await other.adopt()] == [W1]
-        with pytest.raises(ServerBuried):
-            await one.open_shard("a")
-
-
-async def test_a_server_under_the_id_of_another_buries_it(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (old, _):
-        await old.open_shard("a")
-        await bring_to(old, WindowState.CUT)
-        async with opened(ledger_factory) as (new, state):
-            assert set(state.servers) == {"one"}
-            assert (state.shards["a"].owner, state.windows[W1].owner) == (None, None)
-            await new.adopt()
-            with pytest.raises(ServerBuried):
-                await old.begin_attempts((W1,))
-            await old.leave()
-            assert await new.begin_attempts((W1,)) == {W1: 1}
-            assert set(await servers(ledger_factory)) == {"one"}
-
-
 async def test_a_tool_looks_without_being_a_server(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, _):
         await bring_to(one, WindowState.CUT)
@@ -362,47 +240,3 @@ async def test_tools_act_beside_a_running_server(ledger_factory: Factory) -> Non
         assert await tool.dead_letters() == (letter(1),)
         await tool.end_shards(frozenset({"a"}))
         assert (await one.peek()).shards["a"].ended
-
-
-async def test_an_accepted_gap_is_told_to_the_next_opening_only(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (one, _), peeked(ledger_factory) as (tool, _):
-        assert not await tool.accept_gap("a")
-        assert not (await one.open_shard("a")).gap_accepted
-        assert await tool.accept_gap("a")
-        assert (await held(ledger_factory)).shards["a"].gap_accepted
-        await one.register(Flush((move(),)))
-        assert await one.open_shard("a") == ShardState("a", 2, HUGE, owner="one", gap_accepted=True)
-        assert not (await held(ledger_factory)).shards["a"].gap_accepted
-        assert not (await one.open_shard("a")).gap_accepted
-
-
-async def test_names_that_nobody_holds_are_forgotten(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (one, _), peeked(ledger_factory) as (tool, _):
-        for shard in ("a", "b"):
-            await one.open_shard(shard)
-        await one.register(Flush((move("a", effective_ms=5), move("b", effective_ms=5))))
-        assert await tool.forget_shards(frozenset("ab")) == frozenset()
-        await one.release_shard("a", 1)
-        assert await tool.forget_shards(frozenset({"a", "b", "unknown"})) == {"a"}
-        assert set((await held(ledger_factory)).shards) == {"b"}
-        # What was under way from before does not bring it back.
-        assert (await one.register(Flush((move("a"),)))).lost_shards == {"a"}
-        assert await one.open_shard("a") == ShardState("a", 1, owner="one")
-
-
-async def test_shards_that_nobody_holds_are_reset_to_be_read_again(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (one, _), peeked(ledger_factory) as (tool, _):
-        for shard in ("a", "b"):
-            await one.open_shard(shard, ("p",))
-        await one.register(
-            Flush((move("a", effective_ms=5, event_ms=4, ended=True), move("b", effective_ms=5)))
-        )
-        assert await tool.reset(frozenset("ab")) == frozenset()
-        await one.release_shard("a", 1)
-        assert await tool.reset(frozenset({"a", "b", "unknown"})) == {"a"}
-        shards = (await held(ledger_factory)).shards
-        assert shards["a"] == ShardState("a", 2, parents=("p",))
-        assert shards["b"] == ShardState("b", 1, HUGE, 5, parents=("p",), owner="one")
-        # What was under way from before does not count any more.
-        assert (await one.register(Flush((move("a"),)))).lost_shards == {"a"}
-        assert (await one.open_shard("a")).epoch == 3

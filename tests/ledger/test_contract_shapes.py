@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerBuried
 from mldserver.ledger.contract import Flush, ServerState, ShapeChange, WindowState
 from mldserver.ledger.operations import Ledger
-from mldserver.records import Sequence
-from tests.ledger.samples import BATCH, W1, W2, bring_to, held, more, move, opened, peeked, seg
+from tests.ledger.samples import W1, W2, bring_to, move, opened, peeked, seg
 
 if TYPE_CHECKING:
     from tests.ledger.samples import Factory
@@ -31,22 +30,6 @@ async def test_the_first_shape_is_the_pipelines_and_its_servers(ledger_factory: 
         assert (found.shape, found.shapes) == ("f1", {"f1": "old"})
 
 
-async def test_another_shape_counts_only_if_nobody_wrote_since_the_look(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory, "one") as (one, first), opened(ledger_factory, "two") as (other, _):
-        assert not await one.declare(OLD, version=first.version)
-        assert (await held(ledger_factory)).shapes == {}
-        assert await other.declare(OLD, version=(await other.peek()).version)
-        # The same one needs no look: nothing changes for anybody.
-        assert await one.declare(OLD, version=first.version)
-        seen = await one.sync(ServerState("one", 5))
-        await other.sync(ServerState("two", 5))
-        assert not await one.declare(NEW, version=seen.version)
-        assert await one.declare(NEW, version=(await one.sync(ServerState("one", 6))).version)
-        found = await one.peek()
-        assert (found.shape, found.shapes) == ("f2", {"f1": "old", "f2": "new"})
-        assert {each.shape for each in found.servers.values()} == {"f1", "f2"}
-
-
 async def test_only_servers_that_live_declare_a_shape(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, state):
         async with peeked(ledger_factory) as (tool, _):
@@ -55,65 +38,6 @@ async def test_only_servers_that_live_declare_a_shape(ledger_factory: Factory) -
         await one.leave()
         with pytest.raises(ServerBuried):
             await one.declare(OLD, version=(await one.peek()).version)
-
-
-async def test_published_windows_of_another_shape_are_not_retained_any_more(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (one, _):
-        await bring_to(one, WindowState.PUBLISHED, W1, "s1")
-        await bring_to(one, WindowState.PUBLISHED, W2, "s2")
-        await one.register(Flush((), (more("s3", W2),)))
-        await bring_to(one, WindowState.CUT, BATCH, "s4")
-        version = (await one.peek()).version
-        change = dataclasses.replace(NEW, over=frozenset({W1, W2, BATCH, "unknown"}))
-        assert await one.declare(change, version=version)
-        windows = (await one.peek()).windows
-        # Not one whose rows still wait to be computed: that would lose them.
-        assert {W2, BATCH} == set(windows)
-        assert [each.path for each in windows[W2].segments] == ["s2"]
-        assert (await one.register(Flush((), (more("s5", W1),)))).expired_windows == {W1}
-        assert (await one.register(Flush((), (seg("s6", W1),)))).cut_windows == {W1}
-
-
-@pytest.mark.parametrize(("now_ms", "below"), [(9_999, 12_000), (10_000, 24_000)])
-async def test_windows_of_another_size_begin_after_those_that_have_begun(
-    ledger_factory: Factory, clock: Any, now_ms: int, below: int
-) -> None:
-    async with opened(ledger_factory) as (one, _):
-        await bring_to(one, WindowState.PUBLISHED, W1, "s1")
-        await bring_to(one, WindowState.PUBLISHED, W2, "s2")
-        await bring_to(one, WindowState.PUBLISHED, BATCH, "s3")
-        clock.ms = now_ms
-        change = dataclasses.replace(NEW, window_ms=12_000)
-        assert await one.declare(change, version=(await one.peek()).version)
-        assert (await one.peek()).cut_below_ms == below
-
-
-async def test_windows_of_another_size_begin_after_those_that_are_forgotten(
-    ledger_factory: Factory, clock: Any
-) -> None:
-    async with opened(ledger_factory) as (one, state):
-        change = dataclasses.replace(NEW, window_ms=12_000)
-        assert await one.declare(change, version=state.version)
-        assert (await one.peek()).cut_below_ms is None
-        clock.ms = 50_000
-        await bring_to(one, WindowState.PUBLISHED, W2, "s1")
-        await one.expire(published_before_ms=10**9, keep_bytes=0)
-        await one.prune(windows_before_ms=10**9, shards_before_ms=0)
-        change = dataclasses.replace(OLD, window_ms=15_000)
-        assert await one.declare(change, version=(await one.peek()).version)
-        assert (await one.peek()).cut_below_ms == 30_000
-
-
-async def test_event_times_of_another_column_are_forgotten_and_positions_stay(
-    ledger_factory: Factory,
-) -> None:
-    async with opened(ledger_factory) as (one, _):
-        await one.open_shard("a")
-        await one.register(Flush((move("a", position=Sequence(7), effective_ms=5, event_ms=4),)))
-        change = dataclasses.replace(NEW, forget_event_times=True)
-        assert await one.declare(change, version=(await one.peek()).version)
-        shard = (await one.peek()).shards["a"]
-        assert (shard.position, shard.effective_ms, shard.event_ms) == (Sequence(7), 5, None)
 
 
 async def test_a_drain_is_asked_for_by_a_tool_and_over_at_the_next_start(ledger_factory: Factory) -> None:
@@ -133,20 +57,6 @@ async def test_a_drain_is_asked_for_by_a_tool_and_over_at_the_next_start(ledger_
         assert found.draining
         assert await third.declare(OLD, version=0)
         assert not (await third.peek()).draining
-
-
-async def test_servers_that_start_together_after_a_drain_do_not_drain_each_other(
-    ledger_factory: Factory,
-) -> None:
-    async with opened(ledger_factory, "one") as (one, state):
-        assert await one.declare(OLD, version=state.version)
-        await one.drain()
-        await one.leave()
-    async with opened(ledger_factory, "two") as (two, _), opened(ledger_factory, "three") as (three, _):
-        assert await two.declare(OLD, version=0)
-        assert not (await two.peek()).draining
-        assert await three.declare(OLD, version=0)
-        assert not (await three.peek()).draining
 
 
 @contextlib.asynccontextmanager

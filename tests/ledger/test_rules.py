@@ -503,3 +503,33 @@ def test_a_flush_moves_the_progress_of_batches_on(steps: Steps) -> None:
     step = BatchStep(BatchProgress(), BatchProgress(1, 4, 9), max_rows=10)
     assert steps(register, Flush((), (seg("s1", BATCH),), batches=step), 1).registered
     assert steps.book.totals.batch_progress == BatchProgress(1, 4, 9)
+
+
+def test_a_decision_about_a_halted_window_clears_its_error_or_takes_its_owner(steps: Steps) -> None:
+    steps.to(WindowState.CUT)
+    steps(rules.halt, W1, "no", "one", first=True)
+    assert steps(rules.decide, W1, "retry", 9)
+    assert (steps.book.windows[W1].error, steps.book.windows[W1].owner) == (None, "one")
+    steps(rules.halt, W1, "no", "one", first=True)
+    assert steps(rules.decide, W1, "set_aside", 9)
+    assert (steps.book.windows[W1].error, steps.book.windows[W1].owner) == ("no", None)
+
+
+def test_a_shard_is_pruned_that_ended_before_a_time_and_not_at_it(steps: Steps) -> None:
+    steps(rules.end_shards, ("a",), 5)
+    before = {"windows_before_ms": 0, "keep_shards": frozenset[str](), "limit": 9}
+    assert steps(rules.prune, shards_before_ms=5, **before) == 0
+    assert steps(rules.prune, shards_before_ms=6, **before) == 1
+
+
+@pytest.mark.parametrize(("epoch", "previous"), [(1, None), (3, None), (2, HUGE)])
+def test_a_position_moves_only_for_the_latest_opening_and_from_where_it_stands(
+    steps: Steps, epoch: int, previous: Sequence | None
+) -> None:
+    for _ in range(2):
+        steps(rules.open_shard, "a", (), "one")
+    refused = Flush((move(epoch=epoch, previous=previous),), (seg("s1"),))
+    assert steps(register, refused, 1).lost_shards == {"a"}
+    assert (steps.book.shards["a"].position, steps.book.windows) == (None, {})
+    assert steps(register, Flush((move(epoch=2),), (seg("s1"),)), 1).registered
+    assert steps.book.shards["a"].position == HUGE
