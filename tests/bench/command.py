@@ -18,7 +18,6 @@ import pyarrow as pa
 import structlog
 from bench import (
     admin_load,
-    catch_up,
     checkpoints,
     per_row,
     poison,
@@ -56,7 +55,6 @@ PARTS = (
     "per_row",
     "checkpoints",
     "retained",
-    "catch_up",
     "poison",
     "streams",
     "admin_load",
@@ -125,9 +123,6 @@ def _run(given: argparse.Namespace) -> int:
             document["hot"] = hot.only_matrix(Effort(given.rounds, given.share), _cells(given), hush.print)
             for table in matrix_tables(document["hot"]["matrix"]):
                 console.print(table)
-        if "catch_up" in parts:
-            document["catch_up"] = catch_up.measure(given.disk << 20, folder / "catch_up")
-            console.print(catch_up_table(document["catch_up"]))
     if given.json is not None:
         given.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
@@ -156,7 +151,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
     parser.add_argument("--requests", type=int, default=2_000, help="to the admin endpoint")
-    parser.add_argument("--disk", type=int, default=32, help="budget of segments of the catch-up, in MiB")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
     )
@@ -431,23 +425,6 @@ def read_table(measured: dict[int, dict[str, float]]) -> Table:
         table.add_column(name, justify="right")
     for shards, each in measured.items():
         table.add_row(str(shards), f"{each['records_s']:,.0f}", f"{each['cpu_us']:.0f}")
-    return table
-
-
-def catch_up_table(measured: dict[str, float]) -> Table:
-    """Show what a catch-up held at most."""
-    title = (
-        f"Catch-up over {_mib(measured['stream_bytes'])} MiB in {measured['seconds']:.1f} s,"
-        f" {measured['windows']:,} windows"
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("what", "budget", "at most"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    buffered, counted = _mib(measured["buffered_bytes"]), _mib(measured["segment_bytes"])
-    table.add_row("buffered rows", f"{_mib(measured['buffer_bytes'])} MiB", f"{buffered} MiB")
-    table.add_row("segments, as counted", f"{_mib(measured['disk_bytes'])} MiB", f"{counted} MiB")
-    table.add_row("segments, as files", "", f"{_mib(measured['files_bytes'])} MiB")
-    table.add_row("process grew by", "", f"{_mib(measured['grown_bytes'])} MiB")
     return table
 
 

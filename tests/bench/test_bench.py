@@ -62,8 +62,6 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "3000",
         "--requests",
         "50",
-        "--disk",
-        "2",
         "--share",
         "0.01",
         "--shapes",
@@ -91,9 +89,6 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert set(document["streams"]["merge"]) == {"8", "64", "512"}
     assert set(document["streams"]["read"]) == {"1", "8", "64"}
     assert document["admin_load"]["beside records_s"] > 0
-    caught = document["catch_up"]
-    assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
-    assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000
     assert set(document["hot"]["shapes"]) == {"1 x 100 B", "500 x 100 B", "500 x 1 KiB", "10,000 x 1 KiB"}
     cells = document["hot"]["matrix"]["cells"]
     assert set(cells) == {"500 x 100 B", "10,000 x 1 KiB"}
