@@ -131,11 +131,11 @@ class Bench:
         """Return the seconds that the engine takes for segments that are ready; for BARE those of the bare job, on Spark."""
         self._attempts += 1
         staging = self._folder / f"job-{self._attempts}"
-        sizes = tuple(segment.stat().st_size for segment in segments)
+        size = sum(segment.stat().st_size for segment in segments)
         paths = tuple(map(str, segments))
         # With the pipeline's bounds: their columns are a part of its job.
         window = as_window(window_id, START_MS, START_MS + HOUR_MS, revision=1, pipeline="bench")
-        job = WindowJob(window, 1, paths, str(staging), self.rows, sum(sizes), sizes=sizes)
+        job = WindowJob(window, 1, paths, str(staging), self.rows, size)
         began = time.perf_counter()
         await self._engine.compute(job)
         seconds = time.perf_counter() - began

@@ -41,7 +41,7 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
 
     def job(name: str, size: int = 1000) -> WindowJob:
         window = Window(name, None, None)
-        return WindowJob(window, 1, (rows,), str(tmp_path / "staging" / name), 3, size, sizes=(1000,))
+        return WindowJob(window, 1, (rows,), str(tmp_path / "staging" / name), 3, size)
 
     async with spark_parts(tmp_path) as parts:
         _, address = await parts.connect_server(conf={"spark.connect.authenticate.token": token})
