@@ -194,7 +194,7 @@ class LedgerVersionError(LedgerUnusable):
     """The ledger was written by a newer program, or does not belong to this pipeline."""
 
 
-class ServerBuried(LedgerError):
+class ServerExpired(LedgerError):
     """Another server expired this one: nothing it had not registered counts, and it must start again."""
 
 

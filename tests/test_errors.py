@@ -94,7 +94,7 @@ def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
     }
     assert not errors.NotThereYet.lasting
     assert not errors.HandlerUnready.lasting
-    assert not errors.ServerBuried.lasting
+    assert not errors.ServerExpired.lasting
 
 
 def test_a_folder_may_come_where_none_is_and_a_file_stays_one() -> None:

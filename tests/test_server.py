@@ -385,9 +385,9 @@ async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemo
         await server.listening()
         store = SqliteStore(out / "_mldserver" / "ledger.sqlite", pipeline=handler, server_id="two")
         seen = store.open(now_ms=0).servers["one"]
-        assert store.bury({"one": seen.beat_ms}) == {"one"}
+        assert store.expire_servers({"one": seen.beat_ms}) == {"one"}
         store.close()
     assert life.result() == EXIT_FAULT
     failed = next(entry for entry in logged if entry["event"] == "server.failed")
-    assert (failed["error"], failed["exit_code"]) == ("ServerBuried", EXIT_FAULT)
+    assert (failed["error"], failed["exit_code"]) == ("ServerExpired", EXIT_FAULT)
     assert "exception" not in failed

@@ -65,8 +65,8 @@ STEPS: Final[Mapping[str, str]] = {
     "ledger.committed": "it is committed; the caller does not know it",
     # A start, and an end.
     "server.joined": "the ledger knows the server; dead servers are not expired yet",
-    "server.burying": "a dead server is found; it is still in the ledger",
-    "server.buried": "it is out; what it left lies about",
+    "server.expiring": "a dead server is found; it is still in the ledger",
+    "server.expired": "it is out; what it left lies about",
     "recovery.opened": "nothing is taken over yet",
     "recovery.adopted": "windows that were under way are this server's",
     "recovery.sweeping": "files that no entry names are found",

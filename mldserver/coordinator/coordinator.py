@@ -39,7 +39,7 @@ from mldserver.coordinator.membership import Membership, ServerLocks
 from mldserver.coordinator.progress import CoordinatorStatus, Reports
 from mldserver.coordinator.sections import Sections
 from mldserver.coordinator.shards import RedriveIntake, Shards
-from mldserver.errors import LedgerError, ServerBuried, told_of
+from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState
 from mldserver.ledger.operations import Ledger
@@ -194,7 +194,7 @@ class Coordinator:
     async def run(self) -> None:
         """Turn the cycle until cancelled: at every interval, and at once when something asks for it.
 
-        Raises ServerBuried when another server took this one for dead: nothing that is not registered counts any
+        Raises ServerExpired when another server took this one for dead: nothing that is not registered counts any
         more, and the process must start afresh.
         """
         async with asyncio.TaskGroup() as group:
@@ -249,7 +249,7 @@ class Coordinator:
         self._follow(state)
         if state.draining:
             self.draining.set()
-        company = (state.claims, frozenset(state.servers) - await self._membership.bury())
+        company = (state.claims, frozenset(state.servers) - await self._membership.expire_servers())
         inherit = company != self._company
         if self._runner is not None:
             self._runner.apply_decisions(state)
@@ -386,7 +386,7 @@ class Cycle:
             self._asked.set()
 
     async def run(self) -> None:
-        """Run requested cycles until cancelled. Raises ServerBuried, and any cycle error that is not retried."""
+        """Run requested cycles until cancelled. Raises ServerExpired, and any cycle error that is not retried."""
         failures = 0
         while True:
             await self._asked.wait()
@@ -394,7 +394,7 @@ class Cycle:
             waiters, self._waiters = self._waiters, []
             try:
                 await self.cycle(waiters[0][0] if waiters else "interval")
-            except ServerBuried:
+            except ServerExpired:
                 raise
             except (LedgerError, OSError) as error:
                 # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.

@@ -28,7 +28,7 @@ from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage, Peers, Presence
 from mldserver.coordinator.core.shape import Shape
 from mldserver.coordinator.core.watermark import View, Watermark
-from mldserver.errors import LedgerError, NotThereYet, ServerBuried
+from mldserver.errors import LedgerError, NotThereYet, ServerExpired
 from mldserver.ledger.contract import LedgerState, ServerState, ShardState
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import server_tag
@@ -113,7 +113,7 @@ class Membership:
         self._joined = True
         kill_point("server.joined")
         self.follow(state)
-        if await self.bury():
+        if await self.expire_servers():
             state = await self.ledger.sync(self._state())
             self.follow(state)
         return state
@@ -140,25 +140,25 @@ class Membership:
             await self.clock.sleep(self.timeout_ms / 4000)
             # Idle: this server holds nothing up meanwhile.
             self.follow(await self.ledger.sync(replace(self._state(), idle=True)))
-            await self.bury()
+            await self.expire_servers()
             state = await self.ledger.peek()
 
     async def sync(self) -> LedgerState:
         """Send a heartbeat and return the ledger's state, with only the windows that changed since ``view``.
 
-        Raises LedgerError, and ServerBuried if this server has expired.
+        Raises LedgerError, and ServerExpired if this server has expired.
         """
         return await self.ledger.sync(self._state(), self.view.state.version)
 
     async def beat(self) -> None:
-        """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
+        """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerExpired."""
         while True:
             await self.clock.sleep(self.timeout_ms / 4000)
             if self.clock.steady_ms() - self.beat_at_ms < self.timeout_ms // 4:
                 continue
             try:
                 await self.sync()
-            except ServerBuried:
+            except ServerExpired:
                 raise
             except LedgerError as error:
                 # The next beat comes soon; if none gets through for long, the others must take this server for dead.
@@ -166,7 +166,7 @@ class Membership:
 
     @contextlib.asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Beat while the body runs. Raises what it raises, and ServerBuried."""
+        """Beat while the body runs. Raises what it raises, and ServerExpired."""
         try:
             async with asyncio.TaskGroup() as group:
                 beats = group.create_task(self.beat(), name="beats")
@@ -240,9 +240,9 @@ class Membership:
 
     # What is done about others.
 
-    async def bury(self) -> frozenset[str]:
-        """Bury the servers that are dead, or silent for too long, and return them. Raises LedgerError."""
-        buried: frozenset[str] = frozenset()
+    async def expire_servers(self) -> frozenset[str]:
+        """Expire the servers that are dead, or silent for too long, and return them. Raises LedgerError."""
+        expired: frozenset[str] = frozenset()
         dead = {peer.server_id: peer for peer in self.peers.overdue()}
         peers, locks = self.peers.states(), self.locks
         if locks is not None and peers:
@@ -250,15 +250,17 @@ class Membership:
                 lambda: {peer.server_id: peer for peer in peers if locks.is_dead(peer.server_id)}
             )
         for server_id, peer in dead.items():
-            kill_point("server.burying")
-            gone = await self.ledger.bury({server_id: peer.beat_ms})
-            kill_point("server.buried")
-            buried |= gone
+            kill_point("server.expiring")
+            gone = await self.ledger.expire_servers({server_id: peer.beat_ms})
+            kill_point("server.expired")
+            expired |= gone
             if gone:
-                log.warning("server.buried", server=server_id, seconds=self.peers.silent_ms[server_id] / 1000)
+                log.warning(
+                    "server.expired", server=server_id, seconds=self.peers.silent_ms[server_id] / 1000
+                )
             if gone and locks is not None:
                 await asyncio.to_thread(locks.forget, server_id)
-        return buried
+        return expired
 
     async def release(self) -> None:
         """Give up the shards that were let go, in the ledger too. Raises LedgerError; repeatable."""

@@ -8,14 +8,14 @@ A transaction is a *rule* (``rules.py``, ``row_rules.py``): plain code that read
 changes a draft of the ledger's next version (``book.py``). A store (``sqlite.py``, for servers of one host; ``dynamodb.py``)
 keeps a book up to date with what other servers write, and writes down what a draft changes.
 
-Several servers may share a ledger. Each registers under its id and beats. Another server *expires* (buries) a server
+Several servers may share a ledger. Each registers under its id and beats. Another server *expires* a server
 that has not beaten for long: it removes the server's row, so that the ledger refuses its later writes
-(``ServerBuried``). Servers adopt its windows, and only then delete its unregistered files. A server that opens the
+(``ServerExpired``). Servers adopt its windows, and only then delete its unregistered files. A server that opens the
 ledger under a registered id expires the previous holder. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
 ``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``forget_shards``, ``drain``, ``close`` and those of dead letters
-may, else InternalError. After a server expired or left, every writing call of it raises ServerBuried, except
+may, else InternalError. After a server expired or left, every writing call of it raises ServerExpired, except
 ``leave`` and those.
 """
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from mldserver.base.clock import Clock
-from mldserver.errors import InternalError, LedgerError, ServerBuried
+from mldserver.errors import InternalError, LedgerError, ServerExpired
 from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import (
@@ -62,12 +62,12 @@ class Transaction(Generic[_T]):
     """The server, and its life, that must be registered still."""
 
     def run(self, draft: Draft) -> _T:
-        """Apply the rule to a draft. Raises ServerBuried unless the member's registration is still the same."""
+        """Apply the rule to a draft. Raises ServerExpired unless the member's registration is still the same."""
         if self.member is not None:
             server_id, life = self.member
             server = draft.servers.get(server_id)
             if server is None or server.life != life:
-                raise ServerBuried(
+                raise ServerExpired(
                     f"Server {server_id} is not registered any more: another expired it, has its id,"
                     " or has claimed the ledger again (--new-ledger).",
                     did="Nothing was written.",
@@ -116,7 +116,7 @@ class Ledger(abc.ABC):
         try:
             return await call
         except LedgerError as error:
-            self.faults += not isinstance(error, ServerBuried)
+            self.faults += not isinstance(error, ServerExpired)
             raise
         finally:
             self.spent_ms += self._clock.steady_ms() - began_ms
@@ -183,14 +183,14 @@ class Ledger(abc.ABC):
         find = self._read_book(lambda book: tuple(filter(None, map(book.windows.get, window_ids))))
         return await self._timed(find)
 
-    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+    async def expire_servers(self, seen: Mapping[str, int]) -> frozenset[str]:
         """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.
 
         One that has beaten since lives, whatever the clocks say: beats are compared for equality alone. Those that were
         gone already, or never there, are returned too. Their shards lose their owner; their windows (CUT, COMMITTED)
-        may be adopted. A server never buries itself.
+        may be adopted. A server never expires itself.
         """
-        return await self._member(rules.bury, dict(seen), self.server_id)
+        return await self._member(rules.expire_servers, dict(seen), self.server_id)
 
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then.

@@ -29,7 +29,7 @@ _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 
 def enter(draft: Draft, server_id: str, now_ms: int) -> int:
-    """Register a server, burying who had its id before; return the life that it begins.
+    """Register a server, expiring who had its id before; return the life that it begins.
 
     It goes on with the ledger's time. ``now_ms``, of this host's clock, begins it, and counts again only where it can let no
     window expire too early.
@@ -97,7 +97,7 @@ def drain(draft: Draft) -> None:
     draft.totals = replace(draft.totals, draining=True)
 
 
-def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str]:
+def expire_servers(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str]:
     """Remove servers that have not beaten since they were seen, except the caller.
 
     Returns those that are gone, including those removed by other servers.

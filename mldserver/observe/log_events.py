@@ -44,7 +44,7 @@ server.stopped  info  exit_code seconds
     The last line of the log.
 server.failed  critical  exit_code traceback
     The process cannot go on.
-server.buried  warning  server seconds
+server.expired  warning  server seconds
     Another server on the ledger is dead: this server expired it, and its shards and windows are free for
     others.
 server.beat_failed  warning

@@ -62,7 +62,7 @@ class Seen(NamedTuple):
     server_id: str
     """This server."""
     servers: frozenset[str]
-    """Those that take shards, this one among them, and those that died and are not buried yet."""
+    """Those that take shards, this one among them, and those that died and are not expired yet."""
     shards: Mapping[str, KnownShard]
 
 

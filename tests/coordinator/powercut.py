@@ -33,7 +33,16 @@ _LEDGER_CALLS = frozenset(
         "cut",
         "adopt",
     }
-    | {"begin_attempts", "commit", "published", "expire", "late_published", "prune", "bury", "leave"}
+    | {
+        "begin_attempts",
+        "commit",
+        "published",
+        "expire",
+        "late_published",
+        "prune",
+        "expire_servers",
+        "leave",
+    }
 )
 
 

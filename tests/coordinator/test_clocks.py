@@ -143,7 +143,7 @@ async def test_a_missing_shard_is_left_out_after_its_limit_though_the_clock_is_s
 # Several hosts.
 
 
-async def test_a_server_whose_clock_is_set_back_beats_on_and_is_not_buried(
+async def test_a_server_whose_clock_is_set_back_beats_on_and_is_not_expired(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     """Its cycles are longer than the others' patience: only its beats keep it alive."""
@@ -154,7 +154,7 @@ async def test_a_server_whose_clock_is_set_back_beats_on_and_is_not_buried(
         one.clock.step(-HOUR)
         await other.clock.advance(60)
         assert set(other.state().servers) == {"one", "two"}
-    assert named(logged, "server.buried") == []
+    assert named(logged, "server.expired") == []
 
 
 def retained(pipeline: Pipeline) -> bool:
@@ -222,7 +222,7 @@ async def test_a_clock_that_is_set_neither_stops_retention_nor_ends_it(tmp_path:
         assert not retained(pipeline)
 
 
-async def test_a_server_that_beats_again_while_it_is_being_buried_lives(
+async def test_a_server_that_beats_again_while_it_is_being_expired_lives(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     one, other = hosts(tmp_path)
@@ -232,17 +232,17 @@ async def test_a_server_that_beats_again_while_it_is_being_buried_lives(
         one.faults.hook = _unreachable
 
         def beat_before_it(name: str, after: bool) -> None:
-            if name == "bury" and not after:
+            if name == "expire_servers" and not after:
                 one.ledger.store.sync(ServerState("one", next(beats)))
 
         other.faults.hook = beat_before_it
         await other.clock.advance(20)
-        assert "bury" in other.faults.calls
+        assert "expire_servers" in other.faults.calls
         assert "one" in other.state().servers, "its beat is another, though it shows an earlier time"
-        assert named(logged, "server.buried") == []
+        assert named(logged, "server.expired") == []
         other.faults.hook = None
         await other.clock.advance(20)
-        assert [event["seconds"] for event in named(logged, "server.buried")] == [5.0]
+        assert [event["seconds"] for event in named(logged, "server.expired")] == [5.0]
         one.faults.hook = None
 
 
@@ -254,7 +254,7 @@ def _unreachable(name: str, after: bool) -> None:
 async def test_a_server_that_cannot_beat_is_not_idle_for_the_others(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
-    """Its shards bring rows that it cannot store: until it is buried, and read elsewhere, their windows stay open."""
+    """Its shards bring rows that it cannot store: until it is expired, and read elsewhere, their windows stay open."""
     rules = replace(QUICK, server_timeout_ms=8000, on_arrival=False, idle_time_ms=3000)
     one, other = hosts(tmp_path, rules=rules, spec=Tumbling(10_000, on="at"))
     async with one.life():
@@ -275,7 +275,7 @@ async def test_a_server_that_cannot_beat_is_not_idle_for_the_others(
             status = one.coordinator.status()
             assert (status.held_by_server, status.reason) == ("two", "silent")
             await one.clock.advance(3)
-            assert [event["server"] for event in named(logged, "server.buried")] == ["two"]
+            assert [event["server"] for event in named(logged, "server.expired")] == ["two"]
             await one.clock.advance(3)
             assert (one.coordinator.status().held_by, one.coordinator.status().reason) == ("b", "missing")
             other.faults.dead = True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mldserver.coordinator.coordinator import Cycle
-from mldserver.errors import LedgerError, ServerBuried, told_of
+from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -132,7 +132,7 @@ async def test_a_ledger_that_is_away_for_half_a_day_is_waited_for(logged: list[d
     ] * 1395
 
 
-@pytest.mark.parametrize("error", [ServerBuried("dead"), ZeroDivisionError("a bug")], ids=["buried", "bug"])
+@pytest.mark.parametrize("error", [ServerExpired("dead"), ZeroDivisionError("a bug")], ids=["expired", "bug"])
 async def test_what_no_other_try_can_mend_ends_it(error: Exception) -> None:
     cycles = Cycles()
     cycles.errors = [error]

@@ -82,7 +82,7 @@ def test_a_shard_that_changes_hands_counts_again_only_after_the_new_owners_beat(
 def test_a_shard_of_this_server_of_nobody_or_of_a_server_that_is_gone_counts_nowhere_else() -> None:
     ledger = Ledger()
     ledger.beats["two"] = 5
-    for shard_id, owner in (("mine", OWN), ("free", None), ("lost", "buried")):
+    for shard_id, owner in (("mine", OWN), ("free", None), ("lost", "expired")):
         ledger.own(shard_id, owner)
     ledger.own("over", "two", ended=True)
     ledger.look()
@@ -91,7 +91,7 @@ def test_a_shard_of_this_server_of_nobody_or_of_a_server_that_is_gone_counts_now
     assert [shard for shard in (*ledger.shards, "unknown") if peers.counts(shard)] == []
 
 
-def test_a_shard_whose_owner_is_buried_counts_no_more() -> None:
+def test_a_shard_whose_owner_is_expired_counts_no_more() -> None:
     ledger = Ledger()
     ledger.beats["two"] = 5
     ledger.own("a", "two")
@@ -118,7 +118,7 @@ def test_a_server_is_overdue_when_its_beat_stands_still_on_the_clock_of_the_one_
 
 
 def test_time_in_which_this_server_did_not_look_says_little_of_the_others() -> None:
-    """The ledger was out of everybody's reach for an hour: whoever is back first buries nobody."""
+    """The ledger was out of everybody's reach for an hour: whoever is back first expires nobody."""
     ledger = Ledger()
     ledger.beats["two"] = 5
     ledger.look(0)

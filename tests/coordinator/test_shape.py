@@ -279,7 +279,7 @@ async def test_a_second_server_with_another_handler_is_refused_and_disturbs_nobo
             await start(changed(other, *RENAMED))
 
 
-async def test_a_dead_servers_shape_forbids_nothing_once_it_is_buried(tmp_path: Path) -> None:
+async def test_a_dead_servers_shape_forbids_nothing_once_it_is_expired(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     await first_life(one)
     changed(other, *VALUE, Column("more", "STRING"))

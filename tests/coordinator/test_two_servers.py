@@ -14,7 +14,7 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import recover
 from mldserver.coordinator.shards import ShardSession
-from mldserver.errors import GapRefused, LedgerError, ServerBuried
+from mldserver.errors import GapRefused, LedgerError, ServerExpired
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
@@ -251,7 +251,7 @@ async def test_a_shard_that_another_server_has_read_on_is_no_gap_though_this_one
 # Death.
 
 
-async def test_a_server_that_died_after_a_cut_is_buried_and_its_window_published_by_the_other(
+async def test_a_server_that_died_after_a_cut_is_expired_and_its_window_published_by_the_other(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     one, other = two(tmp_path)
@@ -264,7 +264,7 @@ async def test_a_server_that_died_after_a_cut_is_buried_and_its_window_published
         await one.clock.advance(4)
         assert other.published() == {W[0]: [1]}
         assert missing(other.coordinator) == ("a",)
-        assert named(logged, "server.buried")[0]["server"] == "one"
+        assert named(logged, "server.expired")[0]["server"] == "one"
         again = await other.open("a")
         assert again.after == session.after == Sequence(2)
         assert await again.end()
@@ -273,7 +273,7 @@ async def test_a_server_that_died_after_a_cut_is_buried_and_its_window_published
     assert other.private_files() == []
 
 
-async def test_a_server_whose_lock_is_free_is_buried_at_once(tmp_path: Path) -> None:
+async def test_a_server_whose_lock_is_free_is_expired_at_once(tmp_path: Path) -> None:
     one, other = two(tmp_path, locks=True)
     async with one.life():
         await cut_and_stuck(one)
@@ -294,16 +294,16 @@ async def cut_and_stuck(server: Pipeline) -> ShardSession:
     return session
 
 
-async def live_and_be_buried(server: Pipeline, other: Pipeline) -> None:
+async def live_and_be_expired(server: Pipeline, other: Pipeline) -> None:
     async with server.life():
         session = await server.open("a")
         await server.give(session, [(1, 1000)])
         seen = server.state().servers[server.server_id]
-        assert other.ledger.store.bury({server.server_id: seen.beat_ms})
+        assert other.ledger.store.expire_servers({server.server_id: seen.beat_ms})
         await server.clock.advance(2)
 
 
-async def test_a_start_that_takes_longer_than_servers_wait_for_each_other_is_not_buried(
+async def test_a_start_that_takes_longer_than_servers_wait_for_each_other_is_not_expired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = two(tmp_path)
@@ -332,12 +332,12 @@ async def test_a_start_that_fails_says_why_though_it_beats(
             pass
 
 
-async def test_a_server_that_was_buried_stops_and_what_it_held_comes_again(tmp_path: Path) -> None:
+async def test_a_server_that_was_expired_stops_and_what_it_held_comes_again(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     async with other.life():
         with pytest.raises(ExceptionGroup) as found:
-            await live_and_be_buried(one, other)
-        assert found.value.split(ServerBuried)[1] is None
+            await live_and_be_expired(one, other)
+        assert found.value.split(ServerExpired)[1] is None
         again = await other.open("a")
         assert again.after is None
         await other.give(again, [(1, 1000)])
@@ -386,7 +386,7 @@ async def test_late_rows_of_a_server_that_died_are_shown_although_the_first_try_
     failed: list[str] = []
 
     def fail_once(name: str, after: bool) -> None:
-        if name == "peek" and "bury" in other.faults.calls and not failed:
+        if name == "peek" and "expire_servers" in other.faults.calls and not failed:
             failed.append(name)
             raise LedgerError("out of reach")
 

@@ -48,7 +48,7 @@ HANGS_AT: Final = (
 )
 """Steps at which a server that hangs still has much to do when it goes on."""
 _HUNG_TIMEOUTS: Final = 3
-"""After so many timeouts a server that hangs goes on, whether or not it was buried: stopped in a transaction it holds the
+"""After so many timeouts a server that hangs goes on, whether or not it was expired: stopped in a transaction it holds the
 lock of a ledger in a file, for which the other waits five seconds."""
 _ANY_STEP: Final = Death()
 
@@ -120,7 +120,7 @@ class Pair:
         self._patience = patience_seconds
         self._dice = random.Random(f"{story.seed}/pair")
         self._hangs = False
-        """Whether one of the two is to hang: then the other must live on to bury it."""
+        """Whether one of the two is to hang: then the other must live on to expire it."""
         self._served: set[str] = set()
         """Those whose last life is over."""
         self._handler = write_handler(root, story.kind)
@@ -234,8 +234,8 @@ class Pair:
     def _count(self, death: Death | None, code: int, met: str | None, told: str) -> bool:
         """Note how a life ended; True when it was in good order."""
         assert met not in NEVER, f"{met} can happen here: take it off the list of those that cannot"
-        buried = code == EXIT_FAULT and '"ServerBuried"' in told
-        if death is not None and death.hangs and buried:
+        expired = code == EXIT_FAULT and '"ServerExpired"' in told
+        if death is not None and death.hangs and expired:
             self._toll.died["hangs"] += 1
             self._toll.ahead = deque(each for each in self._toll.ahead if each != death)
         elif death is not None and not death.hangs and code == -signal.SIGKILL:
@@ -243,7 +243,7 @@ class Pair:
             self._toll.ahead = deque(
                 each for each in self._toll.ahead if each != death and (not met or each.step != met)
             )
-        elif buried:
+        elif expired:
             # The machine was too busy for its beats: no fault, but not the end that was meant.
             self._toll.died["silent"] += 1
         elif code != EXIT_CLEAN:
@@ -273,7 +273,7 @@ class Pair:
         return ended.result()
 
     async def _meet(self, life: LocalLife, death: Death | None, lock: Path) -> None:
-        """Do to a life what it does not do to itself. ``lock``: whoever buries it takes this file away."""
+        """Do to a life what it does not do to itself. ``lock``: whoever expires it takes this file away."""
         if death is None:
             return
         if death.after_seconds:
@@ -290,7 +290,7 @@ class Pair:
             life.go_on()
 
     def _awaits_burial(self, lock: Path) -> bool:
-        """Whether a server that hangs may still be buried: who has come to its own end buries nobody."""
+        """Whether a server that hangs may still be expired: who has come to its own end expires nobody."""
         return lock.exists() and not self._served
 
     def _told(self, name: str) -> str:

@@ -145,7 +145,7 @@ class Servers:
         life = self._lives.pop(name)
         life.kill()
         code = await life.ended()
-        assert code == -signal.SIGKILL or self.was_buried(name), (
+        assert code == -signal.SIGKILL or self.was_expired(name), (
             f"{name} had ended with {code}: {self.told(name)}"
         )
 
@@ -155,13 +155,13 @@ class Servers:
         for life in self._lives.values():
             life.stream_is_over()
         for name in NAMES:
-            while (code := await self._lives[name].ended()) and self.was_buried(name):
+            while (code := await self._lives[name].ended()) and self.was_expired(name):
                 await self.start(name)
                 self._lives[name].stream_is_over()
             codes[name] = code
         assert set(codes.values()) == {0}, {name: self.told(name) for name in codes}
 
-    def was_buried(self, name: str) -> bool:
+    def was_expired(self, name: str) -> bool:
         """Whether a server ended because the other took it for dead: an emulator may answer too late."""
         return "raise the time-out" in self.told(name).rpartition("server.starting")[2]
 

@@ -21,7 +21,7 @@ OWNERS = st.dictionaries(
 
 
 def living(owners: dict[str, str | None], servers: set[str]) -> dict[str, str | None]:
-    """Return the shards as they are once dead servers are buried."""
+    """Return the shards as they are once dead servers are expired."""
     return {shard: owner if owner in servers else None for shard, owner in owners.items()}
 
 
@@ -42,7 +42,7 @@ def test_what_is_being_given_up_counts_until_it_is_gone() -> None:
     assert share(owners, {"old", "new"}, "old", leaving={"c", "d"}) == Plan((), ("c", "d"))
 
 
-def test_a_server_that_is_dead_keeps_its_shards_until_it_is_buried() -> None:
+def test_a_server_that_is_dead_keeps_its_shards_until_it_is_expired() -> None:
     assert share({"a": "dead", "b": None}, {"me", "dead"}, "me") == Plan(("b",), ())
     assert share({"a": None, "b": "me"}, {"me"}, "me") == Plan(("a",), ())
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mldserver.errors import InternalError, ServerBuried
+from mldserver.errors import InternalError, ServerExpired
 from mldserver.ledger.contract import (
     BatchProgress,
     Commit,
@@ -121,7 +121,7 @@ class ModelServer:
 
     def serving(self) -> Content:
         if not self.lives():
-            raise ServerBuried("buried")
+            raise ServerExpired("expired")
         return self.content
 
     def open(self, *, now_ms: int) -> LedgerState:
@@ -150,7 +150,7 @@ class ModelServer:
         servers[self.server_id] = dataclasses.replace(told, shape=servers[self.server_id].shape)
         return self.content.state()
 
-    def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+    def expire_servers(self, seen: Mapping[str, int]) -> frozenset[str]:
         content = self.serving()
         for server_id in seen.keys() - {self.server_id}:
             if server_id in content.servers and content.servers[server_id].beat_ms == seen[server_id]:

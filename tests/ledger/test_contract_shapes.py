@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerBuried
+from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerExpired
 from mldserver.ledger.contract import Flush, ServerState, ShapeChange, WindowState
 from mldserver.ledger.operations import Ledger
 from tests.ledger.samples import W1, W2, bring_to, move, opened, peeked, seg
@@ -36,7 +36,7 @@ async def test_only_servers_that_live_declare_a_shape(ledger_factory: Factory) -
             with pytest.raises(InternalError):
                 await tool.declare(OLD, version=state.version)
         await one.leave()
-        with pytest.raises(ServerBuried):
+        with pytest.raises(ServerExpired):
             await one.declare(OLD, version=(await one.peek()).version)
 
 

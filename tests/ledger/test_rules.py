@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.errors import InternalError, ServerBuried
+from mldserver.errors import InternalError, ServerExpired
 from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book, Changes, Draft
 from mldserver.ledger.contract import (
@@ -114,13 +114,13 @@ def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
 def test_only_a_servers_own_life_counts(steps: Steps) -> None:
     first = steps.life
     second = steps(rules.enter, "one", 1)
-    with pytest.raises(ServerBuried):
+    with pytest.raises(ServerExpired):
         steps(Transaction(rules.drain, member=("one", first)).run)
     steps(rules.leave, "one", first)
     steps(Transaction(rules.beat, (ServerState("one", 5), "one"), member=("one", second)).run)
-    assert steps(rules.bury, {"one": 5, "two": 5}, "one") == {"two"}, "nobody buries itself"
-    assert steps(rules.bury, {"one": 4, "two": 5}, "three") == {"two"}
-    assert steps(rules.bury, {"one": 5, "two": 5}, "three") == {"one", "two"}
+    assert steps(rules.expire_servers, {"one": 5, "two": 5}, "one") == {"two"}, "nobody expires itself"
+    assert steps(rules.expire_servers, {"one": 4, "two": 5}, "three") == {"two"}
+    assert steps(rules.expire_servers, {"one": 5, "two": 5}, "three") == {"one", "two"}
     with pytest.raises(InternalError, match="told of"):
         steps(rules.beat, ServerState("two", 1), "one")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mldserver.effects import Effects
-from mldserver.errors import InternalError, ServerBuried
+from mldserver.errors import InternalError, ServerExpired
 from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
@@ -112,7 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ):
             try:
                 outcomes.append(call())
-            except (InternalError, ServerBuried) as error:
+            except (InternalError, ServerExpired) as error:
                 outcomes.append(type(error))
         assert outcomes[1] == outcomes[0], name
         return outcomes[0]
@@ -126,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=servers, age=ages, watermark=times, idle=st.booleans())
     def sync(self, server: int, age: int, watermark: int | None, idle: bool) -> None:
         told = ServerState("xy"[server], self.now - age, watermark, idle, None if idle else "a", "so")
-        if self.both(server, "sync", told) is not ServerBuried:
+        if self.both(server, "sync", told) is not ServerExpired:
             heard = self.heard[server]
             heard.learn(self.stores[server].sync(told, heard.version))
             assert heard.windows == self.content.state().windows
@@ -140,10 +140,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.both(server, "peek")
 
     @rule(server=servers, of=st.frozensets(st.sampled_from("xyz")), since=st.sampled_from([-1, 0, 0, 1]))
-    def bury(self, server: int, of: frozenset[str], since: int) -> None:
+    def expire_servers(self, server: int, of: frozenset[str], since: int) -> None:
         """One that has beaten since it was seen lives, also when its clock was set back."""
         beats = {each: self.content.servers[each].beat_ms for each in of if each in self.content.servers}
-        self.both(server, "bury", {each: beats.get(each, 0) - since for each in of})
+        self.both(server, "expire_servers", {each: beats.get(each, 0) - since for each in of})
 
     @rule(server=servers, really=likely)
     def leave(self, server: int, really: bool) -> None:

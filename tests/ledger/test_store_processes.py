@@ -74,7 +74,7 @@ def test_a_server_that_is_killed_leaves_the_file_to_the_others(tmp_path: Path) -
     assert other.returncode == 0
     store = SqliteStore(path, pipeline="p", server_id="heir")
     assert set(store.open(now_ms=10**6).servers) == {"victim", "heir"}
-    assert store.bury({"victim": store.peek().servers["victim"].beat_ms}) == {"victim"}
+    assert store.expire_servers({"victim": store.peek().servers["victim"].beat_ms}) == {"victim"}
     owners = {entry.owner for entry in (*store.adopt(), *store.peek().windows.values())}
     assert owners <= {None, "heir"}
     assert store.peek().shards["own-other"].position is not None

@@ -12,7 +12,7 @@ from coordinator.pipeline import Pipeline, named
 
 from mldserver.assembly import claim_of
 from mldserver.config.resolve import resolve
-from mldserver.errors import OperatorError, ServerBuried
+from mldserver.errors import OperatorError, ServerExpired
 from mldserver.ledger.contract import Flush, LedgerState, Segment, SegmentKind, ServerState
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path, writer_tag
@@ -125,7 +125,7 @@ async def test_of_two_starts_that_take_a_new_ledger_at_once_one_stops_with_a_sen
     (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
     found, other_found = await ledger.open(), await other.open()
     first = await claim.acquire(found, ledger)
-    with pytest.raises(ServerBuried, match="claimed the ledger again"):
+    with pytest.raises(ServerExpired, match="claimed the ledger again"):
         await other_claim.acquire(other_found, other)
     assert (await ledger.peek()).ledger_id == first.ledger_id == json.loads(store.get(OWNER))["ledger_id"]
 
@@ -150,7 +150,7 @@ async def test_a_start_that_is_overtaken_before_it_could_note_its_ledger_leaves_
     now = await other.peek()
     assert list(now.servers) == ["s2"]
     assert json.loads(store.get(OWNER))["ledger_id"] == now.ledger_id
-    with pytest.raises(ServerBuried):
+    with pytest.raises(ServerExpired):
         await ledger.sync(ServerState("s1", 1))
     assert (await start(store, "new")).ledger_id == now.ledger_id
 

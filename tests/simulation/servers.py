@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = 1.0
 _EXPECTED = (OperatorError, HandlerError, LedgerError, asyncio.CancelledError)
-"""How a server may end: told to an operator, or buried by others (a LedgerError too)."""
+"""How a server may end: told to an operator, or expired by others (a LedgerError too)."""
 
 
 class WatchedServer(Server):
