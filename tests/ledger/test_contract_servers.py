@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.effects import Effects
-from mldserver.errors import InternalError, LedgerError, ServerBuried
+from mldserver.errors import InternalError, LedgerError, ServerExpired
 from mldserver.ledger.contract import Flush, LedgerState, ServerState, WindowState
 from mldserver.ledger.operations import Ledger
 from tests.ledger.samples import (
@@ -89,7 +89,7 @@ async def test_another_identity_ends_all_other_servers_and_frees_what_they_held(
         old = (await other.claim("folder")).ledger_id
         anew = await one.claim("folder", instead_of=old)
         assert (list(anew.servers), anew.shards["a"].owner) == (["one"], None)
-        with pytest.raises(ServerBuried, match=r"or has claimed the ledger again \(--new-ledger\)"):
+        with pytest.raises(ServerExpired, match=r"or has claimed the ledger again \(--new-ledger\)"):
             await other.claim("folder", instead_of=anew.ledger_id)
         assert (await one.peek()).ledger_id == anew.ledger_id
 
@@ -174,7 +174,7 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
     """Every call of a server that would write something."""
     return {
         "sync": lambda: ledger.sync(ServerState("one", 9)),
-        "bury": lambda: ledger.bury({"two": 1_000}),
+        "expire_servers": lambda: ledger.expire_servers({"two": 1_000}),
         "open_shard": lambda: ledger.open_shard("a"),
         "release_shard": lambda: ledger.release_shard("a", 1),
         "register": lambda: ledger.register(Flush((move(),), (seg("s9", W2),), clock=9)),
@@ -191,16 +191,16 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
     }
 
 
-async def test_nothing_that_a_buried_server_tries_counts(ledger_factory: Factory) -> None:
+async def test_nothing_that_an_expired_server_tries_counts(ledger_factory: Factory) -> None:
     async with two(ledger_factory) as (one, other):
         await one.open_shard("a")
         await one.register(Flush((), (late("l1"),)))
         await bring_to(one, WindowState.CUT, W1, "s1")
         await bring_to(other, WindowState.COMMITTED, BATCH, "s2")
-        assert await other.bury({"one": 1_000}) == {"one"}
+        assert await other.expire_servers({"one": 1_000}) == {"one"}
         async with peeked(ledger_factory) as (_, before):
             for name, call in writing_calls(one).items():
-                with pytest.raises(ServerBuried):
+                with pytest.raises(ServerExpired):
                     pytest.fail(f"{name} returned {await call()}")
             await one.leave()
         async with peeked(ledger_factory) as (_, after):
