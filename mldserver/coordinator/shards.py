@@ -1,6 +1,6 @@
 """The shards that this server has: opened and refused, heard of, taken in batch by batch, let go of.
 
-A source asks ``Shards`` for a shard and gets a ``ShardSession``: one shard under one connection.
+A source asks ``Shards`` for a shard and gets a ``IntakeSession``: one shard under one connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mldserver.coordinator.core.flush import Buffer, BufferedBatch, buffered, fl
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import DRAIN, Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
+from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips_records
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
@@ -84,7 +84,7 @@ class Shards:
         if live is not None:
             live.disconnected()
 
-    async def open_shard(self, opening: ShardOpening) -> ShardSession:
+    async def open_shard(self, opening: ShardOpening) -> IntakeSession:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         await self.check(opening)
@@ -140,7 +140,7 @@ class Shards:
             if not self._is_listed(shard_id) and shard_id not in self._openings:
                 self.lineage.forget(shard_id)
 
-    async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
+    async def _open(self, opening: ShardOpening, *, new: bool) -> IntakeSession:
         shard_id = opening.shard_id
         # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
         parents = opening.parents or self.lineage.nodes[shard_id].parents
@@ -156,7 +156,7 @@ class Shards:
         if proved:
             await self.ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
-        session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
+        session = IntakeSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
         if not self.sessions.open(
             session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag, polled=opening.polled
         ):
@@ -197,7 +197,7 @@ class Shards:
     # What sessions ask for.
 
     def accept(
-        self, session: ShardSession, outcome: BatchOutcome, now_ms: int, received_ms: int | None
+        self, session: IntakeSession, outcome: BatchOutcome, now_ms: int, received_ms: int | None
     ) -> bool:
         """Accept a batch's effects; return whether the daemon may be answered at once."""
         shard_id, outline = session.shard_id, outcome.outline
@@ -252,7 +252,7 @@ class Shards:
 
     async def admit(
         self,
-        session: ShardSession,
+        session: IntakeSession,
         *,
         answered: bool,
         checkpoint: Callable[[], Awaitable[object]] | None,
@@ -274,11 +274,11 @@ class Shards:
         if session.alive:
             self.watermark.answered(shard_id, self.clock.steady_ms())
 
-    def move(self, session: ShardSession, position: Sequence) -> None:
+    def move(self, session: IntakeSession, position: Sequence) -> None:
         """Move a shard's position with the next flush, without effects."""
         self.buffer.move(session.shard_id, session.epoch, position)
 
-    async def end(self, session: ShardSession) -> bool:
+    async def end(self, session: IntakeSession) -> bool:
         """Flush, and mark a session's shard ended durably. False: the session has lost it meanwhile."""
         last = session.position.accepted
         self.buffer.add(BufferedBatch(session.shard_id, session.epoch, last=last, ends_shard=True))
@@ -290,19 +290,19 @@ class Shards:
         log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
         return True
 
-    async def finish(self, session: ShardSession) -> None:
+    async def finish(self, session: IntakeSession) -> None:
         """Throttle a session's shard only as a shard of which no batch follows."""
         session.finishing = True
         await self.backpressure.release()
 
-    def let_go(self, session: ShardSession) -> None:
+    def let_go(self, session: IntakeSession) -> None:
         """Release a shard that its session has let go: it is missing until another session opens it."""
         if self.sessions.let_go(session, self.clock.steady_ms()):
             self.membership.released[session.shard_id] = session.epoch
             self.soon()
 
 
-class ShardSession:
+class IntakeSession:
     """A ``ShardIntake``. It dies when the shard is opened again, or its owner lets go; then it does nothing."""
 
     def __init__(
@@ -319,7 +319,7 @@ class ShardSession:
         self.shard_id = shard_id
         self.epoch = state.epoch
         self.parked = parked
-        self.position = ShardPosition(state.position, within_aggregates=within_aggregates)
+        self.position = SessionPosition(state.position, within_aggregates=within_aggregates)
         self.alive = True
         self.finishing = False
         """Whether no batch follows."""

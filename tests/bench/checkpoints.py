@@ -19,7 +19,7 @@ from support.virtual_loop import LoopClock, VirtualLoop
 from support.virtual_process import VirtualExecutor, stand_ins
 
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.records import Sequence
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
@@ -83,7 +83,7 @@ async def _deliver(
 
 
 def _look(
-    session: ShardSession, waiting: deque[tuple[Sequence, int]], clock: LoopClock, lags: list[float]
+    session: IntakeSession, waiting: deque[tuple[Sequence, int]], clock: LoopClock, lags: list[float]
 ) -> None:
     """Checkpoint as a connection does when it answers, and note how old each batch behind it is by now."""
     due = session.checkpoint_due()

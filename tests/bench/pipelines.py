@@ -18,7 +18,7 @@ from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Shape
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.jobs.engine import Engine
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -38,7 +38,7 @@ class Pipeline:
 
     coordinator: Coordinator
     runner: WindowRunner
-    sessions: dict[str, ShardSession]
+    sessions: dict[str, IntakeSession]
 
     async def give(self, delivered: Delivered) -> None:
         """Deliver a batch as a source does, and return when the daemon would be answered."""

@@ -24,7 +24,7 @@ from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.membership import ServerLocks
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -256,11 +256,11 @@ class Pipeline:
         """Let one interval pass."""
         await self.clock.advance(self.rules.flush_interval_ms / 1000)
 
-    async def open(self, shard: str, start: Any = "TRIM_HORIZON", **changes: Any) -> ShardSession:
+    async def open(self, shard: str, start: Any = "TRIM_HORIZON", **changes: Any) -> IntakeSession:
         values = {"tells_lag": True, "parents": ()} | changes
         return await self.coordinator.shards.open_shard(ShardOpening(shard, start, **values))
 
-    async def give(self, session: ShardSession, records: Records, **changes: Any) -> None:
+    async def give(self, session: IntakeSession, records: Records, **changes: Any) -> None:
         """Deliver a batch as a source does."""
         session.began()
         await accept(session, outcome(session.shard_id, records, after=session.after, **changes))
@@ -353,7 +353,7 @@ class Daemon:
         if await session.end():
             self.ended.add(shard)
 
-    async def open(self, pipeline: Pipeline, shard: str, start: Any) -> ShardSession:
+    async def open(self, pipeline: Pipeline, shard: str, start: Any) -> IntakeSession:
         """Connect, and again when the ledger fails then: who is not answered comes back."""
         while True:
             try:
@@ -361,7 +361,7 @@ class Daemon:
             except LedgerError:
                 await pipeline.clock.sleep(0.1)
 
-    async def give(self, pipeline: Pipeline, session: ShardSession, batch: Records) -> None:
+    async def give(self, pipeline: Pipeline, session: IntakeSession, batch: Records) -> None:
         after = session.after
         fresh = [number for number, _ in batch if after is None or Sequence(number) > after]
         letters = [dead_letter(session.shard_id, number) for number in fresh if number % self.bad == 0]
@@ -373,7 +373,7 @@ class Daemon:
         }
         await pipeline.give(session, batch, rows=rows, columns=columns, letters=letters)
 
-    def checkpoint(self, session: ShardSession, delivered: int) -> None:
+    def checkpoint(self, session: IntakeSession, delivered: int) -> None:
         due = session.checkpoint_due()
         if due is not None:
             assert self.checkpoints.get(session.shard_id, 0) <= due.number <= delivered

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.backpressure import shards_to_hold
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
@@ -31,7 +31,7 @@ def lose_the_ledger(pipeline: Pipeline) -> None:
     pipeline.faults.hook = hook
 
 
-async def assert_held(pipeline: Pipeline, session: ShardSession) -> None:
+async def assert_held(pipeline: Pipeline, session: IntakeSession) -> None:
     """While nothing can be registered, the session's batches wait."""
     given = asyncio.get_running_loop().create_task(pipeline.give(session, [(1, 1000)]))
     await pipeline.clock.advance(30)

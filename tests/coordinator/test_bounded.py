@@ -16,7 +16,7 @@ import pytest
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.config.settings import WindowSettings
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import WindowFailed
 from mldserver.output.layout import SEGMENTS
 from mldserver.testing import LocalEngine
@@ -66,7 +66,7 @@ class Catching:
             await self.pipeline.clock.sleep(SHARDS[shard][0])
         assert await session.end()
 
-    async def give(self, session: ShardSession, batch: Any, columns: Any) -> None:
+    async def give(self, session: IntakeSession, batch: Any, columns: Any) -> None:
         giving = asyncio.ensure_future(self.pipeline.give(session, batch, columns=columns, lag_ms=5000))
         await asyncio.sleep(0)
         self.look()

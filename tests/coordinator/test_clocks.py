@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import ServerState, WindowEntry, WindowState
 from mldserver.testing import VirtualClock
@@ -38,7 +38,7 @@ def hosts(out: Path, **changes: Any) -> tuple[Pipeline, Pipeline]:
     return one, other
 
 
-async def empties(pipeline: Pipeline, session: ShardSession, seconds: int) -> None:
+async def empties(pipeline: Pipeline, session: IntakeSession, seconds: int) -> None:
     for _ in range(seconds):
         await pipeline.give(session, [], lag_ms=0)
         await pipeline.clock.advance(1)

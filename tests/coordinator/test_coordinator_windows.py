@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline, missing, named
 
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.output.layout import is_joined
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, tumbling_id
@@ -263,7 +263,7 @@ async def test_a_window_of_many_flushes_is_read_from_few_files_in_this_life_and_
 ) -> None:
     flushes = 150
 
-    async def flush(numbers: range, session: ShardSession) -> None:
+    async def flush(numbers: range, session: IntakeSession) -> None:
         for number in numbers:
             await pipeline.give(session, [(number, 1000 + number)])
             await pipeline.cycle()

@@ -12,7 +12,7 @@ from coordinator.pipeline import RULES, Pipeline, named
 from support.shards import accept
 
 from mldserver.coordinator.core.open_windows import MOST_AHEAD
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, tumbling_id
@@ -20,7 +20,7 @@ from mldserver.windows import Tumbling, tumbling_id
 YEAR_2096 = 4_000_000_000_000
 
 
-async def give(pipeline: Pipeline, session: ShardSession, number: int, event_ms: int) -> None:
+async def give(pipeline: Pipeline, session: IntakeSession, number: int, event_ms: int) -> None:
     """Deliver a record that arrives now, and whose event is of another time."""
     session.began()
     columns = {

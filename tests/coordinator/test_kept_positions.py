@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.shards import accept
 
 from mldserver.coordinator.core.flush import BufferedBatch, plan
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import DeadLetter, Sequence
@@ -27,7 +27,7 @@ def pipeline(tmp_path: Path) -> Pipeline:
 
 
 async def give(
-    session: ShardSession, numbers: list[int], position: int | None, letters: list[DeadLetter] | None = None
+    session: IntakeSession, numbers: list[int], position: int | None, letters: list[DeadLetter] | None = None
 ) -> None:
     """Deliver a batch; the handler has checkpointed up to ``position`` by its end."""
     made = outcome(

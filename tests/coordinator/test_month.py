@@ -13,7 +13,7 @@ import pytest
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.coordinator.coordinator import Coordinator
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.output.layout import LEDGER, PRIVATE, SERVERS
 from mldserver.windows import Tumbling
 
@@ -34,7 +34,7 @@ class Month:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.number = 0
-        self.sessions: list[ShardSession] = []
+        self.sessions: list[IntakeSession] = []
 
     async def come_back(self) -> None:
         """Connect the shards again that were connected when the server died."""
@@ -57,7 +57,7 @@ class Month:
             await self.give(session, now_ms + 1_800_000)
         await self.pipeline.clock.sleep(1800)
 
-    async def give(self, session: ShardSession, ms: int) -> None:
+    async def give(self, session: IntakeSession, ms: int) -> None:
         """Give rows of now, and one in three times one of three hours (or of two days) ago."""
         self.number += 10
         behind = {0: 3 * HOUR_MS, 3: 50 * HOUR_MS}.get(self.number // 10 % 6, 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
+from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips_records
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
 from mldserver.ledger.contract import PositionUpdate, ShardState
@@ -28,7 +28,7 @@ class Stub:
 
     shard_id: str
     epoch: int
-    position: ShardPosition
+    position: SessionPosition
     alive: bool = True
 
     def disconnected(self) -> None:
@@ -53,7 +53,7 @@ class Around:
 
     def open(self, state: ShardState, *, now_ms: int = 0) -> Stub:
         self.lineage.add(state.shard_id, now_ms, parents=state.parents)
-        session = Stub(state.shard_id, state.epoch, ShardPosition(state.position))
+        session = Stub(state.shard_id, state.epoch, SessionPosition(state.position))
         self.sessions.open(session, state, now_ms, tells_lag=True)
         return session
 
@@ -84,7 +84,7 @@ def test_a_shard_goes_to_its_newest_session_and_on_where_the_ledger_has_it(aroun
 def test_a_session_that_was_overtaken_while_it_was_opened_is_dead_and_changes_nothing(around: Around) -> None:
     new = around.open(ShardState("a", 2, S(5), effective_ms=500, event_ms=500))
     around.buffer.add(BufferedBatch("a", 2, last=S(6)))
-    late = Stub("a", 1, ShardPosition(None))
+    late = Stub("a", 1, SessionPosition(None))
     assert not around.sessions.open(late, ShardState("a", 1), 0, tells_lag=True)
     assert not late.alive
     assert around.sessions.live("a") is new
@@ -209,12 +209,12 @@ def test_a_start_beyond_the_position_skips_records(
 
 
 def test_what_the_ledger_holds_was_accepted_before() -> None:
-    place = ShardPosition(S(7))
+    place = SessionPosition(S(7))
     assert (place.accepted, place.durable, place.due()) == (S(7), S(7), None)
 
 
 def test_a_checkpoint_never_passes_what_this_connection_delivered_however_far_the_ledger_is() -> None:
-    place = ShardPosition(S(7))
+    place = SessionPosition(S(7))
     place.deliver(None)
     assert place.due() is None
     place.deliver(S(5))
@@ -225,9 +225,9 @@ def test_a_checkpoint_never_passes_what_this_connection_delivered_however_far_th
     assert place.due() == S(7)
 
 
-def whole_aggregates_only(*ends: Sequence) -> ShardPosition:
+def whole_aggregates_only(*ends: Sequence) -> SessionPosition:
     """Return a position to which batches with these ends were delivered, and accepted."""
-    place = ShardPosition(None, within_aggregates=False)
+    place = SessionPosition(None, within_aggregates=False)
     for end in ends:
         place.deliver(end)
         place.accept(end)
@@ -246,7 +246,7 @@ def test_where_a_checkpoint_covers_whole_aggregates_only_it_lies_at_the_end_of_a
 
 
 def test_a_place_within_an_aggregate_is_kept_back_until_that_is_delivered_again() -> None:
-    place = ShardPosition(S(5), within_aggregates=False)
+    place = SessionPosition(S(5), within_aggregates=False)
     place.deliver(S(4))
     assert place.due() == S(4)
     place.deliver(S(5, 2))
@@ -264,20 +264,20 @@ def test_of_very_many_batches_some_ends_are_forgotten_but_never_the_last() -> No
 
 
 def test_nothing_is_due_before_anything_is_durable() -> None:
-    place = ShardPosition(None)
+    place = SessionPosition(None)
     place.accept(S(3))
     assert place.due() is None
 
 
 def test_an_empty_batch_and_one_delivered_again_change_nothing() -> None:
-    place = ShardPosition(S(7))
+    place = SessionPosition(S(7))
     place.accept(None)
     place.accept(S(6))
     assert place.accepted == S(7)
 
 
 def test_a_position_is_due_until_the_daemon_has_stored_it() -> None:
-    place = ShardPosition(None)
+    place = SessionPosition(None)
     place.deliver(S(9))
     place.accept(S(3))
     place.register(S(3))
@@ -290,14 +290,14 @@ def test_a_position_is_due_until_the_daemon_has_stored_it() -> None:
 
 
 def test_a_registered_position_that_is_not_ahead_changes_nothing() -> None:
-    place = ShardPosition(S(7))
+    place = SessionPosition(S(7))
     place.register(None)
     place.register(S(2))
     assert place.durable == S(7)
 
 
 def test_an_older_checkpoint_does_not_take_a_newer_one_back() -> None:
-    place = ShardPosition(S(7))
+    place = SessionPosition(S(7))
     place.store(S(7))
     place.store(S(3))
     assert place.checkpointed == S(7)
@@ -305,23 +305,23 @@ def test_an_older_checkpoint_does_not_take_a_newer_one_back() -> None:
 
 def test_a_position_never_passes_what_was_accepted() -> None:
     with pytest.raises(InternalError, match="would pass what was accepted"):
-        ShardPosition(None).register(S(1))
-    place = ShardPosition(S(1))
+        SessionPosition(None).register(S(1))
+    place = SessionPosition(S(1))
     with pytest.raises(InternalError, match="would pass what was accepted, 1"):
         place.register(S(2))
 
 
 def test_a_checkpoint_never_passes_the_durable_position() -> None:
     with pytest.raises(InternalError, match="ahead of the durable position"):
-        ShardPosition(None).store(S(1))
-    place = ShardPosition(S(1))
+        SessionPosition(None).store(S(1))
+    place = SessionPosition(S(1))
     place.accept(S(2))
     with pytest.raises(InternalError, match="ahead of the durable position 1"):
         place.store(S(2))
 
 
 def test_a_handler_that_keeps_its_position_claims_what_was_accepted_and_each_step_once() -> None:
-    place = ShardPosition(None)
+    place = SessionPosition(None)
     assert place.claim(S(1)) is None
     place.accept(S(5))
     assert [place.claim(at) for at in (None, S(2), S(2), S(1), S(9), S(5))] == [
@@ -332,7 +332,7 @@ def test_a_handler_that_keeps_its_position_claims_what_was_accepted_and_each_ste
         S(5),
         None,
     ]
-    assert ShardPosition(S(3)).claim(S(3)) is None
+    assert SessionPosition(S(3)).claim(S(3)) is None
 
 
 @given(
@@ -345,7 +345,7 @@ def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(
 ) -> None:
     ledger: list[int] = []
     stored, durable = 0, None
-    place, following, buffer = ShardPosition(None), 1, []
+    place, following, buffer = SessionPosition(None), 1, []
     for step, size in steps:
         if step == "batch":
             batch = list(range(following, following + size))
@@ -364,7 +364,7 @@ def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(
             place.store(due)
             stored = due.number
         elif step == "reopen":  # the daemon goes on after its checkpoint, with borders of its own
-            place, following, buffer = ShardPosition(durable), stored + 1, []
+            place, following, buffer = SessionPosition(durable), stored + 1, []
         order = [each or S(0) for each in (place.checkpointed, place.durable, place.accepted)]
         assert order == sorted(order)
         assert ledger == list(range(1, len(ledger) + 1))

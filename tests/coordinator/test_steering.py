@@ -14,7 +14,7 @@ from coordinator.pipeline import Pipeline, fail
 
 from mldserver.admin.acts import carry_out
 from mldserver.assembly import Parts
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
@@ -34,7 +34,7 @@ async def carried_out(pipeline: Pipeline, act: str, argument: str = "") -> tuple
     return await asked
 
 
-def giving(pipeline: Pipeline, session: ShardSession, number: int) -> asyncio.Task[None]:
+def giving(pipeline: Pipeline, session: IntakeSession, number: int) -> asyncio.Task[None]:
     """Hand a batch in; done when its daemon may be answered."""
     return asyncio.create_task(pipeline.give(session, [(number, 1000 + number)]))
 
@@ -131,7 +131,7 @@ async def test_a_drained_shard_is_durable_and_checkpointed_before_its_daemon_wai
         assert held.done()
 
 
-async def _handed_in(pipeline: Pipeline, session: ShardSession, checkpoint: Any) -> None:
+async def _handed_in(pipeline: Pipeline, session: IntakeSession, checkpoint: Any) -> None:
     session.began()
     assert not session.take(outcome("a", [(1, 1000)]), pipeline.clock.steady_ms())
     await session.admitted(checkpoint=checkpoint)

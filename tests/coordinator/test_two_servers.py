@@ -13,7 +13,7 @@ from coordinator.pipeline import QUICK, Pipeline, missing, named, two
 from support.store import SqliteStore
 
 from mldserver.coordinator.cleanup import recover
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import GapRefused, LedgerError, ServerExpired
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
@@ -283,7 +283,7 @@ async def test_a_server_whose_lock_is_free_is_expired_at_once(tmp_path: Path) ->
         assert [path.name for path in (tmp_path / SERVERS).iterdir()] == [f"{server_tag('two')}.lock"]
 
 
-async def cut_and_stuck(server: Pipeline) -> ShardSession:
+async def cut_and_stuck(server: Pipeline) -> IntakeSession:
     """Bring a server to where it has cut a window and cannot compute it."""
     await server.clock.advance(0)
     server.engine._ready.clear()

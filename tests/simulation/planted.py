@@ -13,11 +13,11 @@ from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.flush import FlushPlan
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
-from mldserver.coordinator.core.sessions import Session, ShardPosition
+from mldserver.coordinator.core.sessions import Session, SessionPosition
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.progress import Reports
-from mldserver.coordinator.shards import ShardSession
+from mldserver.coordinator.shards import IntakeSession
 from mldserver.ledger.book import Book
 from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
 from mldserver.ledger.operations import Transaction
@@ -37,7 +37,7 @@ class AwaitsBeforeItForgets(Coordinator):
         return complete
 
 
-class ChecksPointsTooEarly(ShardPosition):
+class ChecksPointsTooEarly(SessionPosition):
     """Checkpoints what was accepted, before it is durable."""
 
     def due(self) -> Sequence | None:
@@ -59,7 +59,7 @@ class Unfenced(SqliteStore):
         return super().transact(transaction, read)
 
 
-class DeliversTwice(ShardSession):
+class DeliversTwice(IntakeSession):
     """Accepts records as new that were delivered before."""
 
     @property
@@ -178,7 +178,7 @@ class CountsTwice(SqliteStore):
         return super().transact(transaction, read)
 
 
-class Impatient(ShardSession):
+class Impatient(IntakeSession):
     """Takes a daemon for silent that stores a checkpoint."""
 
     def busy(self) -> None:
@@ -226,13 +226,13 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "a redriven letter that counts twice": {SqliteLedger: _on(CountsTwice)},
     "a row of the future that closes windows": {Coordinator: BelievesAnyTime},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
-    "a checkpoint that runs ahead": {ShardPosition: ChecksPointsTooEarly},
-    "records that count at each delivery": {ShardSession: DeliversTwice},
+    "a checkpoint that runs ahead": {SessionPosition: ChecksPointsTooEarly},
+    "records that count at each delivery": {IntakeSession: DeliversTwice},
     "a ledger without fences": {SqliteLedger: _on(Unfenced)},
     "nobody is held": {Backpressure: NeverHolds},
     "children without their parents' times": {Lineage: Orphans},
     "a watermark that goes back": {Watermark: GoesBack},
-    "silence while a checkpoint is stored": {ShardSession: Impatient},
+    "silence while a checkpoint is stored": {IntakeSession: Impatient},
     "windows far ahead without a bound": {OpenWindows: KeepsAllAhead},
     "retention by a host's clock": {SqliteLedger: HostsTime},
     "readiness without a daemon": {Reports: AlwaysGreen},

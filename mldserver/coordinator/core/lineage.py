@@ -50,7 +50,7 @@ _READ = frozenset({Presence.CONNECTED, Presence.ELSEWHERE, Presence.ENDED})
 
 
 @dataclass(slots=True)
-class ShardNode:
+class LineageNode:
     """One known shard."""
 
     id: str
@@ -70,7 +70,7 @@ class ShardNode:
 class Lineage:
     """The graph of known shards."""
 
-    nodes: dict[str, ShardNode] = field(init=False, default_factory=dict)
+    nodes: dict[str, LineageNode] = field(init=False, default_factory=dict)
     """Only looked at by others."""
 
     def add(
@@ -91,7 +91,7 @@ class Lineage:
         new = node is None
         if node is None:
             presence = Presence.ENDED if ended else Presence.MISSING
-            node = self.nodes[shard_id] = ShardNode(
+            node = self.nodes[shard_id] = LineageNode(
                 shard_id, presence=presence, since_ms=now_ms, read_ms=now_ms, effective_ms=effective_ms
             )
             node.children.update(other.id for other in self.nodes.values() if shard_id in other.parents)
@@ -170,11 +170,11 @@ class Lineage:
             queue.extend(unseen)
         return max(times, default=None)
 
-    def connected(self) -> list[ShardNode]:
+    def connected(self) -> list[LineageNode]:
         """Return the shards that have a connection."""
         return [n for n in self.nodes.values() if n.presence is Presence.CONNECTED]
 
-    def missing(self) -> list[ShardNode]:
+    def missing(self) -> list[LineageNode]:
         """Return the shards that are expected and have no connection."""
         missing = (node for node in self.nodes.values() if node.presence is Presence.MISSING)
         # An unknown parent counts as finished: its records were trimmed, or read before this ledger began.

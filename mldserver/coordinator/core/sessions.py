@@ -47,7 +47,7 @@ def skips_records(start: Sequence | str | None, position: Sequence | None, *, en
     return start == "SHARD_END" or (start == "LATEST" and position is not None)
 
 
-class ShardPosition:
+class SessionPosition:
     """One shard's progress under one connection."""
 
     __slots__ = ("_ends", "_whole", "accepted", "checkpointed", "claimed", "delivered", "durable")
@@ -131,7 +131,7 @@ class Session(Protocol):
     shard_id: str
     epoch: int
     """Under which it was opened; of two sessions of a shard the later has the higher."""
-    position: ShardPosition
+    position: SessionPosition
     alive: bool
     finishing: bool
     """Whether no batch follows."""

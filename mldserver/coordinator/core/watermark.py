@@ -61,7 +61,7 @@ _IDLE = _FINISHED | {"idle"}
 
 
 @dataclass(slots=True)
-class _ShardClock:
+class _ReadClock:
     """What one connected shard has shown."""
 
     tells_lag: bool
@@ -141,7 +141,7 @@ class Watermark:
         """Start at ``now_ms``; shards are learned from ``lineage`` and the calls below."""
         self.rules = rules
         self._lineage = lineage
-        self._shards: dict[str, _ShardClock] = {}
+        self._shards: dict[str, _ReadClock] = {}
         self._settle_until_ms = now_ms + rules.settle_time_ms
         self._ending: set[str] = set()
         """Shards whose ends their daemons store just now."""
@@ -193,7 +193,7 @@ class Watermark:
 
         ``polled``: this server polls the stream itself.
         """
-        clock = _ShardClock(tells_lag, event_ms, received=[now_ms], answered_ms=now_ms, last_row_ms=now_ms)
+        clock = _ReadClock(tells_lag, event_ms, received=[now_ms], answered_ms=now_ms, last_row_ms=now_ms)
         clock.polled = clock.sends_empty = polled
         # A shard that the server opens again and again, without an answer from AWS, lags since its latest answer.
         clock.told_ms = self._lineage.nodes[shard_id].read_ms
@@ -376,14 +376,14 @@ class Watermark:
         quiet = reasons <= _FINISHED and "quiet" in reasons
         return View(self._watermark_ms, view.holder, over=view.over, quiet=quiet)
 
-    def _value(self, clock: _ShardClock) -> int | None:
+    def _value(self, clock: _ReadClock) -> int | None:
         event = None if clock.event_ms is None else clock.event_ms - self.rules.disorder_ms
         if not self.rules.on_arrival or clock.advanced_ms is None:
             return event
         advanced = clock.advanced_ms - self.rules.disorder_ms
         return advanced if event is None else max(event, advanced)
 
-    def _caught_up(self, clock: _ShardClock, now_ms: int) -> bool:
+    def _caught_up(self, clock: _ReadClock, now_ms: int) -> bool:
         if clock.empty and clock.lag_ms == 0:
             return True
         # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
@@ -391,7 +391,7 @@ class Watermark:
         silent_ms = 0 if clock.in_request or clock.asked else now_ms - clock.answered_ms
         return not (clock.tells_lag and clock.lag_ms) and silent_ms >= self.rules.idle_time_ms
 
-    def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
+    def _idle(self, clock: _ReadClock, now_ms: int, delay_ms: int | None) -> bool:
         """Whether a shard that keeps up has given no row for the idle time."""
         # What is in progress may give a row, unless the shard's records give none and no delay is known.
         may_give = (clock.in_request or clock.asked) and not (delay_ms is None and self._rowless(clock))
@@ -401,7 +401,7 @@ class Watermark:
         fetched_lately = now_ms - clock.received[0] <= self.rules.idle_time_ms
         return (fetched_lately and not lags) or self._caught_up(clock, now_ms)
 
-    def _rowless(self, clock: _ShardClock) -> bool:
+    def _rowless(self, clock: _ReadClock) -> bool:
         """Whether its records have arrived over more than the idle time without a row."""
         if clock.arrival_ms is None or clock.rowless_since_ms is None:
             return False

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clocks import RecordingClock
 
-from mldserver.coordinator.core.sessions import ShardPosition
+from mldserver.coordinator.core.sessions import SessionPosition
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
 from mldserver.records import Hook, Sequence
@@ -69,7 +69,7 @@ class Story:
 
     async def connection(self) -> None:
         """Read from the durable position on, to the end or until it breaks off."""
-        place = ShardPosition(self.durable)
+        place = SessionPosition(self.durable)
         await self.runtime.open(SHARD)
         following = 1 + (0 if self.durable is None else self.durable.number)
         while following <= RECORDS and self.dice.random() > 0.1:
@@ -82,7 +82,7 @@ class Story:
         if self.dice.random() < 0.5:
             self.flush(place, await self.runtime.notify(SHARD.id, Hook.SHUTDOWN_REQUESTED))
 
-    def flush(self, place: ShardPosition, position: Sequence | None) -> None:
+    def flush(self, place: SessionPosition, position: Sequence | None) -> None:
         if (claimed := place.claim(position)) is not None:
             place.register(claimed)
             self.durable = claimed
