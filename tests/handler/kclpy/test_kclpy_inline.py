@@ -16,11 +16,10 @@ from handler.kclpy.wire import SHARD, delivery
 from msgspec.structs import replace
 from support.clocks import RecordingClock
 
-from mldserver.errors import HandlerHalted
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
 from mldserver.records import Hook, Sequence, Shard
-from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome
 
@@ -122,32 +121,6 @@ async def test_it_owes_what_it_was_given_until_it_has_checkpointed_all_of_it(kit
     assert [outcome.owes for outcome in outcomes] == [False, True, False, False, False]
 
 
-async def test_duplicates_are_never_seen_and_a_batch_of_them_is_no_call(kit: Kit) -> None:
-    runtime = await kit.start(Processor)
-    await runtime.process(delivery(1, 2, 3, after=2))
-    outcome = await runtime.process(delivery(1, 2, after=3))
-    assert (outcome.outline.duplicates, Processor.seen) == (2, [[3]])
-
-
-async def test_a_failing_batch_is_called_again_and_the_bad_record_is_found_by_halving(kit: Kit) -> None:
-    class It(Processor):
-        def process(self, record: Any) -> None:
-            if record.sequence_number == "6":
-                raise RuntimeError("bad")
-
-        def process_records(self, process_records_input: Any) -> None:
-            super().process_records(process_records_input)
-            process_records_input.checkpointer.checkpoint()
-
-    runtime = await kit.start(It, attempts=2)
-    outcome = await runtime.process(delivery(*range(1, 9)))
-    assert [letter.sequence.number for letter in outcome.effects.dead_letters] == [6]
-    assert position(outcome) == 8
-    assert It.seen[:2] == [list(range(1, 9))] * 2
-    done = [call for call in It.seen if 6 not in call]
-    assert sorted(number for call in done for number in call) == [1, 2, 3, 4, 5, 7, 8]
-
-
 async def test_what_was_checkpointed_before_a_failure_is_not_called_again(kit: Kit) -> None:
     class It(Processor):
         failures = 1
@@ -162,16 +135,6 @@ async def test_what_was_checkpointed_before_a_failure_is_not_called_again(kit: K
     outcome = await runtime.process(delivery(1, 2, 3, 4))
     assert It.seen == [[1, 2, 3, 4], [3, 4]]
     assert (position(outcome), outcome.effects.dead_letters) == (4, ())
-
-
-async def test_under_halt_the_first_failure_for_good_stops_the_shard(kit: Kit) -> None:
-    class It(Processor):
-        def process(self, record: Any) -> None:
-            raise ValueError("bad")
-
-    runtime = await kit.start(It, attempts=2, on_failure=OnFailure.HALT)
-    with pytest.raises(HandlerHalted):
-        await runtime.process(delivery(1, 2))
 
 
 async def test_an_empty_message_is_an_empty_call_whose_checkpoint_counts(
