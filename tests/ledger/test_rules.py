@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mldserver.effects import Effects
 from mldserver.errors import InternalError, ServerExpired
 from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book, Changes, Draft
@@ -377,7 +379,8 @@ def test_letters_are_marked_paged_and_removed_by_their_ids(steps: Steps) -> None
     told = steps(register, Flush((), redriven=(ids[0],)), 1)
     assert told.gone_letters == {ids[0]}, "a letter without a mark is not redriven"
     assert steps(row_rules.remove, [ids[3], ids[0], *unknown]) == {ids[0], ids[3]}
-    assert steps(row_rules.remove, [ids[3]]) == frozenset()
+    assert steps(row_rules.remove, [ids[0], ids[3]]) == frozenset()
+    assert steps(row_rules.mark, [ids[0]], wanted=True) == frozenset()
     assert pages() == ids[1:3]
     assert steps.book.totals.dead_letters == 2
     assert steps.book.redrives == 0
@@ -533,3 +536,33 @@ def test_a_position_moves_only_for_the_latest_opening_and_from_where_it_stands(
     assert (steps.book.shards["a"].position, steps.book.windows) == (None, {})
     assert steps(register, Flush((move(epoch=2),), (seg("s1"),)), 1).registered
     assert steps.book.shards["a"].position == HUGE
+
+
+def test_a_flush_is_registered_whole(steps: Steps) -> None:
+    steps(rules.open_shard, "a", (), "one")
+    steps(row_rules.store, (letter(0), letter(1)), wanted=True)
+    first = next(iter(steps.book.letters))
+    flush = Flush(
+        (move(ended=True),),
+        (seg("s1", revision=7), seg("s2", revision=7), replace(late("l"), revision=7)),
+        Effects(dead_letters=(letter(2),)),
+        redriven=(f"{first}.0",),
+        clock=5,
+    )
+    assert steps(register, flush, 9).registered
+    book = steps.book
+    assert (book.windows[W1].segments, book.windows[W1].rows_in) == ((seg("s1"), seg("s2")), 10)
+    assert book.late["l"] == late("l")
+    assert (book.shards["a"].position, book.shards["a"].ended_ms) == (HUGE, 9)
+    assert (book.totals.clock, book.totals.dead_letters, book.redrives) == (5, 2, 1)
+    (left, fresh) = row_rules.page(book, None, 9, wanted=False)
+    assert (left, fresh[1]) == ((int(first), [1]), [0])
+    again = move(previous=HUGE, ended=True)
+    assert steps(register, Flush((again,), (seg("s3"),), clock=4), 10).registered
+    assert steps.book.shards["a"].ended_ms == 9, "the first end stays"
+    assert (steps.book.totals.clock, steps.book.windows[W1].rows_in) == (5, 15)
+
+
+def test_letters_are_stored_under_the_version_of_their_transaction(steps: Steps) -> None:
+    steps(row_rules.store, (letter(0),))
+    assert list(steps.book.letters) == [str(steps.book.version)]
