@@ -148,7 +148,7 @@ class Reports:
             ahead_seconds=ahead_ms / 1000,
             rows=self._untold,
             what=f"The time of record {sequence} lies {timedelta(milliseconds=ahead_ms)} after its arrival.",
-            did="Such rows are kept in separate windows, and no other window closes because of them. Beyond"
+            did="Such rows are kept in separate windows, and do not close other windows. Beyond"
             f" {MOST_AHEAD} such windows, or a tenth of segment_disk_bytes, they go to the late dataset.",
             advice="Mend the clock that stamped it. If it is right, raise max_ahead; to have such records as dead"
             " letters, set on_ahead to fail.",
@@ -180,5 +180,5 @@ class Reports:
                 what=f"Shard {shard_id} has been missing for {limit_ms // 1000} s.",
                 did="It holds the windows no longer: rows it still delivers for closed windows will be late.",
                 advice="Start the daemon that owns the shard, or raise missing_limit. `mldserver ledger forget` removes a name"
-                " that is no shard of the stream.",
+                " that the stream does not have.",
             )

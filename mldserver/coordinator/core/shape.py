@@ -120,7 +120,7 @@ class Shape:
                     f"The handler does not go with the rows that the ledger holds: {'; '.join(reasons)}.",
                     did="Nothing was touched.",
                     advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it"
-                    " was, then start it as it is now (`mldserver help operations`). Or begin anew in a folder of its own"
+                    " was, then start it as it is now (`mldserver help operations`). Or start again in a separate folder"
                     " (--out).",
                     pipeline=self.pipeline,
                 )
