@@ -1,11 +1,8 @@
-"""What the death of a worker makes run twice: what it had not answered, and nothing else."""
+"""A batch that was cancelled ends in its worker before the next one of its shard begins."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +14,6 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
-from mldserver.workers.worker_process import WorkerProcess
-
-HANDLER = """
-import os, pathlib, time
-book = os.open("book", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-def note(text):
-    os.write(book, (text + "\\n").encode())
-
-def initialize(shard):
-    note("open " + shard.id)
-
-def process_record(record):
-    note(record.text())
-    while record.text() == "b2" and not pathlib.Path("go").exists():
-        time.sleep(0.01)
-"""
-
-
-async def test_only_the_batches_that_a_dead_worker_had_not_answered_are_called_again_after_initialize(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(HANDLER)
-    runtime = WorkerRuntime("mine", workers=1, policy=FailurePolicy(), limits=Limits(None, None))
-
-    def noted() -> Counter[str]:
-        return Counter((tmp_path / "book").read_text().split("\n")[:-1])
-
-    async with running(runtime), asyncio.timeout(800):
-        for shard in "abc":
-            await runtime.open(Shard(shard))
-        await runtime.process(delivery("a", "a1", "a2", "a3"))
-        await runtime.process(delivery("b", "b0"))
-        process: WorkerProcess = await runtime._workers[0].process()
-        begun = asyncio.create_task(runtime.process(delivery("b", "b1", "b2", "b3")))
-        await until(lambda: noted()["b2"] == 1)
-        waits = asyncio.create_task(runtime.process(delivery("c", "c1", "c2")))
-        await until(lambda: process.in_hand == 2)
-        os.kill(process.pid, signal.SIGKILL)
-        (tmp_path / "go").touch()
-        assert [(await task).outline.records for task in (begun, waits)] == [3, 2]
-        await runtime.process(delivery("a", "a4"))
-    once = ("a1", "a2", "a3", "a4", "b0", "b3", "c1", "c2")
-    twice = ("b1", "b2", "open a", "open b", "open c")
-    assert noted() == Counter(once) + Counter(twice) + Counter(twice)
-    assert [lost["batches"] for lost in named(logged, "worker.lost")] == [2]
-    assert sorted(event["shard"] for event in named(logged, "shard.reopened")) == ["a", "b", "c"]
-
 
 SLOW_TO_END = """
 import asyncio, os, pathlib
