@@ -1,6 +1,7 @@
 """The worker's process: ``python -m mldserver.workers.child FD``. An ``InlineRuntime`` behind a socket.
 
-Here, and not in the server, user code is imported and run. The process ends with its socket, whatever the handler does.
+User code is imported and run here, never in the server. The process ends when its socket closes, whatever the
+handler does.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from mldserver.workers.shared_memory import Mark, rows_bytes, rows_file
 from mldserver.workers.worker_reports import Heartbeat, forwarding_logs
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
-"""Makes the interpreter write where every thread is, even while one of them holds it."""
+"""The interpreter then writes the stacks of all threads, even while one of them holds the interpreter lock."""
 INLINE_ROWS: Final = 8 * 1024
-"""Bytes of rows that go into the message."""
+"""Rows of up to so many bytes are sent inside the message."""
 _Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
-"""A message, and the files that go with it."""
+"""A message, and the files that are sent with it."""
 _Work: TypeAlias = "Coroutine[Any, Any, _Answer | Sequence | None]"
-"""Of anything but a batch the answer says that it is done, and how far a handler has that keeps its position."""
+"""Requests other than batches return None, or the position of a handler that keeps its own."""
 
 _BEHIND: Final = "A batch before this one has failed."
-"""Its records may not reach the handler before those."""
+"""The records of this batch may not reach the handler before those of the failed one."""
 
 _LONG_SECONDS: Final = 0.002
-"""Answers are sent together for so long, where the last batch did not take as long."""
+"""Answers are collected for so long, unless the last batch took longer."""
 
 
 class Child:
@@ -65,27 +66,27 @@ class Child:
         self._start: asyncio.Future[wire.StartWorker] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """What works on each request."""
+        """The task of each request, by the request's id."""
         self._cancelled: set[int] = set()
         """The ids of requests that the server has cancelled."""
         self._working: dict[str, set[asyncio.Task[None]]] = {}
         """By shard, the tasks of its requests, including cancelled ones. The shard's next request waits for them."""
         self._failed: set[str] = set()
-        """Shards of which a batch has failed: what was sent behind it is not worked on."""
+        """Shards with a failed batch: batches that were sent behind it are refused."""
         self._runtime: InlineRuntime
-        """There when StartWorker has come, and its handler is loaded: what is for it comes after that."""
+        """Set once StartWorker has come and the handler is loaded; requests come later."""
         self._pid = os.getpid()
         self._slow = False
         """Whether the last batch took long."""
         self._unsent = 0.0
-        """When the first of the answers came that are not sent."""
+        """When the first unsent answer was queued."""
         self._arena: memoryview = memoryview(b"")
         self._pipeline = ""
         self._channel = Channel[Any](end, wire.FromServer, receive=self._receive, ended=self._hung_up)
 
     @classmethod
     async def run(cls, end: socket.socket) -> None:
-        """Serve what comes through ``end`` until it ends, and the process with it."""
+        """Serve the requests that come through ``end``, until it closes; then end the process."""
         self = cls(end)
         async with asyncio.TaskGroup() as group:
             self._group = group
@@ -103,7 +104,7 @@ class Child:
         self._over.set()
 
     async def _serve(self) -> None:
-        """Load the handler, and look after it; what the server asks is begun as it comes."""
+        """Load the handler, then run its background work until the socket closes."""
         start = await self._start
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
         if start.code:
@@ -215,7 +216,7 @@ class Child:
         self._channel.send(*answer)
 
     def _process(self, message: wire.Process, line: bytes | memoryview) -> None:
-        """Work on a batch at once, as far as that goes; what is left goes on in a task."""
+        """Process a batch at once as far as possible; a task does the rest."""
         delivery = Delivery(
             message.shard,
             unpacked(message.form, line, message.shard),
@@ -256,7 +257,7 @@ class Child:
         self._begin(message, self._go_on(message, delivery, outcome))
 
     async def _go_on(self, message: wire.Process, delivery: Delivery, begun: Begun | None) -> _Answer:
-        """Do what is left of a batch, or all of it behind others."""
+        """Do the rest of a batch, or all of it if it waits for other requests of its shard."""
         if message.behind and message.shard in self._failed:
             raise InternalError(_BEHIND, shard=message.shard)
         threads = self._runtime.threads(message.shard)
@@ -273,7 +274,7 @@ class Child:
             raise
 
     def _line(self, message: wire.Process, files: Descriptors) -> bytes | memoryview:
-        """Return a batch's bytes, which lie in the message, in the arena, or in a file."""
+        """Return a batch's bytes: from the message, the arena, or a file."""
         if message.inline is not None:
             return message.inline
         if message.offset is not None:
@@ -286,7 +287,7 @@ class Child:
 
 
 def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
-    """Return what became of a batch as a message, and the file that goes with it."""
+    """Return a batch's outcome as a message, and the file that is sent with it."""
     rows = outcome.effects.rows
     if rows is None:
         return wire.done_of(request, outcome), ()
@@ -300,9 +301,10 @@ def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
 
 
 def abandon(why: str) -> NoReturn:
-    """End the process, which cannot do its work any more: the handler has ended its loop, say, or used up its descriptors.
+    """End the process because it cannot work any more.
 
-    No request has failed by that. They are all made again, and whose record it was is found as for any other death.
+    For instance, the handler has closed the event loop, or used up the descriptors. No request has failed. The server sends all of them to the next process, and finds the guilty record as after
+    any death.
     """
     with contextlib.suppress(OSError):  # the handler may have closed it
         os.write(2, f"{why}\n".encode())

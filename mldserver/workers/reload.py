@@ -1,12 +1,12 @@
-"""A handler's new code for workers that run: new processes load it, prove it, and take over all at once.
+"""Gives running workers the handler's new code: new processes load it, try it, and replace the old ones all at once.
 
     load       a new process for each worker; the old ones work on meanwhile
-    wait       until the workers have finished what they have in hand; nothing new begins from here on
-    open       their shards in the new processes, whose ``initialize`` runs there; the old ones stand by
-    take over  without anything in between
+    wait       until the workers have finished their requests; no new request begins from here on
+    open       the shards in the new processes, where ``initialize`` runs; the old processes wait
+    take over  without an await
 
-Whatever goes wrong before the last step leaves the old processes as they are, with the state of their shards, and what
-waited goes on there. So a batch is never in two hands, and two versions never work at the same time.
+If a step before the last one fails, the old processes go on with the state of their shards, and waiting requests continue
+there. So no batch is ever in two processes, and two versions never work at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mldserver.workers.worker import WorkerSlot
 from mldserver.workers.worker_process import WorkerProcess
 
 WAIT_SECONDS: Final = 30.0
-"""How long shards may wait for calls that take long, and then once more for ``initialize``, until the reload is given up."""
+"""How long shards may wait for running calls, and then again for ``initialize``, until the reload is given up."""
 _DID: Final = "Nothing has changed: the old version goes on."
 
 
@@ -48,7 +48,7 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """One reload of a runtime's handler; all that it is given is the runtime's own."""
+    """One reload of a runtime's handler. All fields belong to the runtime."""
 
     standby: StandbyWorkers
     workers: Sequence[WorkerSlot]
@@ -57,10 +57,10 @@ class Reload:
     owing: AbstractSet[str]
 
     async def run(self, before: HandlerSpec) -> HandlerSpec:
-        """Return what the new processes have loaded, which have taken over.
+        """Replace the workers' processes by new ones and return the spec that these have loaded.
 
-        Raises HandlerError where it cannot be loaded or a shard not be opened, OperatorError where it does not go with
-        what ran ``before``, or the old processes cannot be replaced now.
+        Raises HandlerError if the handler cannot be loaded or a shard cannot be opened, OperatorError if the new
+        version does not fit the old one (``before``), or the old processes cannot be replaced now.
         """
         async with self.standby.start_afresh(len(self.workers)) as (now, processes):
             if other := differences(before, now):
@@ -119,7 +119,7 @@ class Reload:
                 worker.gate.leave(pass_)
 
     async def _open(self, worker: WorkerSlot, process: WorkerProcess) -> set[str]:
-        """Open in a new process what is open in a worker's present one. Raises HandlerError."""
+        """Open the worker's shards in a new process. Raises HandlerError."""
         names = [name for name in self.shards if worker.has_open(name)]
         opened = asyncio.Event()
 

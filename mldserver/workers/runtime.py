@@ -4,10 +4,10 @@
                               ├── WorkerSlot ── WorkerProcess ══ socket ══ child
                               └── a standby worker, which replaces the next process that dies
 
-Batches go over as they came; rows come back as Arrow. A shard stays with its worker. When a process dies its unanswered
-requests are made again, in the next one, in which its shards are opened again before. What was in hand then is suspect,
-and goes alone from there on: a batch that ends its process alone, as often as a record may be tried, is searched by
-halves for the records that do it, and these end as records do that fail for good.
+Batches are sent as they came; rows come back as Arrow. A shard stays with its worker. When a process dies, its unanswered
+requests are made again in the next process, which opens their shards first. These requests are suspects: from then on each
+has the process to itself. If a batch alone kills its process as often as a record may be tried, the runtime halves it to
+find the records that do so; these fail for good.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone,
 log = structlog.get_logger("mldserver")
 
 _SURELY: Final = 10
-"""Processes that may end in a row while a batch is in hand of which no record reaches the handler."""
+"""How many processes in a row may die of a request that does not call the handler."""
 _ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
-"""How parts of a batch are searched for records that end their process: as often as a record may be tried, the whole has."""
+"""The policy of a search: each part is tried once, because the whole batch has had its attempts already."""
 ARENA_BYTES: Final = 64 << 20
-"""Of address space; what is touched of it is as much as lines were in hand at a time."""
+"""Size of each worker's arena. Only touched pages use memory: as much as the lines that were in flight at a time."""
 _T = TypeVar("_T")
 
 
@@ -67,10 +67,10 @@ class WorkerRuntime:
         concurrency: int | None = None,
         log_level: int = 20,
     ) -> None:
-        """Take a dotted path, which is imported in the workers, never here. The rest as in ``InlineRuntime``.
+        """Run the handler at a dotted path. The workers import it; the server never does.
 
-        ``clock`` is what deaths and silence are measured by; processes live in the machine's time, whatever the
-        server's clock is.
+        ``clock`` measures back-off and silence. Processes live in real time, whatever clock the server has. For the
+        other arguments see ``InlineRuntime``.
         """
         self._policy, self._parks = policy, policy.parks
         clock = clock or SystemClock()
@@ -94,14 +94,15 @@ class WorkerRuntime:
         self._shards: dict[str, Shard] = {}
         self._parked: dict[str, dict[str, Sequence]] = {}
         self._owing: set[str] = set()
-        """Shards whose processor was given records that only its own process knows whether they are done."""
+        """Shards whose record processor has not checkpointed all records that it was given. Only its own process
+        knows which of them are done."""
         self._reloading = asyncio.Lock()
         self.spec: HandlerSpec
-        """What was loaded, without code."""
+        """The loaded handler's spec, without callable objects."""
 
     @property
     def trouble(self) -> str | None:
-        """What a person should look at."""
+        """What an operator should look at; None while all workers work."""
         troubles = [each for worker in self._workers if (each := worker.trouble)]
         return "; ".join(troubles) or self._standby.trouble
 
@@ -114,15 +115,15 @@ class WorkerRuntime:
         return {shard_id: worker.number for worker in self._workers for shard_id in worker.opened}
 
     async def load(self) -> HandlerSpec:
-        """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
+        """Start a first process and return what it found in the handler. Raises HandlerError."""
         self.spec = wire.spec_of(self._standby.handler, await self._standby.first())
         return self.spec
 
     async def reload(self) -> None:
-        """Let new processes take over that have loaded the handler as it is now: ``spec`` is theirs then.
+        """Replace all processes by new ones that have loaded the handler's present code. ``spec`` is then theirs.
 
-        Raises HandlerError where it cannot be loaded or opened, OperatorError where it cannot take over: then nothing has
-        changed.
+        Raises HandlerError if the new code cannot be loaded or a shard cannot be opened with it, and OperatorError
+        if the old processes cannot be replaced now. In both cases nothing changes.
         """
         if self._reloading.locked():
             raise OperatorError("Another reload is under way.")
@@ -131,7 +132,7 @@ class WorkerRuntime:
             self.spec = await reload.run(self.spec)
 
     async def start(self) -> None:
-        """Do nothing more: ``load`` has."""
+        """Do nothing: ``load`` has started the handler."""
 
     async def run(self) -> None:
         """Keep the workers running until cancelled."""
@@ -148,7 +149,7 @@ class WorkerRuntime:
                 worker.present.send(wire.LogLevel(level))
 
     async def close(self) -> None:
-        """End what is left of the processes."""
+        """End all processes that are left."""
         for worker in self._workers:
             await worker.close()
         await self._standby.close()
@@ -202,7 +203,7 @@ class WorkerRuntime:
             await self._until_done(shard_id, lambda id_: wire.Unpark(id_, shard_id, key))
 
     async def forget(self, shard_id: str) -> None:
-        """Drop the shard's handler; with its process it is gone anyway."""
+        """Drop the shard's handler."""
         if self._shards.pop(shard_id, None) is None:
             return
         self._parked.pop(shard_id, None)
@@ -249,9 +250,9 @@ class WorkerRuntime:
         return begun
 
     async def process(self, delivery: Delivery, *, after: WorkerGone | None = None) -> BatchOutcome:
-        """Take a batch through the handler (see ``Runtime.process``), however many processes that takes.
+        """Process a batch (see ``Runtime.process``), in as many processes as it takes.
 
-        ``after``: how the first one has ended that it was sent to.
+        ``after``: how the first process ended that the batch was sent to.
         """
         shard_id, held = delivery.shard_id, Held(delivery.payload)
         try:
@@ -280,7 +281,7 @@ class WorkerRuntime:
         alone: bool = False,
         patient: bool = True,
     ) -> _T:
-        """Do ``work`` with one process after another. Raises WorkerGone once it has ended so many."""
+        """Do ``work`` with one process after another. Raises WorkerGone once ``times`` processes have died of it."""
         guilt = 0.0 if after is None else after.guilt
         while guilt < times:
             try:
@@ -292,9 +293,9 @@ class WorkerRuntime:
         raise after
 
     async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
-        """Find the records that end their process: the death of a process is a call that failed, to the batch's plan.
+        """Find the records that kill their process, by halving the batch.
 
-        Those records have failed for good, the others are processed.
+        Each death is a failed call of the batch's plan. These records fail for good; the others are processed.
         """
         parts = [await self._surely(replace(delivery, part=range(0)), held)]
         outline = parts[0].outline
@@ -318,7 +319,10 @@ class WorkerRuntime:
         return wire.joined(parts)
 
     async def _surely(self, delivery: Delivery, held: Held) -> BatchOutcome:
-        """Do what needs no handler, again while others kill the process. Raises HandlerLost when it is too much itself."""
+        """Send a request that does not call the handler; send it again if other requests kill the process.
+
+        Raises HandlerLost after ``_SURELY`` deaths: the request itself is then the cause.
+        """
         for _ in range(_SURELY):
             try:
                 work = partial(self._sent, delivery, held)
@@ -334,7 +338,7 @@ class WorkerRuntime:
         )
 
     async def _sent(self, delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
-        """Return what becomes of a batch in a process. Raises WorkerGone, and as ``Runtime.process``."""
+        """Send a batch to a process and return the outcome. Raises WorkerGone, and as ``Runtime.process`` does."""
         offset = None
         if held.length > INLINE_BYTES and process.is_open and held.own_file is None:
             offset = process.arena.put(held.line)
@@ -357,10 +361,11 @@ class WorkerRuntime:
         alone: bool,
         patient: bool = True,
     ) -> _T:
-        """Return what ``work`` does with the process of a shard's worker, where the shard is open; ``alone``: nothing else.
+        """Wait for the shard's worker, open the shard there, and return the result of ``work`` with the process.
 
-        If a process ends while it opens the shard, ``work`` was not begun: a ``patient`` caller tries the next one.
-        Raises WorkerGone, and HandlerHalted where ``initialize`` may end no more processes.
+        ``alone``: no other request may be in the process meanwhile. If a process dies while it opens the shard,
+        ``work`` has not begun: a ``patient`` caller tries the next process. Raises WorkerGone, and HandlerHalted if
+        ``initialize`` may kill no further process.
         """
         deaths = 0
         while True:
@@ -414,7 +419,7 @@ class WorkerRuntime:
         worker.opened[shard_id] = generation
 
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.WorkerRequest]) -> None:
-        """Ask the shard's worker something, once it is open there, until it is answered."""
+        """Send a request to the shard's worker, in one process after another, until it is answered."""
         while True:
             with contextlib.suppress(WorkerGone):
                 await self._with_process(
@@ -429,7 +434,7 @@ class WorkerRuntime:
         return self._workers[number]
 
     def _evade(self, worker: WorkerSlot) -> None:
-        """Shards that have nothing to do with a worker's deaths go on elsewhere when it fails for good."""
+        """If the worker has failed, move its shards to healthy workers, except the suspects."""
         healthy = [each.number for each in self._workers if not each.failed]
         if not worker.failed or not healthy:
             return
@@ -446,7 +451,7 @@ class WorkerRuntime:
                 self._plan[shard] = number
 
     def _record_outcome(self, shard_id: str, outcome: BatchOutcome) -> None:
-        """Take note of what the next batch must know, which may be another process's."""
+        """Record what the next process must know of this batch: unfinished records, and parked keys."""
         (self._owing.add if outcome.owes else self._owing.discard)(shard_id)
         if self._parks:
             keys = self._parked.setdefault(shard_id, {})

@@ -35,9 +35,9 @@ class StartWorker(Message, frozen=True):
 
     pipeline: str
     handler: str
-    """Dotted path."""
+    """The handler's dotted path."""
     python_path: list[str]
-    """Searched before the worker's own."""
+    """Folders to search for modules before the worker's own."""
     directory: str
     policy: FailurePolicy
     concurrency: int | None
@@ -45,40 +45,40 @@ class StartWorker(Message, frozen=True):
     arena_bytes: int
     log_level: int
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
-    """The user's modules, as the first process has loaded them (``HandlerSpec.code``). Empty: as they lie on the disk."""
+    """The user's modules as the first process loaded them (``HandlerSpec.code``). Empty: load them from the disk."""
 
 
 class WorkerNumber(Message, frozen=True):
-    """It is not in reserve any more: which worker it is, for ``ps`` to show."""
+    """The standby worker becomes a worker with this number, which ``ps`` shows."""
 
     number: int
 
 
 class WorkerRequest(Message, frozen=True):
-    """What is answered: by BatchDone or Finished, or by Failed."""
+    """A message that is answered by BatchDone, Finished or Failed."""
 
     id: int
     shard: str
 
 
 class Process(WorkerRequest, frozen=True):
-    """Take a batch through the handler. Its payload is in the message, in the arena, or in a passed file."""
+    """Process a batch. Its payload is in the message, in the arena, or in a passed file."""
 
     form: int
-    """As ``Payload.packed`` says."""
+    """The payload's form, as ``Payload.packed`` returns it."""
     received_ms: int
     after: bytes | None
     inline: bytes | None
     offset: int | None
-    """In the arena; None, and no ``inline`` either: in the file."""
+    """The place in the arena. None without ``inline``: the payload is in a file."""
     length: int
     part: tuple[int, int] | None = None
-    """Only these of its fresh records, from and to; None: all."""
+    """Process only these of the fresh records (start, stop); None: all."""
     condemned: str | None = None
-    """Why none of them may reach the handler any more: they are dead letters."""
+    """Make all records dead letters with this error, without a call; None: call the handler."""
     redriven: bool = False
     behind: bool = False
-    """Those before it may be unanswered: it is not worked on if one of them fails."""
+    """Earlier batches of the shard may be unanswered; refuse this one if one of them fails."""
 
 
 class Open(WorkerRequest, frozen=True):
@@ -112,26 +112,26 @@ class Forget(WorkerRequest, frozen=True):
 
 
 class CancelRequest(Message, frozen=True):
-    """Nobody waits for a request any more; it is answered all the same, so that its line's room is known to be free."""
+    """The caller has given up a request. The worker still answers it, so that its line's room can be reused."""
 
     id: int
 
 
 class LogLevel(Message, frozen=True):
-    """What is logged from now on."""
+    """Log from this level on."""
 
     level: int
 
 
 class HandlerLoaded(Message, frozen=True):
-    """The handler is there: its ``HandlerSpec``, without what could be called."""
+    """The handler is loaded: its ``HandlerSpec`` without callable objects."""
 
     kind: HandlerKind
     record_hook: RecordHook
     hooks: dict[str, HookSpec]
     concurrency: int
     schema: str | None
-    """As DDL."""
+    """The schema as DDL."""
     tumbling: Tumbling | None
     batches: Batches | None
     warnings: tuple[Finding, ...]
@@ -151,9 +151,9 @@ class BatchDone(Message, frozen=True):
     latest_arrival_ms: int | None
     millis_behind_latest: int | None
     rows: bytes | None = None
-    """None: there are none, or they are in the file."""
+    """None: there are no rows, or they are in a file."""
     rows_bytes: int = 0
-    """Of the file; 0: there is none."""
+    """Size of the file; 0: there is no file."""
     attempts: int = 1
     effects: dict[str, list[Any]] = msgspec.field(default_factory=dict)
     """All kinds except rows, as ``Effects.packed`` returns them."""
@@ -165,11 +165,11 @@ class BatchDone(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Any other request is done."""
+    """A request other than Process is done."""
 
     id: int
     position: bytes | None = None
-    """What a handler that keeps its position has checkpointed, after a hook."""
+    """After a hook: the position of a handler that keeps its own."""
 
 
 class Failed(Message, frozen=True):
@@ -185,7 +185,7 @@ class Failed(Message, frozen=True):
 
 
 class BeatMessage(Message, frozen=True):
-    """A sign of life (see ``worker.Beat``)."""
+    """A heartbeat (see ``worker.judge``)."""
 
     running_ms: int
     blocked_ms: int
@@ -207,12 +207,12 @@ FromWorker = HandlerLoaded | BatchDone | Finished | Failed | BeatMessage | Forwa
 
 
 def packed_keys(keys: Mapping[str, Sequence]) -> dict[str, bytes]:
-    """Return the sequences by key as they cross."""
+    """Return sequences by key in the form of a message."""
     return {key: data for key, sequence in keys.items() if (data := pack_sequence(sequence)) is not None}
 
 
 def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
-    """Return what the server must know of a handler."""
+    """Return what the server must know about a handler."""
     windows = spec.windows
     return HandlerLoaded(
         spec.kind,
@@ -229,7 +229,7 @@ def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
 
 
 def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
-    """Return a handler's spec without what could be called."""
+    """Return a handler's spec without callable objects."""
     return HandlerSpec(
         path=handler,
         kind=loaded.kind,
@@ -248,7 +248,7 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
 def done_of(
     request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0
 ) -> BatchDone:
-    """Return what became of a batch as it crosses; its rows are in ``rows``, or in a file of ``rows_bytes``."""
+    """Return the message for a batch's outcome; its rows are in ``rows``, or in a file of ``rows_bytes``."""
     outline = outcome.outline
     first = pack_sequence(outline.first)
     return BatchDone(
@@ -272,7 +272,7 @@ def done_of(
 
 
 def outcome_of(done: BatchDone, files: Descriptors) -> BatchOutcome:
-    """Return what became of a batch; its rows lie where the worker wrote them. Takes their file out of ``files``."""
+    """Return a batch's outcome. The rows stay in the worker's memory or file, which is taken out of ``files``."""
     rows = None if done.rows is None else rows_from(done.rows)
     if done.rows_bytes:
         file = files.pop(0)
@@ -297,7 +297,7 @@ def outcome_of(done: BatchDone, files: Descriptors) -> BatchOutcome:
 
 
 def joined(parts: list[BatchOutcome]) -> BatchOutcome:
-    """Return one outcome of parts that stand in order."""
+    """Return one outcome for the parts of a batch, given in order."""
     effects = [part.effects for part in parts]
     rows = [each.rows for each in effects if each.rows is not None]
     last = parts[-1]
@@ -317,7 +317,7 @@ def joined(parts: list[BatchOutcome]) -> BatchOutcome:
 
 
 def failed(request: int, error: BaseException) -> Failed:
-    """Return an error as it crosses."""
+    """Return the message for an error."""
     if isinstance(error, MldserverError):
         where = {key: value for key, value in error.where.items() if value is not None}
         return Failed(request, type(error).__name__, error.what, error.did, error.advice, where)
@@ -325,7 +325,7 @@ def failed(request: int, error: BaseException) -> Failed:
 
 
 def error_of(message: Failed) -> MldserverError:
-    """Return the error that ``failed`` was given, as the same class where it is one of ours."""
+    """Return the error in a message, of the same class if it is one of ``mldserver.errors``."""
     cls = getattr(errors, message.error, None)
     if isinstance(cls, type) and issubclass(cls, MldserverError):
         return cls(message.what, did=message.did, advice=message.advice, **message.where)

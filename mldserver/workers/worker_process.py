@@ -1,7 +1,7 @@
-"""One worker process, from its start to its end: requests out, answers back, signs of life, what it prints.
+"""One worker process, from its start to its end: its requests, its answers, its heartbeats and its output.
 
-Each process has a separate channel, which closes with the process. Late answers of an old process are never read, so
-answers need no generation number.
+Each process has a separate channel, which closes with the process. Late answers of an old process are never read,
+so answers need no generation number.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = structlog.get_logger("mldserver")
 _STACKS_SECONDS: Final = 1.0
 """How long a worker may take to write its stacks before it is killed."""
 _KEPT_LINES: Final = 200
-"""Of what a worker prints, for when it dies."""
+"""How many of the lines that a worker prints are kept, for the log when it dies."""
 INLINE_BYTES: Final = 4096
-"""Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
+"""Shorter lines are sent inside the message: one more copy is cheaper than managing room in the arena."""
 _MOST_FILES: Final = 64
-"""Lines that are with a worker in files of their own, each of which is an open descriptor."""
+"""How many lines a worker may have in separate files at a time; each is an open descriptor."""
 _TOGETHER_SECONDS: Final = 0.002
 """How long a ``patient`` request may wait to be sent with others: waking a worker costs as much as several batches of
 one record."""
@@ -50,25 +50,25 @@ _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
 
 class WorkerGone(Exception):
-    """The process ended before it answered. ``alone``: in the handler, with nothing but this request in its hands."""
+    """The process ended before it answered. ``alone``: it ran the handler, with this request only."""
 
     def __init__(self, ending: str, *, alone: bool) -> None:
-        """``ending``: how it ended, for people."""
+        """``ending``: how the process ended, as text."""
         super().__init__(ending)
         self.ending = ending
         self.guilt = 1.0 if alone else 0.1
         """How strongly the death incriminates the request: another request may have killed the process first."""
         self.died = f"WorkerDied: the handler ended its process: {ending}"
-        """The error that the request's records have failed with, if it was theirs."""
+        """The error of the request's records, if they were the cause."""
 
 
 class Unopened(WorkerGone):
-    """It ended while a shard was opened: whatever wanted the shard to be open has not been begun."""
+    """The process ended while it opened a shard: the request that needed the shard has not begun."""
 
 
 @dataclass(slots=True)
 class _RawOutput:
-    """What a worker prints past Python's own streams, or in its last moment."""
+    """What a worker prints outside Python's own streams, or in its last moment."""
 
     limit: LineLimit = field(default_factory=LineLimit)
     last: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
@@ -76,7 +76,7 @@ class _RawOutput:
     """Whether lines are kept, and not logged."""
 
     def log_lines(self, lines: list[str]) -> bool:
-        """Keep lines, and log them; return whether none was too much."""
+        """Keep lines, and log them; return whether all of them were within the limit."""
         self.last += lines
         passed = True
         for line in lines:
@@ -89,10 +89,10 @@ class _RawOutput:
 
 
 class WorkerProcess:
-    """A process that has begun. Its owner waits for ``ended`` and then closes it."""
+    """A running process. Its owner waits for ``ended`` and then closes it."""
 
     def __init__(self, child: ChildProcess, printed: _RawOutput, arena: Arena, clock: Clock) -> None:
-        """Own a process, and the memory that it shares."""
+        """Own a process, and the memory shared with it."""
         assert child.end is not None, "workers are started with a socket"
         self._child = child
         self.pid = child.pid
@@ -100,22 +100,23 @@ class WorkerProcess:
         self._clock = clock
         self.arena = arena
         self.ids = itertools.count(1)
-        """What requests are numbered with."""
+        """Gives requests their numbers."""
         self._requests: dict[
             int, tuple[str, asyncio.Future[Any], int | None, Callable[[WorkerGone], Any] | None]
         ] = {}
-        """By number, until it is answered: the shard, the answer, where its line is in the arena, and see ``post``."""
+        """The unanswered requests, by number: shard, answer, place of the line in the arena, and ``otherwise`` (see
+        ``post``)."""
         self.files = asyncio.Semaphore(_MOST_FILES)
         """Limits the lines that are sent in separate files."""
         self._loaded: asyncio.Future[wire.HandlerLoaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self.is_open = True
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         self._closed = False
         self.blamed = True
-        """Whether its end may be the doing of what it has in hand."""
+        """Whether its requests may have caused its end."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called when it takes no requests any more."""
+        """Called when it accepts no more requests."""
         self.again = True
         """Whether to drop its ``handler.loaded`` lines, because another process has logged them."""
         self.done = 0
@@ -153,31 +154,31 @@ class WorkerProcess:
 
     @property
     def silent_ms(self) -> int:
-        """How long it has not beaten."""
+        """Milliseconds since its last heartbeat."""
         return self._clock.steady_ms() - self._beat_ms
 
     @property
     def in_hand(self) -> int:
-        """How many requests it has not answered."""
+        """How many of its requests are unanswered."""
         return len(self._requests)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call of the handler is under way, or was when it ended."""
+        """Whether the handler is running, or was when the process ended."""
         return not self._closed and self.arena.marked
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended it: it is nothing that a handler's code does by mistake."""
+        """Whether SIGKILL ended it: a handler's code does not do that by mistake."""
         return self._child.exit_code == -signal.SIGKILL
 
     @property
     def last_words(self) -> str:
-        """What it printed last, past Python's own streams."""
+        """The last lines that it printed outside Python's own streams."""
         return "\n".join(self._printed.last)
 
     async def loaded(self) -> wire.HandlerLoaded:
-        """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
+        """Return what it found in the handler. Raises HandlerError, and WorkerGone if the process ends first."""
         # The socket alone does not show the end: a process that the handler's module started may hold it.
         await first_of(asyncio.wait({self._loaded}), self._gone.wait(), self._child.wait())
         if not self._loaded.done():
@@ -216,7 +217,7 @@ class WorkerProcess:
         self._requests.clear()
 
     def drain(self) -> None:
-        """Take in what it has sent already: its beats wait behind a loop that has stood still."""
+        """Read what it has sent already: heartbeats wait while the event loop is blocked."""
         self._channel.drain()
 
     def kill(self) -> None:
@@ -225,7 +226,7 @@ class WorkerProcess:
             self._child.kill()
 
     async def stacks(self) -> str:
-        """Return where its threads are, as far as it says so in time: what it prints from now on."""
+        """Ask for the stacks of its threads; return what it prints in time."""
         self._printed.silent = True
         self._printed.last.clear()
         self._child.outputs[0].go_on()
@@ -236,7 +237,7 @@ class WorkerProcess:
         return self.last_words
 
     async def ending(self) -> str:
-        """Return how it ended, once it has."""
+        """Wait for its end and return how it ended, as text."""
         return ending(await self._child.wait())
 
     async def ask(
@@ -343,7 +344,7 @@ class WorkerProcess:
 def message_of(
     process: WorkerProcess, delivery: Delivery, form: int, line: Line, length: int, offset: int | None
 ) -> wire.Process:
-    """Return what is sent of a batch; its line is inside if it is short, else at ``offset``, or in a file."""
+    """Return the message for a batch. A short line is inside; others are at ``offset`` in the arena, or in a file."""
     part = delivery.part
     return wire.Process(
         next(process.ids),

@@ -1,8 +1,8 @@
-"""What a worker tells the server by itself: that it lives, and what is logged and printed in it.
+"""What a worker sends without being asked: heartbeats, and what is logged and printed in it.
 
-The heartbeat has a thread of its own: a handler that keeps the loop busy does not stop it. The server's log is the only one.
-A flood of prints, or of what the handler and its libraries log, is cut: so many lines a second pass, the rest is
-counted. What is lost because the server does not listen is counted too.
+The heartbeat has its own thread: a handler that blocks the event loop does not stop it. Only the server writes the
+log. Floods of prints, and of what the handler and its libraries log, are limited (``LineLimit``). Lines that are
+lost because the server does not read are counted too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mldserver.workers.wire import BeatMessage, ForwardedLog
 
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
-"""Events that are the runtime's own, of which there are never more than it makes calls."""
+"""The runtime's own events. They are not limited: each belongs to a call."""
 LONGEST: Final = 65_536
-"""Characters of a text in an event."""
+"""Longer texts in events are cut to so many characters."""
 BEAT_SECONDS: Final = 0.5
 URGENT_SECONDS: Final = 1.0
-"""How long a thread waits for the server to take a warning or an error."""
+"""How long a thread waits for the server to accept a warning or an error."""
 
 
 class LogForwarder:
@@ -53,7 +53,7 @@ class LogForwarder:
         raise structlog.DropEvent
 
     def send(self, method: str, name: str, event: Mapping[str, Any]) -> None:
-        """Send an event, whatever structlog's configuration has become: it is the handler's too."""
+        """Send an event, whatever the handler has done to structlog's configuration."""
         urgent = method not in {"debug", "info"}
         with self._lock:
             limit = self._prints if name == PRINTED else self._logs
@@ -82,7 +82,7 @@ class LogForwarder:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose texts are cut. What else cannot cross becomes text there (``channel.encode``)."""
+    """Return a value with long texts cut. ``channel.encode`` turns other values into text."""
     if isinstance(value, int | float | None):
         return value
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def forwarding_logs(end: socket.socket, level: int) -> Iterator[LogForwarder]:
-    """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
+    """While the context lasts, send events from ``level`` (a number of ``logging``) on, and what is printed."""
     forwarder = LogForwarder(end)
     set_level(level)
     structlog.configure(
@@ -117,7 +117,7 @@ def forwarding_logs(end: socket.socket, level: int) -> Iterator[LogForwarder]:
 
 
 class Heartbeat:
-    """Tells the server twice a second how the worker is."""
+    """Sends the worker's condition to the server twice a second."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Heartbeat:
         deadlines: Deadlines,
         report_lost: Callable[[], None],
     ) -> None:
-        """``deadlines`` time calls and log slow ones; ``report_lost`` logs lost lines. All run in the thread."""
+        """``deadlines`` measures calls and logs slow ones; ``report_lost`` logs lost lines. All run in this thread."""
         self._end = end
         self._loop = loop
         self._deadlines = deadlines
@@ -135,7 +135,7 @@ class Heartbeat:
         self._resident = 0
 
     def start(self) -> None:
-        """Beat until the process ends. Called on the loop."""
+        """Send heartbeats until the process ends. Call this on the event loop."""
         self._turn()
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
