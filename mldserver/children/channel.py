@@ -40,7 +40,8 @@ _ARRAY_TAG: Final = 0xDD
 """MessagePack's array of up to 2³² elements."""
 _IN_FILE: Final = b"\x00"
 _DRAINED_FRAMES: Final = 1024
-"""A bound on reading: a socket holds fewer, but another process that inherited it may keep writing."""
+"""Reads at most so many frames at once: a socket holds fewer, but another process that inherited it may keep
+writing."""
 
 
 class WireError(ValueError):
@@ -52,15 +53,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 pair: Final = functools.partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET)
-"""Returns both ends."""
+"""Makes a connected pair of sockets."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
 def encode(message: Message) -> bytes:
-    """Return the message's bytes; what MessagePack does not know becomes text.
+    """Return the message's bytes. Values that MessagePack cannot hold become text.
 
-    That are objects, numbers beyond 64 bits, and the halves of surrogate pairs that a user's texts may hold.
+    These are objects, numbers beyond 64 bits, and lone surrogates that a user's texts may hold.
     """
     try:
         return _encoder.encode(message)
@@ -69,7 +70,7 @@ def encode(message: Message) -> bytes:
 
 
 def encodable(value: Any) -> Any:
-    """Return builtins as they can be encoded: halves of surrogate pairs are escaped, numbers beyond 64 bits become text."""
+    """Return a value that can be encoded: lone surrogates are escaped, numbers beyond 64 bits become text."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -115,9 +116,9 @@ class Channel(Generic[M]):
         self._receive = receive
         self._ended = ended
         self.unsent: list[bytes] = []
-        """Messages of the next frame; read only."""
+        """The messages of the next frame. Read only."""
         self._soon = False
-        """Whether it is sent at the end of this turn."""
+        """Whether the next frame is sent at the end of this turn of the loop."""
         self._bytes = 0
         self._files: Descriptors = []
         self._waiting: deque[tuple[bytes, Descriptors]] = deque()
@@ -128,9 +129,9 @@ class Channel(Generic[M]):
         self._open = True
 
     def send(self, message: Message, files: Sequence[int] = (), *, within_seconds: float = 0.0) -> None:
-        """Send, at the end of this turn of the loop or when there is room; it may wait ``within_seconds`` for others.
+        """Send a message at the end of this turn of the loop, or within ``within_seconds`` together with others.
 
-        After the end it does nothing: ``ended`` reports the end. Raises nothing.
+        After the end of the channel this does nothing: ``ended`` reports the end. Raises nothing.
         """
         part = encode(message)
         if self.unsent and (
@@ -151,7 +152,7 @@ class Channel(Generic[M]):
         self._files += files
 
     def flush(self) -> None:
-        """Send now what has come so far."""
+        """Send the collected messages now."""
         self._soon = False
         if not self.unsent:
             return
@@ -169,7 +170,7 @@ class Channel(Generic[M]):
             self._waiting.append((data, files))
 
     def close(self) -> None:
-        """Let go of the socket, and of what was not sent; ``ended`` is not called."""
+        """Close the socket and drop unsent messages; ``ended`` is not called."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._socket)
@@ -207,7 +208,7 @@ class Channel(Generic[M]):
         self._loop.remove_writer(self._socket)
 
     def drain(self) -> None:
-        """Receive what is there already: what the other side sent before it ended, say."""
+        """Receive what has arrived, such as the last messages before the other side ended."""
         for _ in range(_DRAINED_FRAMES):
             if not self._open or not self._readable():
                 return
@@ -245,9 +246,9 @@ class Channel(Generic[M]):
 
 
 def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:
-    """Send a message from any thread, past the loop. Returns False if the socket stays full for ``wait_seconds``.
+    """Send a message from any thread, without the event loop.
 
-    Raises OSError when the other side is gone.
+    Returns False if the socket stays full for ``wait_seconds``. Raises OSError if the other side is gone.
     """
     data, files = _framed([encode(message)], [])
     try:

@@ -37,7 +37,7 @@ log = structlog.get_logger("mldserver")
 _T = TypeVar("_T")
 
 _TURN_MS: Final = 10
-"""After calls that took longer together, the event loop runs once before the next call."""
+"""After so many milliseconds of calls, the event loop runs once before the next call."""
 _PLAIN: Final[frozenset[type]] = frozenset({type(None), tuple, dict, list})
 _TIMEOUT = ("builtins.TimeoutError", "builtins.OSError", "builtins.Exception", "builtins.BaseException")
 
@@ -50,23 +50,23 @@ class BoundHook:
     function: Callable[[Any], Any]
     is_async: bool
     plainly: bool = False
-    """Whether a batch is nearly always one run of its calls, whose values are the rows."""
+    """Whether one run of calls usually completes a batch, so that the values are its rows."""
     plain: frozenset[type] = _PLAIN
-    """Types of returned values that ``convert`` would not change: it is not called for them."""
+    """Types of values that ``convert`` returns unchanged; it is not called for them."""
     convert: Callable[[Any], Any] = materialized
-    """Converts the returned value, at once and as part of the call, to the value that is kept. Raises for a wrong value."""
+    """Converts the returned value, as part of the call. Raises for a value that the server refuses."""
 
 
 class Returned(msgspec.Struct):
-    """What a run of calls returned, up to the first that failed."""
+    """The values of a run of calls, up to the first that failed."""
 
     values: list[Any] = msgspec.field(default_factory=list)
     failure: Failure | None = None
-    """Why the call after ``values`` failed; None when all arguments were worked on."""
+    """Why the call after ``values`` failed; None if all calls succeeded."""
 
 
 class CallWatch(msgspec.Struct, eq=False):
-    """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
+    """Shared by caller and watcher: when the present call began, and whether it was abandoned or cancelled."""
 
     hook: str = ""
     shard: str = ""
@@ -77,11 +77,11 @@ class CallWatch(msgspec.Struct, eq=False):
     expired_ms: int | None = None
     """When its deadline cancelled an asynchronous call."""
     told_ms: int | None = None
-    """When it was last looked at because it was overdue."""
+    """When its delay was last logged."""
 
 
 class Deadlines:
-    """The calls of one runtime that run, or wait for their thread."""
+    """Watches the calls of one runtime that run, or wait for their thread."""
 
     def __init__(self, *, handler: str, clock: Clock, seconds: float | None) -> None:
         """A call of ``handler`` (its dotted path, for the log) may take ``seconds``; None: any time."""
@@ -92,7 +92,7 @@ class Deadlines:
         self._watches: set[CallWatch] = set()
         self._come = asyncio.Event()
         self.here: CallWatch | None = None
-        """Of calls that are made at once on the event loop."""
+        """The watch of the call that runs on the event loop now."""
 
     def begin(self, watch: CallWatch) -> None:
         """Watch calls from now on."""
@@ -100,7 +100,7 @@ class Deadlines:
         self._come.set()
 
     def end(self, watch: CallWatch) -> None:
-        """Stop watching calls that no caller waits for. A call that still runs on its thread is watched to its end."""
+        """Stop watching calls that were abandoned. A call that still runs on its thread is watched to its end."""
         watch.abandoned = True
         if watch.task is not None or watch.started_ms is None:
             self._watches.discard(watch)
@@ -140,7 +140,7 @@ class Deadlines:
         return max((now_ms - each for each in since if each is not None), default=0)
 
     async def run(self) -> None:
-        """Look after deadlines until cancelled; return at once when there is none.
+        """Enforce deadlines until cancelled; return at once if there is none.
 
         When it ends, it also cancels asynchronous calls that survived the cancellation of their batch: nothing else
         would cancel them later.
@@ -268,9 +268,9 @@ class Caller:
         shard: str,
         thread: WorkerThread | None = None,
     ) -> _T:
-        """Return what ``function`` returns, run on a worker thread; it may call the synchronous ``hook`` there.
+        """Run ``function`` on a worker thread and return its result; it may call the synchronous ``hook`` there.
 
-        One hop to the thread costs more than a small batch: do all work there in one call.
+        Moving to the thread costs more than a small batch: do all work in one call.
         """
         thread = thread or self.thread
         if thread is None:
@@ -283,7 +283,7 @@ class Caller:
             self.deadlines.end(watch)
 
     def here(self, function: Callable[[CallWatch], _T], hook: BoundHook, *, shard: str) -> _T:
-        """Return what ``function`` returns, called at once; it may call the synchronous ``hook``.
+        """Call ``function`` on the event loop and return its result; it may call the synchronous ``hook``.
 
         Nothing else runs on the event loop meanwhile, so a slow call is logged when it is over.
         """
@@ -296,9 +296,9 @@ class Caller:
             deadlines.here = None
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: CallWatch | None) -> Returned:
-        """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``.
+        """Call a synchronous hook on the present thread, as ``run`` does; the caller holds ``in_hand``.
 
-        ``watch`` is None where no other thread could look at it: on the server's own event loop.
+        ``watch`` is None where no other thread could read it: on the server's own event loop.
         """
         returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
         values, plain, convert = returned.values, hook.plain, hook.convert
@@ -325,7 +325,7 @@ class Caller:
 
     @contextlib.contextmanager
     def in_hand(self, watch: CallWatch) -> Iterator[None]:
-        """The handler's code runs in the block, in calls or because of what they returned, and on this thread."""
+        """Mark that the handler's code runs on this thread while the block runs."""
         self._mark(1)
         try:
             yield
@@ -343,7 +343,7 @@ class Caller:
         returned: Returned,
         given_up: Callable[[], bool],
     ) -> None:
-        """Make the calls; ``given_up``: whether the caller was cancelled, read once this task is cancelled."""
+        """Make the calls. If this task is cancelled, ``given_up`` returns whether the caller was cancelled."""
         task, now_ms = asyncio.current_task(), self._clock.steady_ms
         assert task is not None, "see run"
         cancelling, plain, turned_ms = task.cancelling, hook.plain, now_ms()

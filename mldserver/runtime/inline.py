@@ -49,9 +49,9 @@ class _ShardHooks:
     hooks: dict[str, BoundHook]
     decoder: BatchDecoder
     processor: Processor | None = None
-    """Of amazon_kclpy, if it is one."""
+    """The record processor, if the handler is one of amazon_kclpy."""
     parked: dict[str, Sequence] = field(default_factory=dict)
-    """The keys whose records wait behind a dead letter, with its sequence."""
+    """The keys whose records wait behind a dead letter, each with its sequence."""
 
 
 class InlineRuntime:
@@ -158,7 +158,7 @@ class InlineRuntime:
             await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
 
     def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
-        """Do as ``process`` does, at once as far as it goes (see ``Runtime.begin``)."""
+        """Process a batch at once as far as possible (see ``Runtime.begin``)."""
         if not self._at_once or delivery.redriven:
             return self.process(delivery)
         opened = self._shards.get(delivery.shard_id) or self._opened(delivery.shard_id)
@@ -225,7 +225,7 @@ class InlineRuntime:
         self._shard_threads.release(shard_id)
 
     def threads(self, shard_id: str) -> tuple[WorkerThread, ...]:
-        """Return the threads that a batch of a shard is worked on by, if it is open."""
+        """Return the threads that process a shard's batches, if it is open."""
         opened = self._shards.get(shard_id)
         return () if opened is None else tuple(opened.tools.threads)
 
@@ -235,7 +235,7 @@ class InlineRuntime:
         return None
 
     async def run(self) -> None:
-        """Look after the deadlines of calls."""
+        """Enforce the deadlines of calls."""
         await self.deadlines.run()
 
     async def close(self) -> None:
@@ -247,9 +247,9 @@ class InlineRuntime:
                 group.create_task(thread.close(_CLOSE_SECONDS))
 
     async def _lanes_free(self) -> None:
-        """Return when no lane runs an abandoned call of a cancelled batch any more: hooks of a shard never overlap.
+        """Wait until no lane runs an abandoned call of a cancelled batch: hooks of a shard never overlap.
 
-        The first thread does not matter: hooks wait for their turn there.
+        The first thread needs no wait: hooks queue for it.
         """
         async with asyncio.TaskGroup() as group:
             for thread in self._threads[1:]:

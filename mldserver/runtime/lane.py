@@ -53,9 +53,9 @@ class Tools:
     """How many records of a batch, of different partition keys, are worked on at the same time."""
 
     def failure_logger(self, shard: str) -> Callable[..., None]:
-        """Return what logs failures of a shard's handler, each given as level, event, failure and further fields.
+        """Return a function that logs failures of a shard's handler.
 
-        A failure that was logged within the last minute is logged at debug, and counted.
+        It gets level, event, failure and further fields. A failure that was logged within the last minute is logged at debug, and counted.
         """
         # Bind once: binding costs more than a suppressed line.
         bound = log.bind(shard=shard, handler=self.spec.path)
@@ -85,7 +85,7 @@ class _Came:
     faults: Mapping[int, Failure] = field(default_factory=dict)
     """The records that have no rows in ``built`` because of a fault, by index."""
     failure: Failure | None = None
-    """Why the step failed, all of it or what ``named`` says."""
+    """Why the step failed: for all its records, or for those in ``named``."""
     named: Sequence[int] | None = None
     """The records that the handler says have failed, by index."""
 
@@ -104,7 +104,7 @@ class Lane:
     again: list[Again] = field(default_factory=list)
     """Failures that are not logged yet: their line waits for the delay of the next call."""
     returned: list[tuple[Sequence[int], list[Any]]] = field(default_factory=list)
-    """What calls for single records returned, by index: rows are built of all of it at once, behind the last call."""
+    """The values of calls for single records, by index. Rows are built of all of them at once, after the last call."""
 
     async def run_sync(self) -> None:
         """Work on the lane's thread until every record is decided, or the shard stops."""
@@ -126,9 +126,9 @@ class Lane:
             await near(partial(self._apply_async_result, step, returned))
 
     def advance(self, step: Step | None, watch: CallWatch, returned: Returned | None = None) -> Step | None:
-        """Make calls, this one first; return the one that a pause must come before.
+        """Make the plan's calls from ``step`` on; return the first one that must wait for a back-off.
 
-        ``returned``: what the first one came to, if it was made already.
+        ``returned``: the result of the first call, if it was made already.
         """
         caller = self.tools.caller
         with caller.in_hand(watch):
@@ -145,7 +145,7 @@ class Lane:
         return None
 
     async def pause(self, step: Step) -> None:
-        """Tell of failures before this call, and wait for its back-off."""
+        """Log the failures before this call, and wait for its back-off."""
         tools, delay = self.tools, 0.0
         if step.failures:
             after = step.after_seconds
@@ -182,13 +182,13 @@ class Lane:
         return hook, [Batch(self._records(step), shard_id=self.shard_id, millis_behind_latest=lag)]
 
     def _apply_async_result(self, step: Step, returned: Returned, watch: CallWatch) -> None:
-        """Do as ``_apply_result`` does, where nothing else says that the handler's code may run."""
+        """Do as ``_apply_result`` does, outside a call: mark that the handler's code may run."""
         with self.tools.caller.in_hand(watch):
             watch.started_ms = self.tools.clock.steady_ms()
             self._apply_result(step, returned)
 
     def _apply_result(self, step: Step, returned: Returned) -> None:
-        """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
+        """Apply the result of a step's calls: add rows to ``parts``, and report failures to the plan."""
         if self.tools.spec.record_hook is not RecordHook.RECORD:
             self._report_to_plan(step, partial(self._judge, step, returned))
         else:
@@ -231,7 +231,7 @@ class Lane:
             self.again += self.plan.faulty(step, came.faults, now_ms)
 
     def _refuse_ahead(self, came: _Came) -> None:
-        """Take the rows whose times run too far ahead for faults of their records, where the policy says so."""
+        """Refuse rows that lie too far ahead of their records' arrival, where the policy has a limit."""
         most_ms, column = self.tools.policy.max_ahead_ms, self.tools.spec.time_column
         built = came.built
         if most_ms is None or column is None or built is None or built.table is None:
@@ -250,7 +250,7 @@ class Lane:
             came.faults = {**came.faults, **faults}
 
     def _judge(self, step: Step, returned: Returned) -> _Came:
-        """A call of a whole batch failed, perhaps because of records that the handler named, or returned."""
+        """Return the result of a call for a whole batch, which may have failed, or may name failed records."""
         failure = returned.failure
         if failure is None:
             return self._judge_batch(step, returned.values[0])
@@ -263,7 +263,7 @@ class Lane:
         return _Came(failure=failure, named=[step.indices[place] for place in places])
 
     def _judge_batch(self, step: Step, value: Any) -> _Came:
-        """A hook for a whole call returned, with or without names of records that failed."""
+        """Return the result of a successful call for a whole batch, which may name failed records."""
         failed: dict[int, Failure] = {}
         if isinstance(value, BatchResult):
             try:
@@ -301,7 +301,7 @@ class Lane:
 
 
 def _came(built: Built, step: Step | None = None, failed: Mapping[int, Failure] | None = None) -> _Came:
-    """Return what was built; ``failed``: the records of a step that the handler named, by their place in it."""
+    """Return a result with rows; ``failed``: the records that the handler named, by their place in the step."""
     faults = {index: bad_row(text) for index, text in built.faults.items()}
     if step is not None and failed:
         faults |= {step.indices[place]: failure for place, failure in failed.items()}

@@ -34,7 +34,8 @@ class FreshBatch(msgspec.Struct, frozen=True):
     """The records for the handler, in shard order: those after ``Delivery.after``."""
     outline: BatchOutline
     arrivals_ms: Sequence[int]
-    """The arrival times of all records of the message, duplicates too; the time of receipt for those without one."""
+    """The arrival times of all records of the message, including duplicates, or the time of receipt for records
+    without one."""
 
     def times_ms(self) -> Any:
         """Return for each fresh record its ``_time`` (numpy, int64): the running maximum of the arrival times."""
@@ -81,7 +82,7 @@ def decode_batch(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
 
 
 def damaged(records: Sequence[Record]) -> dict[int, Failure]:
-    """Return the records whose base64 is damaged, by index: a table of the others can be made."""
+    """Return the records with damaged base64, by index, so that a table of the others can be made."""
     faults = {}
     for index, record in enumerate(records):
         try:
@@ -146,9 +147,9 @@ def halted(
     messages: bool,
     sequence: str | None = None,
 ) -> HandlerHalted:
-    """Return what stops a shard, and log it: a record failed for good, or without ``sequence`` the shard's opening.
+    """Return the error that stops a shard, and log it.
 
-    ``messages``: as in ``Failure.logged``.
+    A record failed for good, or, without ``sequence``, ``initialize`` did. ``messages``: as in ``Failure.logged``.
     """
     where: dict[str, Any] = {"shard": shard, "handler": handler, "hook": hook}
     if sequence is not None:

@@ -35,9 +35,9 @@ class Step(msgspec.Struct, frozen=True):
 
     indices: Sequence[int]
     failures: int = 0
-    """How often it has failed in a row: the call waits for a back-off. 0: it does not wait."""
+    """How often the call has failed in a row. From 1 on it waits for a back-off."""
     after_seconds: float | None = None
-    """How long it waits; None: the back-off of ``failures``."""
+    """Seconds that the call waits; None: as long as the back-off of ``failures``."""
     halved: bool = False
 
 
@@ -57,37 +57,37 @@ class End(msgspec.Struct, frozen=True):
     ending: Ending
     failure: Failure
     attempts: int
-    """Calls that it was part of and that failed."""
+    """Failed calls that included the record."""
     behind: records.Sequence | None = None
-    """It is parked: the dead letter of its key that it must not overtake."""
+    """The dead letter of its key that it must not overtake, if it is parked."""
 
 
 @dataclass(slots=True)
 class BatchPlan:
-    """Decides, for the records ``indices`` of one batch, what is called next and what becomes of failures."""
+    """Decides which call comes next, and how failed records end, for the records ``indices`` of one batch."""
 
     indices: Sequence[int]
     policy: FailurePolicy
     fresh: Sequence[records.Record]
-    """The batch's records. Looked at only when something failed, as are ``arrivals_ms``."""
+    """The batch's records. Read only after a failure, as are ``arrivals_ms``."""
     arrivals_ms: Sequence[int]
-    """When each of them arrived; the time of receipt where the daemon does not say."""
+    """The arrival time of each record, or its time of receipt if the daemon does not say."""
     ends: dict[int, End] = field(default_factory=dict)
     """The records that ended without rows."""
     halted: Again | None = None
     """The failure that stops the shard."""
     exhausted: bool = False
-    """Whether ``step`` has said that every record is decided: until then a call may be under way."""
+    """Whether ``step`` has reported that every record is decided. Before that, a call may be running."""
     parked: dict[str, records.Sequence] = field(default_factory=dict)
     """The keys with a dead letter of this batch, with its sequence; only when keys are parked."""
     todo: list[Step] = field(default_factory=list)
-    """A stack: the next call is the last. Empty: every record is decided, unless a call is under way."""
+    """A stack: the next call is the last item. Empty: every record is decided, unless a call is running."""
     _calls: dict[int, int] = field(default_factory=dict)
-    """Failed calls of each record that has any."""
+    """The number of failed calls of each record that has any."""
     _suspect: Step | None = None
-    """The right half of what failed last: it holds the failure when the left half succeeds."""
+    """The right half of the part that failed last. If the left half succeeds, the right half holds the failure."""
     _merging: bool = True
-    """Whether no second bad record was seen: what lies behind the first is then called in one piece."""
+    """Whether at most one bad record was found: the records after it are then called in one piece."""
     _merged: Step | None = None
     _by_key: dict[str | None, list[int]] | None = None
 
@@ -98,13 +98,13 @@ class BatchPlan:
 
     @property
     def attempts(self) -> int:
-        """The most calls that any record took: its failed ones, and the one that succeeded unless it ended."""
+        """The largest number of calls that any record took, failed and successful."""
         if not self._calls:
             return 1
         return max(calls + (index not in self.ends) for index, calls in self._calls.items())
 
     def step(self) -> Step | None:
-        """Take the next call out of the plan; None when every record is decided, or the shard stops."""
+        """Remove the next call from the plan and return it; None if every record is decided, or the shard stops."""
         if self.halted is not None:
             return None
         while self.todo:
@@ -116,15 +116,15 @@ class BatchPlan:
         return None
 
     def condemn(self, faults: Mapping[int, Failure], now_ms: int) -> None:
-        """Records that cannot be called at all end before the first call: trying again cannot help, whatever a rule says."""
+        """End records that cannot be called, before the first call. They are not retried, whatever a rule says."""
         for index in self._drop(faults):
             ending = self._ending((index,), faults[index], now_ms)
             self._end(index, ending or Ending(self.policy.on_failure), faults[index])
 
     def park(self, keys: Mapping[str, records.Sequence], *, behind: int = -1) -> None:
-        """Make records of these keys dead letters, unless they were handed over: they wait behind one of their key.
+        """Make records of these keys dead letters: they wait behind a dead letter of their key.
 
-        Ignores records up to the index ``behind``.
+        Ignores records that the handler has had, and records up to the index ``behind``.
         """
         if self._by_key is None:
             self._by_key = {}
@@ -136,9 +136,9 @@ class BatchPlan:
                 self.ends[index] = End(Ending.DEAD_LETTER, failure, self._calls.get(index, 0), sequence)
 
     def failed_at(self, step: Step, place: int, failure: Failure, now_ms: int) -> Again | None:
-        """The call for one record of a step failed; those before it are done, those behind it were not called.
+        """Handle a failed call for one record of a step. Earlier records are done, later ones were not called.
 
-        Returns what will be tried again, or None when the record ended (or the shard stops).
+        Returns the record's next attempt, or None if the record ended (or the shard stops).
         """
         rest = step.indices[place + 1 :]
         if rest:
@@ -146,10 +146,9 @@ class BatchPlan:
         return self.failed(Step(step.indices[place : place + 1]), failure, now_ms)
 
     def failed(self, step: Step, failure: Failure, now_ms: int) -> Again | None:
-        """A call for all records of a step failed as a whole.
+        """Handle a failed call for all records of a step.
 
-        Returns what will be tried again (the step, or its halves), or None when its records ended (or the shard
-        stops).
+        Returns the next attempt (of the step, or of its halves), or None if the records ended (or the shard stops).
         """
         self._suspect = None
         if step is self._merged:
@@ -183,7 +182,7 @@ class BatchPlan:
         return None
 
     def named(self, step: Step, indices: Iterable[int], failure: Failure, now_ms: int) -> list[Again]:
-        """Handle a call that failed because of these records; the others are called again without them."""
+        """Handle a call that failed because of the named records; the others are called again without them."""
         named = sorted(set(indices))
         rest = [index for index in step.indices if index not in set(named)]
         if rest:
@@ -193,7 +192,7 @@ class BatchPlan:
     def faulty(self, step: Step, faults: Mapping[int, Failure], now_ms: int) -> list[Again]:
         """Handle a call that succeeded except for some of its records; the others are done.
 
-        Returns what will be tried again.
+        Returns the failed records' next attempts.
         """
         indices, self._suspect = sorted(faults), None
         endings = {index: self._ending((index,), faults[index], now_ms) for index in indices}
@@ -211,13 +210,13 @@ class BatchPlan:
         return [one for one in again if one.index not in self.ends]
 
     def _halve(self, step: Step) -> None:
-        """Plan two calls in place of one that failed, or would."""
+        """Replace a call that failed, or would fail, by two calls for its halves."""
         middle = len(step.indices) // 2
         self._suspect = Step(step.indices[middle:], halved=True)
         self.todo += [self._suspect, Step(step.indices[:middle], halved=True)]
 
     def _ending(self, indices: Sequence[int], failure: Failure, now_ms: int) -> Ending | None:
-        """Count a call for these records that failed; return how they end, None when they are called again."""
+        """Count a failed call for these records; return how they end, or None if they are called again."""
         for index in indices:
             self._calls[index] = self._calls.get(index, 0) + 1
         # The oldest record's age; computed only if the policy has a maximum.
@@ -237,7 +236,7 @@ class BatchPlan:
                 self.park({key: sequence}, behind=index)
 
     def _drop(self, indices: Iterable[int]) -> list[int]:
-        """Take records out of the calls that are planned; return those that were there."""
+        """Remove records from the planned calls; return those that were planned."""
         unwanted, found = set(indices), list[int]()
         if not unwanted:
             return found

@@ -31,11 +31,11 @@ from mldserver.runtime.plan import BatchPlan, End, Step
 log = structlog.get_logger("mldserver")
 
 _QUICKLY_DECODED: Final = 1024 * 1024
-"""Bytes of a batch that is decoded in a millisecond: a hop to another thread would gain nothing, as decoding does not let
-go of the interpreter there either."""
+"""Batches of up to so many bytes are decoded on the event loop, in a millisecond: decoding holds the interpreter on
+a thread too."""
 
 _FEW_ROWS: Final = 64 * 1024
-"""Bytes of a batch whose rows are built in a fraction of a millisecond, unless each record has many."""
+"""The rows of batches of up to so many bytes are built on the event loop, in a fraction of a millisecond."""
 
 
 class _Halted(Exception):
@@ -54,9 +54,9 @@ class BatchWork(msgspec.Struct, eq=False):
     delivery: Delivery
     decoder: BatchDecoder
     parked: Mapping[str, records.Sequence] | None = None
-    """The shard's keys with dead letters, and the sequence of one: their records are dead letters at once."""
+    """The shard's parked keys, each with the sequence of a dead letter: their records are dead letters at once."""
     decoded: FreshBatch = FreshBatch((), BatchOutline(0, 0, None, None, None, None), ())
-    """What was decoded, once it is."""
+    """The decoded batch."""
     lanes: Sequence[Lane] = ()
     effects: Effects = NOTHING
     """What the handler has produced so far."""
@@ -64,7 +64,7 @@ class BatchWork(msgspec.Struct, eq=False):
     """Whether the first run of calls finished the batch."""
 
     def begin(self) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
-        """Do as ``run``, at once on the event loop; return the outcome, or a coroutine for the rest after a pause."""
+        """Start the work on the event loop; return the outcome, or a coroutine that does the rest after a pause."""
         caller, shard_id = self.tools.caller, self.delivery.shard_id
         deadlines, began_ms = caller.deadlines, self.tools.clock.steady_ms()
         watch = deadlines.here = CallWatch(self.hook.name, shard_id, started_ms=began_ms)
@@ -139,7 +139,7 @@ class BatchWork(msgspec.Struct, eq=False):
         return returned
 
     def _take_rows(self, values: Any) -> bool:
-        """Make rows of one value a record; False: something is wrong with them, or more to be said."""
+        """Make rows of one value for each record. Return False if a value is wrong, or needs a closer look."""
         if values is not None:
             if type(values) is not list or len(values) != len(self.decoded.fresh):
                 return False
@@ -187,7 +187,7 @@ class BatchWork(msgspec.Struct, eq=False):
         return self._with_ends(outcome, sorted(ends, key=lambda item: item[0])) if ends else outcome
 
     async def _again(self, failure: Failure, failures: int) -> None:
-        """Wait before the batch is worked on once more; the last time none of its records reaches the handler."""
+        """Wait before the batch is processed again. After the last attempt, no record reaches the handler."""
         policy, delay = self.tools.policy, 0.0
         if failures < policy.attempts:
             delay = policy.delay(failures, self.tools.random())
@@ -290,7 +290,7 @@ class BatchWork(msgspec.Struct, eq=False):
             pass  # the lane's plan says why
 
     async def _near(self, function: Callable[[CallWatch], None], up_to: int = _FEW_ROWS) -> None:
-        """Run something whose time grows with the batch: on the loop for batches of so many bytes, else on a thread."""
+        """Run a function on the event loop for batches of up to so many bytes, else on a thread."""
         if self.delivery.payload.size <= up_to:
             function(CallWatch())
         else:
@@ -301,7 +301,7 @@ class BatchWork(msgspec.Struct, eq=False):
         self._plan()
 
     def _plan(self) -> None:
-        """Plan one call for all records, or one a lane."""
+        """Plan one call for all records, or one call for each lane."""
         tools, delivery, fresh = self.tools, self.delivery, self.decoded.fresh
         of_lane: dict[int, Sequence[int]] = {0: range(len(fresh)) if delivery.part is None else delivery.part}
         if delivery.part is None and tools.lanes > 1 and len(fresh) > 1:

@@ -303,8 +303,8 @@ def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
 def abandon(why: str) -> NoReturn:
     """End the process because it cannot work any more.
 
-    For instance, the handler has closed the event loop, or used up the descriptors. No request has failed. The server sends all of them to the next process, and finds the guilty record as after
-    any death.
+    For instance, the handler has closed the event loop, or used up the descriptors. No request has failed. The server
+    sends all of them to the next process, and finds the guilty record as after any death.
     """
     with contextlib.suppress(OSError):  # the handler may have closed it
         os.write(2, f"{why}\n".encode())
