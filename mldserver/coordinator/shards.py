@@ -23,6 +23,7 @@ from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
+from mldserver.effects import NOTHING
 from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import ShardState
 from mldserver.ledger.operations import Ledger
@@ -210,7 +211,7 @@ class Shards:
             if fresh:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
-        if not outcome.effects:
+        if outcome.effects is NOTHING or not outcome.effects:
             # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
             # not show it.
             effective_ms = last_effective_ms(outline, floor_ms)
