@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pytest
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.writing import Writing
 from msgspec import structs
@@ -15,16 +17,12 @@ from mldserver.coordinator import flusher
 from mldserver.coordinator.core import flush
 from mldserver.effects import NOTHING, EffectKind, Effects
 from mldserver.ledger import row_rules
+from mldserver.ledger.book import Draft
+from mldserver.ledger.contract import Flush, FlushResult
 from mldserver.windows import Tumbling
 from mldserver.workers import wire
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from mldserver.ledger.book import Draft
-    from mldserver.ledger.contract import Flush, FlushResult
+pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 LETTER = dead_letter("a", 1)
 ROWS = pa.table({"n": [1, 2]})
