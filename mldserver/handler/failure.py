@@ -22,9 +22,9 @@ T = TypeVar("T")
 _MESSAGE_LIMIT = 10_000
 _TRACEBACK_LIMIT = 20_000
 _REMEMBERED: Final = 1_000
-"""Places that are remembered; what is beyond costs time, nothing else."""
+"""How many tracebacks are remembered. Rendering others takes longer."""
 _VALUES: Final = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
-"""What differs from one refused row to the next."""
+"""The parts of a message that differ between refused rows."""
 _OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -50,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True):
     """The dotted names of the error's class and of its bases, nearest first: failure rules match them."""
     requested: Requested | None = None
     after_seconds: float | None = None
-    """With RETRY: how long to wait; None: as long as the back-off says."""
+    """With RETRY: seconds to wait; None: as long as the back-off."""
     records: tuple[Any, ...] | None = None
     """With DISCARD and FATAL: the affected records, as the handler named them; None: all of the call."""
     frames: str = ""
@@ -62,13 +62,14 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def fingerprint(self) -> Hashable:
-        """What failures have in common that a person would call the same."""
+        """Equal for failures of one class in one place, or with one message apart from values."""
         return self.names[:1], self.frames or _VALUES.sub("", self.error)
 
     def logged(self, *, messages: bool) -> dict[str, str]:
-        """Return it as fields of the log; what was raised on purpose (``Retry``, ``Discard``) has no traceback there.
+        """Return the failure as fields of the log.
 
-        ``messages``: whether the log may quote what errors say.
+        ``Retry`` and ``Discard`` are raised on purpose: they have no traceback there. ``messages``: whether the log may
+        quote error messages.
         """
         shown = self.traceback and self.requested not in {Requested.RETRY, Requested.DISCARD}
         told = {"what": self.error, **({"traceback": self.traceback} if shown else {})}
@@ -165,7 +166,10 @@ def _after(error: Verdict) -> float | None:
 
 
 def _safely(read: Callable[[], T], otherwise: T) -> T:
-    """Return what is read of an object of the user's, whose class (and metaclass) may have code that fails in any way."""
+    """Return ``read()``, or ``otherwise`` if it raises.
+
+    It reads a user's object, whose class (and metaclass) may have code that fails in any way.
+    """
     try:
         return read()
     except BaseException:  # noqa: BLE001  # see above

@@ -163,19 +163,19 @@ def is_library(file: str) -> bool:
 
 
 def _file_of(module: ModuleType | None) -> str:
-    """Return a module's file; some have none, and what stands in their place may be no module at all."""
+    """Return a module's file, or an empty string if it has none, or is not a module at all."""
     file = getattr(module, "__file__", None)
     return file if isinstance(file, str) else ""
 
 
 def _text_of(module: ModuleType | None, file: str) -> bytes:
-    """Return a module's text: what it was loaded from where that was kept, else what its file holds. Raises OSError."""
+    """Return a module's text as it was loaded, if that was kept, else from its file. Raises OSError."""
     loader = getattr(module, "__loader__", None)
     return loader.get_data(file) if isinstance(loader, KeptLoader) else Path(file).read_bytes()
 
 
 def _place(name: str) -> str:
-    """Return the file that a module would be imported from. Nothing is imported, no parent either."""
+    """Return the file that a module would be imported from. Imports nothing, not even its package."""
     path: list[str] | None = None
     origin = None
     parts = name.split(".")
@@ -191,7 +191,7 @@ def _place(name: str) -> str:
 
 
 def _imports(name: str, file: str, source: bytes) -> list[str]:
-    """Return the modules that the text of a module names in import statements, their packages, and what only may be one."""
+    """Return the modules that a module's import statements name, their packages, and names that may be modules."""
     package = name if Path(file).name == "__init__.py" else name.rpartition(".")[0]
     named: list[str] = []
     try:
@@ -250,9 +250,10 @@ def _imported(module_name: str, path: str, seconds: float | None) -> ModuleType:
 
 
 def _import(module_name: str, path: str, seconds: float | None) -> ModuleType:
-    """Import the module, and put back what it must not change: pyspark's ways to a session, and structlog's configuration.
+    """Import the module, then restore what it must not change.
 
-    The server's log is one, and its events have a schema; it is never without its configuration, as the loop logs meanwhile.
+    That is pyspark's ways to a session, and structlog's configuration, which must not be missing even for a moment,
+    because the loop logs meanwhile.
     """
     guard = spark_at_import.ImportGuard()
     configured = structlog.get_config() if structlog.is_configured() else None
@@ -301,7 +302,7 @@ def _widen(missing: str) -> bool:
 
 
 def _broken(error: BaseException, path: str) -> HandlerInvalid:
-    """Tell of an error inside the user's module as it is."""
+    """Return the error for an exception that the user's module raised, with its place."""
     # Neither the import machinery's frames nor ours.
     skipped = (__file__, importlib.__file__, spark_at_import.__file__)
     stack = traceback.extract_tb(error.__traceback__)

@@ -38,16 +38,16 @@ log = structlog.get_logger("mldserver")
 
 
 class Logger(structlog.make_filtering_bound_logger(0)):  # type: ignore[misc]  # a class made at run time
-    """What all parts log through. Its base has the methods that the level lets pass: it changes for bound loggers, too."""
+    """The logger of all parts. Bound loggers follow a change of level, because it changes this class's base."""
 
     level = 0
-    """As ``logging`` numbers it."""
+    """The level, a number of ``logging``."""
     observed = False
     """Whether an observer receives events from info on, although only higher levels are logged."""
 
 
 def set_level(level: int) -> None:
-    """Log in this process what is at ``level`` (a number of ``logging``) or above from now on."""
+    """Log from ``level`` (a number of ``logging``) on in this process."""
     Logger.level = level
     passed = min(level, logging.INFO) if Logger.observed else level
     Logger.__bases__ = (structlog.make_filtering_bound_logger(passed),)
@@ -58,13 +58,13 @@ _current: LogWriter | None = None
 
 @dataclass(frozen=True, slots=True)
 class _LineLogger:
-    """What structlog calls at the end of its chain: every method hands over the finished line."""
+    """The end of structlog's chain: every method renders and queues the line."""
 
     writer: LogWriter
     render: Callable[[Mapping[str, Any]], bytes]
 
     def msg(self, event: MutableMapping[str, Any]) -> None:
-        """Hand over an event."""
+        """Render an event and queue the line."""
         urgent = _LEVELS[event["level"]] >= _LEVELS["warning"]
         self.writer.line(self.render(event), stamp=event["timestamp"], urgent=urgent)
 
@@ -73,14 +73,14 @@ class _LineLogger:
 
 @lru_cache(maxsize=2)
 def _second(seconds: int) -> str:
-    """Return a time as the log writes it: the calendar is asked once a second."""
+    """Return a time in the log's form. The cache saves the calendar's work within one second."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _finish(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> tuple[tuple[MutableMapping[str, Any]], dict[str, Any]]:
-    """Do all that every line needs in one step: each costs as much as the line's JSON."""
+    """Add level, timestamp and exception in one step: a step of its own would cost as much as the line's JSON."""
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, method, event)
     structlog.processors.add_log_level(logger, method, event)
@@ -90,7 +90,7 @@ def _finish(
 
 
 Observer: TypeAlias = "Callable[[Mapping[str, Any]], None]"
-"""Sees events as ``log_events.py`` declares them, in the call that logs them: it must not raise, wait or log."""
+"""Receives each event that is logged, in the call that logs it: it must not raise, wait or log."""
 
 
 def configure(

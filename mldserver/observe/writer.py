@@ -43,9 +43,9 @@ _PER_LINE: Final = 200
 
 
 class LogOutput:
-    """Takes whole lines, from one thread. A failed write is returned as False, never raised.
+    """Writes whole lines, from one thread. A failed write returns False and never raises.
 
-    Each is one ``write`` call, unbuffered, which blocks for as long as the kernel takes.
+    Each line is one ``write`` call, unbuffered, which blocks for as long as the kernel takes.
     """
 
     def __init__(self, place: int | Path, *, write: Callable[[int, Buffer], int] = os.write) -> None:
@@ -56,10 +56,10 @@ class LogOutput:
         self.path = place if isinstance(place, Path) else None
         self._fd = _open(place) if isinstance(place, Path) else place
         self.is_terminal = os.isatty(self._fd)
-        """Whether a person is looking."""
+        """Whether the output is a terminal."""
         self._write = write
         self._torn = _ends_within_a_line(self._fd)
-        """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
+        """Whether the last line was cut off because the disk was full. The next line then begins with a line end."""
 
     def line(self, line: bytes) -> bool:
         """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
@@ -105,7 +105,7 @@ def _open(path: Path, flags: int = 0) -> int:
 
 
 def _ends_within_a_line(fd: int) -> bool:
-    """Tell whether a file's last line was cut off, by a full disk or a machine that went down."""
+    """Return whether a file's last line was cut off, by a full disk or a crash of the machine."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return False
@@ -120,7 +120,7 @@ class _QueuedLine(NamedTuple):
     data: bytes
     stamp: str
     dropped: int
-    """How many lines before it found no room."""
+    """How many lines before this one found no room."""
 
 
 class LogWriter:
@@ -144,7 +144,7 @@ class LogWriter:
         # A signal handler may log while the same thread does: with a plain lock it would wait for itself.
         self._changed = threading.Condition(threading.RLock())
         self._queue: deque[_QueuedLine | int] = deque()
-        """A number is the descriptor to write to from there on."""
+        """A number is the descriptor to write to from then on."""
         self._bytes = 0
         self._idle = False
         """Everything is written, and the thread waits for a line, however long."""
@@ -190,7 +190,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Write what is queued, for so long at most, and close the output. Returns False when lines were left."""
+        """Write the queued lines within ``seconds``, and close the output. Return False if lines were left."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

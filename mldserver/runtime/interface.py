@@ -31,17 +31,17 @@ without rows; the time of receipt where the daemon gives none), which the coordi
 
 
 class Payload(Protocol):
-    """The records of one batch, in the form that their source has them in."""
+    """The records of one batch, in the form in which their source has them."""
 
     @property
     def size(self) -> int:
-        """Bytes, by which the time to decode it and to build its rows is judged."""
+        """Size in bytes, an estimate of the time to decode the batch and to build its rows."""
 
     def decode(self, decoder: BatchDecoder) -> DecodedBatch:
-        """Return the records, in shard order; ``decoder`` is the shard's. Raises PeerError for what holds none."""
+        """Return the records, in shard order. ``decoder`` belongs to the shard. Raises PeerError."""
 
     def packed(self) -> tuple[int, Line]:
-        """Return its form and its bytes, which ``unpacked`` reads in another process."""
+        """Return the payload's form and bytes, which ``unpacked`` reads in another process."""
 
 
 class MLDLine(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class MLDLine(msgspec.Struct, frozen=True):
 
 
 _RECORDS = 0
-"""The form of ``Records``; those of lines are their versions."""
+"""The form of ``Records``. The form of a line is its protocol version."""
 
 
 class Records(msgspec.Struct, frozen=True):
@@ -80,11 +80,11 @@ class Records(msgspec.Struct, frozen=True):
         return sum([len(record.raw_data or b"") for record in self.records])
 
     def decode(self, _decoder: BatchDecoder) -> DecodedBatch:
-        """Return them."""
+        """Return the records."""
         return DecodedBatch(self.records, self.millis_behind_latest)
 
     def packed(self) -> tuple[int, Line]:
-        """Return them in MessagePack, without their shard."""
+        """Return the records in MessagePack, without their shard."""
         plain = [
             (each.sequence_text, each.sub_sequence_number, each.raw_data, each.partition_key, each.arrival_ms)
             for each in self.records
@@ -123,12 +123,16 @@ class Delivery(msgspec.Struct, frozen=True):
     after: Sequence | None
     """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
     part: range | None = None
-    """Only these of the records behind ``after``; None: all. The outline is the whole batch's all the same."""
+    """Process only these of the records after ``after``; None: all. The outline covers the whole batch in both
+    cases."""
     condemned: str | None = None
-    """Why none of them may reach the handler any more: they have failed for good."""
+    """The error of all records, if they have failed for good and may not reach the handler again."""
     redriven: bool = False
-    """They are dead letters that run once more: those of parked keys too, and what fails for good is a dead letter
-    again, whatever the policy says (so never HandlerHalted)."""
+    """The records are dead letters that run once more.
+
+    Records of parked keys run too. A record that fails for good is a dead letter again, whatever the policy says,
+    so the batch never raises HandlerHalted.
+    """
     behind: bool = False
     """Its daemon was answered already, or batches before it are worked on: it may wait a few milliseconds to be handed on
     with others, and does not reach the handler when one before it fails."""
@@ -147,34 +151,35 @@ class BatchOutline(msgspec.Struct, frozen=True):
     latest_arrival_ms: int | None
     """Latest arrival time of its records (time of receipt in V1); None when it was empty."""
     millis_behind_latest: int | None
-    """What the daemon said; None when it said null or speaks V1."""
+    """``millisBehindLatest`` of the daemon; None if it sent null or speaks V1."""
 
 
 class BatchOutcome(msgspec.Struct, frozen=True):
-    """What became of a batch: every record is in rows, in dead letters, skipped, a duplicate, or wanted no row."""
+    """The result of a batch: each record has rows, is a dead letter, was skipped, is a duplicate, or gave no row."""
 
     outline: BatchOutline
     effects: Effects = NOTHING
     attempts: int = 1
     """The most calls that any record of the batch took."""
     skipped: int = 0
-    """Records that failed for good and of which nothing is kept (``on_failure = skip``)."""
+    """Records that failed for good and are not kept (``on_failure = skip``)."""
     discarded: int = 0
     """Records that the handler discarded (``Discard``)."""
     keeps_position: bool = False
-    """The handler says itself how far it is done (``position``): the shard's position moves no further than that."""
+    """Whether the handler reports its own position: the shard's position moves no further than ``position``."""
     position: Sequence | None = None
-    """What such a handler has checkpointed so far, perhaps long before this batch; None: nothing yet."""
+    """The last checkpoint of such a handler, perhaps from an earlier batch; None: none yet."""
     owes: bool = False
-    """It was given records that it has not checkpointed: only the instance that has them can say that they are done."""
+    """Whether the handler has records that it has not checkpointed. Only the instance that has them can finish
+    them."""
 
 
 Begun: TypeAlias = "BatchOutcome | Coroutine[None, None, BatchOutcome] | asyncio.Future[BatchOutcome | Coroutine[None, None, BatchOutcome]]"
-"""What has become of a batch so far."""
+"""A batch's outcome, or an awaitable for it."""
 
 
 async def outcome_of(begun: Begun) -> BatchOutcome:
-    """Return what becomes of a batch that was begun."""
+    """Wait for the outcome of a batch that was begun."""
     while not isinstance(begun, BatchOutcome):
         begun = await begun
     return begun
@@ -185,13 +190,13 @@ class Runtime(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """What a person should look at, as a clause for ``server.unready``; None while everything works."""
+        """What an operator should look at, as a clause for ``server.unready``; None while everything works."""
 
     async def start(self) -> None:
-        """Make ready to take shards. Raises HandlerError when the handler cannot be loaded."""
+        """Prepare to open shards. Raises HandlerError when the handler cannot be loaded."""
 
     async def run(self) -> None:
-        """Do what must be done in the background, after ``start`` and until cancelled."""
+        """Run background work, after ``start`` and until cancelled."""
 
     async def open(self, shard: Shard) -> None:
         """Make the shard's handler (a fresh instance for classes) and run its ``initialize`` hook.

@@ -55,7 +55,8 @@ class Tools:
     def failure_logger(self, shard: str) -> Callable[..., None]:
         """Return a function that logs failures of a shard's handler.
 
-        It gets level, event, failure and further fields. A failure that was logged within the last minute is logged at debug, and counted.
+        It gets level, event, failure and further fields. A failure that was logged within the last minute is logged
+        at debug, and counted.
         """
         # Bind once: binding costs more than a suppressed line.
         bound = log.bind(shard=shard, handler=self.spec.path)

@@ -33,7 +33,7 @@ class Built:
     records: list[int] = field(default_factory=list)
     """For each row the index of its record, in the order of the rows."""
     faults: dict[int, str] = field(default_factory=dict)
-    """For each record whose rows cannot be taken: why. It has no rows in ``table``."""
+    """The error of each record whose rows are refused. It has no rows in ``table``."""
 
 
 class BadRow(ValueError):
@@ -42,7 +42,7 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _BadRow:
-    """In the place of the rows of one record: why they cannot be taken."""
+    """Stands for the rows of one record that are refused, with the reason."""
 
     text: str
 
@@ -69,7 +69,7 @@ class RowBuilder:
         self._null_faults = [
             None if each.nullable else "it is null, but declared NOT NULL" for each in columns
         ]
-        """Of each column: why it cannot hold null."""
+        """For each column, the error for a null in it; None if it may hold null."""
         if time_column in self._names:
             self._null_faults[self._names.index(time_column)] = "it is null, but windows are cut on it"
         self._at_once = at_once
@@ -78,7 +78,7 @@ class RowBuilder:
             for place, column in enumerate(columns)
             if types.is_nested(column.type) or types.is_binary(column.type)
         ]
-        """Columns whose values may be of Python types that can be changed."""
+        """The places of columns whose values may be of mutable Python types."""
         self.plain: frozenset[type] = frozenset(
             {type(None)} if at_once or self._copied else {type(None), tuple}
         )
@@ -216,9 +216,9 @@ def unknown_columns(unknown: Sequence[Any], known: Sequence[str]) -> str:
 
 
 def failed_records(result: BatchResult, records: Sequence[Record]) -> dict[int, Failure]:
-    """Return the records of a call that a result names, by their place in it, with why.
+    """Return the failed records that a result names, by their place in the call, each with its failure.
 
-    Raises ValueError when a name is none of the call's records.
+    Raises ValueError if a name is not one of the call's records.
     """
     failed = result.failed
     told = failed if isinstance(failed, Mapping) else dict.fromkeys(failed)
@@ -234,9 +234,9 @@ def failed_records(result: BatchResult, records: Sequence[Record]) -> dict[int, 
 
 
 def named_places(named: Iterable[Any], records: Sequence[Record]) -> list[int]:
-    """Return the place in the call of each record that is named, as a record or as its place.
+    """Return the place in the call of each named record; names are records or places.
 
-    Raises ValueError when a name is none of the call's records.
+    Raises ValueError if a name is not one of the call's records.
     """
     places = []
     by_sequence = None

@@ -39,7 +39,7 @@ class CheckpointRefused(Exception):
 
 
 class ProcessorProgress:
-    """What one processor was given, and what of it is checkpointed."""
+    """Tracks which records a processor has received, and which of them it has checkpointed."""
 
     __slots__ = (
         *("_floor", "_reach", "_seen", "_since_ms", "_told_ms"),
@@ -47,7 +47,10 @@ class ProcessorProgress:
     )
 
     def __init__(self, start: str | None = None, start_sub: int = 0) -> None:
-        """``start``, ``start_sub``: where the daemon starts; digits bound the first checkpoint, sentinels do not."""
+        """Begin where the daemon starts.
+
+        A sequence number there is a lower bound for checkpoints; TRIM_HORIZON and the like are not.
+        """
         self.delivered: Sequence | None = None
         """The last record that the processor was given."""
         self.position: Sequence | None = None
@@ -55,7 +58,7 @@ class ProcessorProgress:
         self.end_checkpointed = False
         """Whether a checkpoint covered everything delivered since ``ending``."""
         self.closed = False
-        """The lease is gone, or the connection: nothing can be checkpointed any more."""
+        """Whether the lease or the connection is gone: nothing can be checkpointed any more."""
         self._floor = Sequence(int(start), start_sub) if start is not None and start.isdigit() else None
         self._reach: Sequence | None = None
         self._seen: Sequence | None = None
@@ -94,10 +97,7 @@ class ProcessorProgress:
             self.position = wanted if self.position is None else max(wanted, self.position)
 
     def overdue_ms(self, now_ms: int) -> int | None:
-        """Return for how long nothing was checkpointed though there was something to, if it is time to say so.
-
-        It is time every ten minutes.
-        """
+        """Return for how many milliseconds records have waited for a checkpoint, every ten minutes; else None."""
         if self.delivered == self.position or self.position != self._seen:
             self._seen, self._since_ms = self.position, None
         if self.delivered == self.position:
@@ -111,7 +111,7 @@ class ProcessorProgress:
 
 
 def _sequence(number: object, sub: object) -> Sequence | None:
-    """Return what a processor wrote as a sequence; None when it is none."""
+    """Return a processor's value as a sequence; None if it is not one."""
     text = str(number)
     if isinstance(number, bool) or not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         return None
@@ -162,7 +162,7 @@ class Checkpointer:
 
 
 class _Attributes:
-    """What every record has, of whatever version."""
+    """The attributes of records of all versions."""
 
     _wire: RecordMethods
 
@@ -260,7 +260,7 @@ class ProcessRecordsInput:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLostInput:
-    """The lease went elsewhere."""
+    """Another worker has the lease."""
 
     action: str = "leaseLost"
 
@@ -284,14 +284,14 @@ class ShutdownInput:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequestedInput:
-    """The lease is about to go elsewhere: the last chance to checkpoint."""
+    """Another worker will get the lease: the last chance to checkpoint."""
 
     checkpointer: Checkpointer
     action: str = "shutdownRequested"
 
 
 class _Base:
-    """What all versions share: hooks that a processor must have, and this one may leave out."""
+    """The base class of all versions: hooks that amazon_kclpy demands and this server does not."""
 
     def shutdown_requested(self, *_: Any) -> None:
         """Do nothing."""
@@ -348,7 +348,7 @@ class _StandIn(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, _path: abc.Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a module's spec when it is ours to give: never a part of an installed amazon_kclpy."""
+        """Return the spec of a stand-in module; never of a part of an installed amazon_kclpy."""
         if fullname not in _MODULES or (fullname != PACKAGE and not _is_ours(sys.modules.get(PACKAGE))):
             return None
         return ModuleSpec(fullname, self, origin="mldserver", is_package=fullname in _PACKAGES)

@@ -64,7 +64,7 @@ class Processor:
         self._checkpointer = Checkpointer(self.progress, error)
 
     def initialize(self, shard: Shard) -> None:
-        """Tell it its shard."""
+        """Call ``initialize`` with the shard."""
         self.progress = ProcessorProgress(shard.start, shard.start_sub)
         self._checkpointer = Checkpointer(self.progress, self._error)
         first = self._version == 1
@@ -72,9 +72,9 @@ class Processor:
         self._delegate.initialize(shard.id if first else start)
 
     def process_records(self, batch: Batch) -> None:
-        """Give it records, or none where the daemon sent none.
+        """Call ``process_records`` with the records, also if there are none.
 
-        When a call is made again, the processor is done with what it had checkpointed before it failed.
+        If a call is repeated, records that the processor had checkpointed before it failed are left out.
         """
         position, last = self.progress.position, batch[-1].sequence if batch else None
         if last is not None and position is not None and batch[0].sequence <= position:
@@ -91,24 +91,24 @@ class Processor:
         )
 
     def lease_lost(self, _shard: Shard) -> None:
-        """Tell it that the lease went elsewhere: it cannot checkpoint any more."""
+        """Call the processor's hook for a lost lease: it cannot checkpoint any more."""
         self.progress.closed = True
         self._end("lease_lost", LeaseLostInput(), "ZOMBIE")
 
     def shard_ended(self, _shard: Shard) -> None:
-        """Tell it that there are no more records."""
+        """Call the processor's hook for the end of its shard."""
         self.progress.end_call()
         self._end("shard_ended", ShardEndedInput(self._checkpointer), "TERMINATE")
 
     def shutdown_requested(self, _shard: Shard) -> None:
-        """Give it the last chance to checkpoint before the lease goes elsewhere."""
+        """Call ``shutdown_requested``: the last chance to checkpoint before another worker gets the lease."""
         self.progress.end_call()
         checkpointer = self._checkpointer
         first = self._version == 1
         self._delegate.shutdown_requested(checkpointer if first else ShutdownRequestedInput(checkpointer))
 
     def _end(self, hook: str, message: LeaseLostInput | ShardEndedInput, reason: str) -> None:
-        """Call the end that the version has: before version 3 there was one hook for both."""
+        """Call the hook for an end. Before version 3 one hook served both ends."""
         if self._version == 1:
             self._delegate.shutdown(self._checkpointer, reason)
         elif self._version == 2:  # noqa: PLR2004  # the versions are numbers in amazon_kclpy too
@@ -141,7 +141,7 @@ def _is_of_kclpy(value: object) -> bool:
 
 
 def written(cls: type, version: int) -> tuple[str, ...]:
-    """Return those of ``HOOKS`` that the class has an own method for; the base classes' are only placeholders."""
+    """Return the ``HOOKS`` that the class implements; the methods of the base classes are placeholders."""
     names = {hook: hook if version >= 3 else _BEFORE_V3.get(hook, hook) for hook in HOOKS}  # noqa: PLR2004  # see METHODS
     return tuple(hook for hook, name in names.items() if _own(cls, name) is not None)
 
@@ -172,7 +172,7 @@ def problems(cls: type, version: int) -> list[tuple[str, str, bool]]:
 
 
 def accepts(function: Any, count: int) -> bool:
-    """Whether a function can be called with so many arguments; one that is written in C may not say."""
+    """Return whether a function accepts ``count`` arguments. Functions written in C may not say: then True."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
