@@ -38,7 +38,7 @@ from mldserver.coordinator.flusher import Destination, Flusher
 from mldserver.coordinator.membership import Membership, ServerLocks
 from mldserver.coordinator.progress import CoordinatorStatus, Reports
 from mldserver.coordinator.sections import Sections
-from mldserver.coordinator.shards import RedriveIntake, Shards
+from mldserver.coordinator.shards import CoordinatorIntake, RedriveIntake
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState
@@ -146,7 +146,7 @@ class Coordinator:
         """How often servers have started, and which were there, when this one last cleaned up behind others."""
         self._ended = asyncio.Event()
         """Set while the stream is over, as the latest cycle found it; wakes those who wait for that."""
-        self.shards = Shards(
+        self.shards = CoordinatorIntake(
             rules=rules,
             spec=spec,
             ledger=ledger,

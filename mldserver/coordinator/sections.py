@@ -9,7 +9,7 @@ from typing import Any, Final
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.progress import CoordinatorStatus
-from mldserver.coordinator.shards import Shards
+from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.records import Sequence
 from mldserver.sources.intake import SourceStatus
 from mldserver.status_document import Budget, DeadLetters, LetterRow, Peer, ShardRow, WatermarkSection
@@ -38,7 +38,7 @@ def waited_seconds(
 class Sections:
     """Makes the coordinator's sections from its parts."""
 
-    def __init__(self, shards: Shards, view: LedgerView) -> None:
+    def __init__(self, shards: CoordinatorIntake, view: LedgerView) -> None:
         """``shards`` shares the coordinator's parts."""
         self._shards, self._view = shards, view
         self._undurable: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)

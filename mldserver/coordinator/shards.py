@@ -1,6 +1,6 @@
 """The shards that this server has: opened and refused, heard of, taken in batch by batch, let go of.
 
-A source asks ``Shards`` for a shard and gets a ``IntakeSession``: one shard under one connection.
+A source asks ``CoordinatorIntake`` for a shard and gets an ``IntakeSession``: one shard under one connection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = structlog.get_logger("mldserver")
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Shards:
+class CoordinatorIntake:
     """An ``Intake``: what sources ask of the coordinator. It shares the coordinator's parts."""
 
     rules: CoordinatorRules
@@ -308,7 +308,7 @@ class IntakeSession:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: CoordinatorIntake,
         shard_id: str,
         state: ShardState,
         parked: Mapping[str, Sequence],

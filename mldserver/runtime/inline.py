@@ -41,7 +41,7 @@ _CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _ShardHooks:
+class _OpenHandler:
     """A shard and the hooks of its handler."""
 
     shard: Shard
@@ -94,7 +94,7 @@ class InlineRuntime:
         own = range(1, 1 if is_async else lanes)
         self._threads = [self._thread, *(WorkerThread(f"mldserver-lane-{place}") for place in own)]
         self._shard_threads = ShardThreads()
-        self._shards: dict[str, _ShardHooks] = {}
+        self._shards: dict[str, _OpenHandler] = {}
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = Tools(
             spec=spec,
@@ -288,10 +288,10 @@ class InlineRuntime:
             if returned.failure is not None:
                 return initialize.name, returned.failure
         processor = instance if isinstance(instance, Processor) else None
-        self._shards[shard.id] = _ShardHooks(shard, tools, hooks, BatchDecoder(shard.id), processor)
+        self._shards[shard.id] = _OpenHandler(shard, tools, hooks, BatchDecoder(shard.id), processor)
         return None
 
-    async def _kept(self, outcome: BatchOutcome, opened: _ShardHooks, processor: Processor) -> BatchOutcome:
+    async def _kept(self, outcome: BatchOutcome, opened: _OpenHandler, processor: Processor) -> BatchOutcome:
         """Return the outcome of a batch that moves its shard's position only as far as the processor has checkpointed."""
         shard, outline = opened.shard, outcome.outline
         if not outline.records:
@@ -335,7 +335,7 @@ class InlineRuntime:
         )
         await self._clock.sleep(delay)
 
-    def _opened(self, shard_id: str) -> _ShardHooks:
+    def _opened(self, shard_id: str) -> _OpenHandler:
         opened = self._shards.get(shard_id)
         if opened is None:
             raise InternalError("A shard is used that is not open.", shard=shard_id)
