@@ -1,4 +1,4 @@
-"""The shards that this server has: opened and refused, heard of, taken in batch by batch, let go of.
+"""The shards that this server reads: which are opened or refused, what becomes of their batches, and how they end.
 
 A source asks ``CoordinatorIntake`` for a shard and gets an ``IntakeSession``: one shard under one connection.
 """
@@ -55,16 +55,16 @@ class CoordinatorIntake:
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
     soon: Callable[[], None]
-    """Lets a cycle follow at once."""
+    """Requests a cycle at once."""
     ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
     _openings: Counter[str] = field(init=False, default_factory=Counter)
-    """How many connections open each shard just now."""
+    """How many connections are opening each shard now."""
     _unlisted: set[str] = field(init=False, default_factory=set)
-    """Shards of those that the stream has not been found to have."""
+    """Of these shards, those that the stream has not listed yet."""
     rows_accepted: int = field(init=False, default=0)
     flush_at: int = field(init=False)
-    """Bytes of rows that no cycle has seen, from which on the next one follows at once."""
+    """At this many bytes of rows that no cycle has seen, the next cycle follows at once."""
 
     def __post_init__(self) -> None:
         self.flush_at = flush_at(self.rules.flush_bytes, 0, 0.0)
@@ -74,23 +74,23 @@ class CoordinatorIntake:
         live = self.sessions.live(opening.shard_id)
         if live is None or self.rules.accept_gap or not skips_records(opening.start, live.position.durable):
             return
-        # Another server may have read it on since this one heard of it: the ledger knows.
+        # Another server may have moved the position since the latest cycle: read the ledger again.
         state = (await self.ledger.peek()).shards.get(opening.shard_id)
         if state is not None and not state.gap_accepted:
             _refuse_gap(opening, state.position, ended=state.ended, accepted=False)
 
     def abandon(self, shard_id: str) -> None:
-        """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
+        """Release a shard whose connection was replaced by another that could not open it. The shard is missing then."""
         live = self.sessions.live(shard_id)
         if live is not None:
             live.disconnected()
 
     async def open_shard(self, opening: ShardOpening) -> IntakeSession:
-        """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
-        # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
+        """Open a shard under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
+        # Before the epoch is raised: a connection that is refused must not take the shard from the live one.
         await self.check(opening)
         with self.membership.opening(), self._opening(opening.shard_id):
-            # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
+            # The shard counts from now on. No window closes without it while the stream and the ledger answer.
             now_ms = self.clock.steady_ms()
             new = self.lineage.add(opening.shard_id, now_ms, parents=opening.parents)
             if (new or opening.shard_id in self._unlisted) and not opening.parents:
@@ -102,9 +102,9 @@ class CoordinatorIntake:
 
     @contextlib.contextmanager
     def _opening(self, shard_id: str) -> Iterator[None]:
-        """Keep a shard known until the block ends; a name that no connection was let in under is then unknown again.
+        """Keep a shard known until the block ends. A name that the stream does not list is forgotten then.
 
-        So a made-up name holds windows no longer than the stream takes to answer.
+        So an invented name delays windows no longer than the stream takes to answer.
         """
         self._openings[shard_id] += 1
         try:
@@ -118,7 +118,7 @@ class CoordinatorIntake:
                     self.lineage.forget(shard_id)
 
     async def _ask_for(self, shard_id: str) -> None:
-        """Ask the stream whether it has a shard that is not known yet. Raises PeerError when it has not."""
+        """Ask the stream whether it has an unknown shard. Raises PeerError when it has not."""
         if self.ask_stream is None:
             return
         self._unlisted.add(shard_id)
@@ -143,12 +143,12 @@ class CoordinatorIntake:
 
     async def _open(self, opening: ShardOpening, *, new: bool) -> IntakeSession:
         shard_id = opening.shard_id
-        # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
+        # The ledger keeps parents that only ListShards names, so that they order the shard after a restart too.
         parents = opening.parents or self.lineage.nodes[shard_id].parents
         state = await self.ledger.open_shard(shard_id, parents)
         accepted = state.gap_accepted or self.rules.accept_gap
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
-        # Under the new epoch: what an older one has not stored by now is delivered again.
+        # Read under the new epoch: records that an older session has not made durable are delivered again.
         parked = await self.ledger.parked_keys(shard_id) if self.rules.parks else {}
         await self.membership.read_ancestors(state)
         now_ms = self.clock.steady_ms()
@@ -156,7 +156,7 @@ class CoordinatorIntake:
         proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self.ledger.end_shards(frozenset(proved))
-        # No await from here on: a cycle must not see the shard half taken in.
+        # No await from here on: a cycle must not see a shard that is opened only in part.
         session = IntakeSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
         if not self.sessions.open(
             session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag, polled=opening.polled
@@ -174,7 +174,7 @@ class CoordinatorIntake:
         return session
 
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Learn the shards that the stream lists, with their parents; return the new ones."""
+        """Add the shards that the stream lists, with their parents; return the new ones."""
         now_ms = self.clock.steady_ms()
         self.retention.listed = frozenset(listing)
         new = tuple(
@@ -292,19 +292,19 @@ class CoordinatorIntake:
         return True
 
     async def finish(self, session: IntakeSession) -> None:
-        """Throttle a session's shard only as a shard of which no batch follows."""
+        """Throttle a session's shard only for memory from now on: no batch follows."""
         session.finishing = True
         await self.backpressure.release()
 
     def let_go(self, session: IntakeSession) -> None:
-        """Release a shard that its session has let go: it is missing until another session opens it."""
+        """Release a session's shard. It is missing until another session opens it."""
         if self.sessions.let_go(session, self.clock.steady_ms()):
             self.membership.released[session.shard_id] = session.epoch
             self.soon()
 
 
 class IntakeSession:
-    """A ``ShardIntake``. It dies when the shard is opened again, or its owner lets go; then it does nothing."""
+    """A ``ShardIntake``. Once the shard is opened again or released, its calls do nothing."""
 
     def __init__(
         self,
@@ -329,24 +329,24 @@ class IntakeSession:
 
     @property
     def after(self) -> Sequence | None:
-        """Everything at or before it was accepted earlier and must be dropped unseen."""
+        """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
         return self.position.accepted
 
     def began(self, received_ms: int | None = None) -> None:
-        """Note that the work on a batch begins, which came at ``received_ms`` (steady time; None: now)."""
+        """Report that processing of a batch begins. It was received at ``received_ms`` (steady time; None: now)."""
         if self.alive:
             came_ms = self._clock.steady_ms() if received_ms is None else received_ms
             self._watermark.began(self.shard_id, came_ms)
 
     def busy(self) -> None:
-        """Note that the shard is not silent, or its end not over, until it is ``answered``."""
+        """Report that the shard is not silent, or that its end is being stored, until ``answered``."""
         if self.alive:
             self._watermark.busy(self.shard_id)
         elif self.ended:
             self._watermark.ending(self.shard_id)
 
     def answered(self) -> None:
-        """Note that the daemon was answered: from now on the shard's silence counts."""
+        """Report that the daemon was answered: from now on the shard's silence counts."""
         now_ms = self._clock.steady_ms()
         if self.alive:
             self._watermark.free(self.shard_id, now_ms)
@@ -369,13 +369,13 @@ class IntakeSession:
         await self._shards.admit(self, answered=answered, checkpoint=checkpoint)
 
     def advance(self, position: Sequence) -> None:
-        """Note that a handler which keeps its position has checkpointed up to ``position`` in one of its hooks."""
+        """Report that a handler which keeps its position has checkpointed up to ``position`` in one of its hooks."""
         last = self.position.claim(position) if self.alive else None
         if last is not None:
             self._shards.move(self, last)
 
     def begin(self, position: Sequence) -> None:
-        """Note where a shard begins of which the ledger has no position."""
+        """Set where a shard begins for which the ledger has no position."""
         if self.alive and self.position.accepted is None:
             self.position.accept(position)
             self.advance(position)
@@ -385,7 +385,7 @@ class IntakeSession:
         return self.position.due() if self.alive else None
 
     def checkpointed(self, position: Sequence) -> None:
-        """Note that the daemon stored a checkpoint."""
+        """Report that the daemon stored a checkpoint."""
         self.position.store(position)
 
     async def drain(self) -> None:
@@ -401,28 +401,28 @@ class IntakeSession:
         return await self._shards.end(self)
 
     async def _flushed(self, reason: str) -> bool:
-        """Return, once a flush is done, whether the session has its shard still."""
-        # While the ledger is out of reach nothing more comes: taken for idle, the shard would let windows close whose rows
-        # its children have, or its next owner.
+        """Flush, and return whether the session still has its shard."""
+        # The shard must not count as idle while the flush lasts: windows could close before the rows of its children, or
+        # of its next owner.
         self.busy()
         await self._shards.flush(reason)
         return self.alive
 
     async def lost(self) -> None:
-        """Flush what was accepted, then let go."""
+        """Flush what was accepted, then release the shard."""
         if self.alive:
             await self._flushed("lease_lost")
         self.disconnected()
 
     async def finish(self) -> None:
-        """Let go of the shard's last batch: no batch is received any more, and the server's last flush makes it durable.
+        """Stop throttling the shard: no batch follows, and the server's last flush makes the accepted ones durable.
 
         Batches that were answered early and are in flight still wait for room in memory.
         """
         await self._shards.finish(self)
 
     def disconnected(self) -> None:
-        """Let go without an ending: the shard is missing from now on; what is buffered is still flushed."""
+        """Release the shard without its end. It is missing from now on; buffered rows are still flushed."""
         if self.alive:
             self.alive = False
             self._shards.let_go(self)
@@ -452,7 +452,7 @@ def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool
 
 @dataclass(eq=False, slots=True)
 class RedriveIntake:
-    """Takes outcomes of dead letters in beside those of shards."""
+    """Accepts the outcomes of redriven dead letters."""
 
     view: LedgerView
     spec: WindowSpec | None
@@ -471,9 +471,9 @@ class RedriveIntake:
         return self.view.owned_elsewhere()
 
     async def register(self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...]) -> None:
-        """Return when what letters gave is registered together with their end, or is left out: they were gone already.
+        """Register what letters produced together with their removal; leave it out if the letters were removed before.
 
-        Whatever a shard had accepted before is durable too by then.
+        All that the shard had accepted before is durable too when this returns.
         """
         # Rows keep the times that they would have had; no position moves.
         batch = buffered(shard_id, 0, outcome, floor_ms=None, spec=self.spec)
@@ -483,5 +483,5 @@ class RedriveIntake:
         try:
             await self.flush("redrive")
         finally:
-            # Given up: the letters are taken again, and must not be in one flush twice.
+            # After a cancellation the letters are redriven again, and must not be in one flush twice.
             self.buffer.remove([number])
