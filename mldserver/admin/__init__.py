@@ -1,1 +1,1 @@
-"""See, steer and secure a running server: its status, and the endpoint that shows it, in a separate process."""
+"""Shows and steers a running server: its status, and the endpoint that clients ask."""

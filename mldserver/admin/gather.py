@@ -36,7 +36,7 @@ _WATCH_SECONDS: Final = 0.25
 _LOOK_SECONDS: Final = 0.1
 """How often it is looked how late the event loop is."""
 _LONGEST_SECONDS: Final = 3.0
-"""Between two documents: without one for five the server counts as one that hangs."""
+"""Between two documents."""
 _FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
 _GAPS: Final = ("stream.gap", "stream.shard_gone", "shard.gap_accepted")
 _ENDED: Final = 100

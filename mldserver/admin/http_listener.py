@@ -55,7 +55,12 @@ class Connection(web.RequestHandler):
 
     def __init__(self, listener: HttpListener, peer: socket.socket, server: web.Server) -> None:
         super().__init__(
-            server, loop=asyncio.get_running_loop(), access_log=_silent, logger=_silent, lingering_time=0
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=_silent,
+            logger=_silent,
+            lingering_time=0,
+            auto_decompress=False,  # a request within its bound would become a thousand times larger
         )
         self.listener = listener
         self.deadline = asyncio.timeout(_REQUEST_SECONDS)

@@ -39,7 +39,7 @@ ready  ready
 paused  paused
     1 while an operator has paused all shards.
 status_timestamp_seconds  taken_ms
-    When the server told all this, since the epoch: it stands still while the server's event loop does.
+    When this status was collected, since the epoch.
 start_time_seconds  started_ms
     When the server started, since the epoch.
 event_loop_lag_seconds  loop_lag_seconds

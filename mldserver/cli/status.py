@@ -62,18 +62,22 @@ class SteeringOptions(Where):
     """The server's admin endpoint: `host:port` or `unix:PATH`. [default: as for `mldserver serve`]"""
 
     def steering_client(self) -> Client:
-        """Return a client of the server's Unix socket for steering. Raises ConfigError if there is no such socket."""
+        """Return a client of the server's Unix socket. Raises NoAnswer if there is none, ConfigError for another host's."""
         settings = self.resolved(admin=self.admin)
         address = self._address(settings)
         if isinstance(address, TcpAddress):
             path = steering_socket(settings, address.port)
             names_other_host = self.admin is not None and not is_local(address)
-            if names_other_host or not path.exists():
+            if names_other_host:
                 raise ConfigError(
-                    f"{address} only shows the server; steering goes over its Unix socket"
-                    + (" on its host." if names_other_host else f", and {path} does not exist."),
-                    advice="Run the command on the server's host (ssh, kubectl exec) with its --out, or name the socket with "
-                    "--admin unix:PATH.",
+                    f"{address} only shows the server; steering goes over its Unix socket on its host.",
+                    advice="Run the command on the server's host (ssh, kubectl exec) with its --out, or --admin unix:PATH.",
+                )
+            if not path.exists():
+                raise NoAnswer(
+                    f"No server can be steered here: {path} does not exist.",
+                    advice="Start the server, or run the command on its host (ssh, kubectl exec) with its --out, or --admin "
+                    "unix:PATH.",
                 )
             address = UnixAddress(path)
         return Client(address)

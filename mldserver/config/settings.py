@@ -411,6 +411,7 @@ class Spec:
 
 
 REMOVED: Final[Mapping[str, str]] = {
+    "admin_token_file": "The admin endpoint is read-only on TCP; commands steer the server over its Unix socket (--out finds it).",
     "close_timeout": "A daemon may leave an ended connection open for 5 s.",
     "list_shards_interval": "Shards are listed every 30 s, and when an unknown shard connects.",
     "partial_line_timeout": "A message that stops arriving for 1 min closes its connection.",

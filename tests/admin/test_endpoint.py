@@ -20,6 +20,7 @@ from support.serving import quick, until
 
 from mldserver.admin.addresses import address_file, steering_socket
 from mldserver.admin.endpoint import AdminEndpoint
+from mldserver.admin.http_client import NoAnswer
 from mldserver.base.clock import SystemClock
 from mldserver.base.listening import listen_unix
 from mldserver.base.tls import client_context
@@ -277,9 +278,10 @@ async def test_commands_find_an_endpoint_at_any_address_by_the_output_folder_alo
         there = ServerOptions(out=out, admin=one.endpoint.address)
         assert str(there.client().address) == one.endpoint.address
         assert str(there.steering_client().address) == one.endpoint.steering_address
-        for elsewhere in (ServerOptions(out=out, admin="127.0.0.1:9"), ServerOptions(admin="192.0.2.1:7071")):
-            with pytest.raises(ConfigError, match=r"only shows the server.*on the server's host"):
-                elsewhere.steering_client()
+        with pytest.raises(NoAnswer, match=r"admin-9\.sock does not exist.*on its host"):
+            ServerOptions(out=out, admin="127.0.0.1:9").steering_client()
+        with pytest.raises(ConfigError, match=r"only shows the server.*on the server's host"):
+            ServerOptions(admin="192.0.2.1:7071").steering_client()
         port = str(one.endpoint.address).rpartition(":")[2]
         with pytest.raises(ConfigError, match=r"^192.0.2.1:\d+ only shows the server.*socket on its host\."):
             ServerOptions(out=out, admin=f"192.0.2.1:{port}").steering_client()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,18 @@ def test_a_request_has_so_many_bytes(tmp_path: Path) -> None:
             )
             assert await client.ended()
             assert server.server.requests_count == 2, "it is disconnected before anything is parsed"
+
+    running(story())
+
+
+def test_a_compressed_body_is_not_decompressed(tmp_path: Path) -> None:
+    """A request of 16 KiB would become 16 MiB."""
+
+    async def story() -> None:
+        async with served(tmp_path, module.Access.STEER) as server:
+            body = zlib.compress(b'{"argument": "s1"}')
+            answer = await server.ask("/act/flush", "POST", body, Content_Encoding="deflate")
+            assert (answer.code, "must be JSON" in answer.json["error"]) == (400, True)
 
     running(story())
 

@@ -204,7 +204,7 @@ def test_what_is_deployed_names_metrics_that_there_are(file: str) -> None:
 
 def test_each_alert_is_tested_as_it_fires_and_as_it_does_not() -> None:
     text = (DEPLOY / "prometheus-alerts-test.yml").read_text("utf-8")
-    assert len(alerts()) == 12
+    assert len(alerts()) == 11
     assert set(re.findall(r"alertname: (\w+), exp_alerts: \[\]", text)) == alerts()
     assert set(re.findall(r"alertname: (\w+)\n +exp_alerts:\n +- exp_labels", text)) == alerts()
 
