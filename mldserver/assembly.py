@@ -397,12 +397,15 @@ def _locks(settings: Settings) -> ServerLocks | None:
 
 
 def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
-    """Return Spark as the settings say, not started; ``more``: arguments of ``SparkEngine`` that are added or replaced."""
-    from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
+    """Return Spark as the settings say, not started; ``more``: options of ``make_engine`` that are added or replaced."""
+    from mldserver.spark.client import make_engine  # noqa: PLC0415  # not needed where another engine stands in
 
     assert spec.schema is not None
     arguments: dict[str, Any] = {
-        **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python")},
+        "master": settings.spark_master,
+        "conf": dict(settings.spark_conf),
+        "py_files": tuple(map(str, settings.spark_py_files)),
+        "python": settings.spark_python,
         "app_name": f"mldserver: {settings.pipeline}",
         "java_home": str(settings.java_home) if settings.java_home else None,
         "cache_dir": settings.cache_dir,
@@ -415,7 +418,7 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "log_error_messages": settings.log_error_messages,
         "code": spec.code,
     }
-    return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))
+    return make_engine(spec.path, spec.schema.ddl, **(arguments | more))
 
 
 def _failure_policy(settings: Settings) -> FailurePolicy:

@@ -18,7 +18,8 @@ from mldserver import cli
 from mldserver.base.clock import SystemClock
 from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.server import Server
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import SparkEngine, make_engine
+from mldserver.spark.driver_messages import StartSession
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 
 HANDLER = '''
@@ -40,7 +41,7 @@ from mldserver.spark import driver
 context = SimpleNamespace(uiWebUrl=None)
 spark = SimpleNamespace(version="4.3.0", sparkContext=context, stop=lambda: None)
 driver.open_session = lambda _: SimpleNamespace(
-    jvm=None, spark=spark, connect=False, look=lambda: None, stop=spark.stop
+    jvm=None, spark=spark, connect=False, health_check=lambda: dict, stop=spark.stop
 )
 driver.main()
 """
@@ -77,15 +78,14 @@ class Impatient(SystemClock):
 
 def engine(folder: Path, plan: str) -> SparkEngine:
     return Engine(
-        "seconds_by_spark",
-        "id BIGINT NOT NULL, at TIMESTAMP",
-        master="sc://nowhere",
+        StartSession("seconds_by_spark", "id BIGINT NOT NULL, at TIMESTAMP", "sc://nowhere"),
         work_dir=folder / "work",
         cache_dir=folder / "cache",
         command=[sys.executable, str(DRIVER), plan, str(folder / "plan")],
         job_deadline=0.1 if plan in {"hang", "deaf"} else None,
         cancel_grace=GRACE if plan == "deaf" else 600.0,
         clock=Impatient(),
+        group_limit=1,
     )
 
 
@@ -186,7 +186,7 @@ async def test_a_handler_that_sparks_driver_cannot_import_ends_the_server_with_2
     text = f"import os\n{HANDLER}\nif os.getpid() != {os.getpid()}:\n    raise {error}('the registry')\n"
     (tmp_path / "asks_at_its_import.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    spark = SparkEngine(
+    spark = make_engine(
         "asks_at_its_import",
         "id BIGINT NOT NULL, at TIMESTAMP",
         master="sc://nowhere",

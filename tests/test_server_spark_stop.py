@@ -13,7 +13,7 @@ from support.serving import quick, serving, until
 
 from mldserver.base.clock import SystemClock
 from mldserver.server import EXIT_CLEAN, EXIT_FORCED, Server
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.testing import FakeMLD, FakeStream
 
 HANDLER = '''
@@ -38,7 +38,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def engine(folder: Path, plan: str, *, stop_grace: float) -> SparkEngine:
-    return SparkEngine(
+    return make_engine(
         "each_alone",
         "data BINARY",
         master="sc://nowhere",

@@ -112,7 +112,6 @@ class LogParser:
 
 LONGEST_LINE: Final = 1000
 """Characters; the SDK's list of everything that has no credentials is 9,000."""
-MOST_STACKS: Final = 1000
 MOST_LET_GO: Final = 10_000
 """Shards that were let go and are remembered. Each one beyond that can cost a repeated line."""
 
@@ -232,7 +231,6 @@ _LEFT: Final = re.compile(
 _LEFT_EVENTS: Final = {"LEASE_LOST": "kcl.lease_lost", "SHARD_END": "kcl.shard_ended"}
 _WORKS: Final = "Initialization complete. Starting worker loop."
 
-_FRAME: Final = re.compile(r"\s+(at |\.\.\. \d+ (more|common frames))")
 _VARIABLE: Final = re.compile(r"shardId-\w+|\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4,12})+\b|@[0-9a-f]+\b|\d+")
 
 
@@ -242,7 +240,6 @@ class LogFilter:
 
     _now_ms: int = 0
     _folding: Folding = field(init=False)
-    _stacks: set[int] = field(default_factory=set)
     _let_go: dict[tuple[str, str], None] = field(default_factory=dict)
     """Shards and how they were let go, the latest last: the KCL repeats a shutdown that fails every second."""
     _echoes: int = 0
@@ -305,14 +302,8 @@ class LogFilter:
         return [self._line(line, times - 1)] if times else []
 
     def _line(self, line: FilteredEvent, count: int) -> FilteredEvent:
-        """Return a line as it is shown: with its count, cut, and without a stack that was shown before."""
-        lines = [_cut(text) for text in line.fields["text"].split("\n")]
-        frames = [text for text in lines if _FRAME.match(text)]
-        stack = hash(tuple(frames))
-        if frames and stack in self._stacks:
-            lines = [text for text in lines if not _FRAME.match(text)]
-        elif len(self._stacks) < MOST_STACKS:
-            self._stacks.add(stack)
+        """Return a line as it is shown: cut, and with its count."""
+        lines = map(_cut, line.fields["text"].split("\n"))
         fields = line.fields | {"text": "\n".join(lines)} | ({"repeated": count} if count else {})
         return FilteredEvent(line.level, line.event, fields)
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -32,7 +33,7 @@ from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks import is_tested
-from mldserver.sinks.sink import Owner, SinkSpec
+from mldserver.sinks.sink import Owner
 from mldserver.spark.driver_messages import StartSession
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, probe
@@ -56,83 +57,40 @@ _SCRATCH = "spark-"
 class SparkEngine:
     """``mldserver.jobs.engine.Engine`` on a Spark driver in a child process. Times are in seconds."""
 
-    handler_path: str
-    schema_ddl: str
+    setup: StartSession = field(repr=False)
+    """What each driver is started with; the engine fills in its scratch folder, the table's owner and the archive."""
     _: KW_ONLY
-    master: str = "local[*]"
-    conf: Mapping[str, str] = field(default_factory=dict)
     java_home: str | None = None
     cache_dir: Path | None = None
     """Where class archives lie; None: none is used."""
     work_dir: Path | None = None
     """A directory for scratch space, this server's own; None: the machine's temporary directory. With a local output
     folder it lies in it: there a cluster proves that it shares the folder (``warm_up.py``)."""
-    python_path: Sequence[str] | None = None
-    """Folders that are importable in the driver and in Spark's workers; None: the working directory."""
-    py_files: Sequence[str | Path] = ()
-    """Files of Python code (.py, .zip, .egg) that executors import, in addition to the handler's."""
-    python: str | None = None
-    """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
-    concurrency: int = 1
     job_deadline: Deadline = None
     """What a window's job may take: the setting ``window_deadline``."""
     start_deadline: float = 600
     cancel_grace: float = 10
     stop_grace: float = 10
-    quick: bool = False
-    """See ``session.py``."""
     archive_after: float | None = 60
     """How long the driver must have been ready until a class archive is made where none is yet; None: never."""
     clock: Clock = field(default_factory=SystemClock)
     command: Sequence[str] = field(default_factory=driver_command)
     """What is started as the driver."""
-    sink: SinkSpec | None = None
-    """The table to publish into, if any."""
     pipeline: str = ""
     ledger_id: str = ""
-    """With ``pipeline``: whose that table is. Set before ``run``."""
-    new_ledger: bool = False
-    """The first driver takes the table from another owner; later ones do not, or they might take it back."""
+    """With ``pipeline``: whose the sink's table is. Set before ``run``."""
     log_error_messages: bool = True
     """Whether the log quotes what errors say in Spark's own log."""
-    app_name: str = "mldserver"
-    """The application's name, unless ``conf`` sets it. A Spark Connect server is a separate application."""
     group_limit: int = 16
     """How many windows share one Spark job at most. Small windows cost about as much together as one of them alone; a
     group that fails is computed again window by window, so larger groups lose more."""
-    storage: Mapping[str, str] = field(default_factory=dict)
-    """Hadoop's settings of the storage that holds segments and outputs."""
-    out: str = field(default="", repr=False)
-    """``WindowJob.out`` of all jobs."""
-    place: str = ""
-    """With ``out``: a folder in it, this server's own, as Spark knows it. The proof is given there."""
-    code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
-    """The user's modules, as the handler's other processes have loaded them (``HandlerSpec.code``). Each driver runs these,
-    whatever lies on the disk by then."""
 
     def __post_init__(self) -> None:
         """Prepare; nothing is started."""
-        python_path = (str(Path.cwd()),) if self.python_path is None else tuple(self.python_path)
-        self._setup = StartSession(
-            self.handler_path,
-            self.schema_ddl,
-            self.master,
-            scratch="",
-            conf=dict(self.conf),
-            python_path=python_path,
-            quick=self.quick,
-            concurrency=self.concurrency,
-            sink=self.sink,
-            app_name=self.app_name,
-            py_files=tuple(map(str, self.py_files)),
-            python=self.python,
-            storage=dict(self.storage),
-            place=self.place,
-            out=self.out,
-            code=self.code,
-        )
+        if not self.setup.python_path:
+            self.setup = msgspec.structs.replace(self.setup, python_path=(str(Path.cwd()),))
         self._work = None if self.work_dir is None else self.work_dir.absolute()
-        self._slots = asyncio.Semaphore(self.concurrency)
+        self._slots = asyncio.Semaphore(self.setup.concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change of ``_ready_life`` or ``_over``."""
         self._life: Life | None = None
@@ -172,7 +130,7 @@ class SparkEngine:
         life = self._ready_life
         started = None if life is None else life.started
         return EngineFacts(
-            redacted(self.master),
+            redacted(self.setup.master),
             None if started is None else started.spark_version,
             None if started is None else started.ui,
             self._start_seconds,
@@ -189,10 +147,10 @@ class SparkEngine:
         self._running = True
         over = "The engine is closed."
         try:
-            java = None if is_connect(self.master) else await probe(self.java_home, os.environ)
+            java = None if is_connect(self.setup.master) else await probe(self.java_home, os.environ)
             await asyncio.to_thread(self._sweep)
-            if self.sink is not None and not is_tested(self.sink):
-                log.warning("sink.untested", table=str(self.sink))
+            if self.setup.sink is not None and not is_tested(self.setup.sink):
+                log.warning("sink.untested", table=str(self.setup.sink))
             await self._keep_alive(java)
         except BaseException as error:
             over = f"The engine ended: {error}"
@@ -240,7 +198,7 @@ class SparkEngine:
 
     def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Start the driver afresh between two jobs. See ``Engine.renew``."""
-        self._setup = msgspec.structs.replace(self._setup, code=code)
+        self.setup = msgspec.structs.replace(self.setup, code=code)
         self._outdated.set()
 
     async def close(self) -> None:
@@ -314,10 +272,10 @@ class SparkEngine:
             return
         if failed.fault == "handler":
             of_handler = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
-            raise of_handler(failed.message, handler=self.handler_path, traceback=failed.traceback)
+            raise of_handler(failed.message, handler=self.setup.handler, traceback=failed.traceback)
         self._failed_starts += 1
         if failed.fault != "operator" and not (
-            is_local(self.master) and self._failed_starts >= _FIRST_STARTS
+            is_local(self.setup.master) and self._failed_starts >= _FIRST_STARTS
         ):
             return
         for told in (OperatorError, NotThereYet):
@@ -328,7 +286,7 @@ class SparkEngine:
             advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
         # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
         kind = OperatorError if failed.fault == "operator" else NotThereYet
-        master = redacted(self.master)
+        master = redacted(self.setup.master)
         raise kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
 
     async def _one_life(self, java: Java | None) -> Life:
@@ -339,7 +297,7 @@ class SparkEngine:
         start, around, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
             "spark.starting",
-            master=redacted(self.master),
+            master=redacted(self.setup.master),
             java=java.version if java else None,
             start=self._starts,
         )
@@ -377,7 +335,7 @@ class SparkEngine:
         """Once the driver is outdated, stop it as soon as it runs no job."""
         await self._outdated.wait()
         async with contextlib.AsyncExitStack() as slots:
-            for _ in range(self.concurrency):
+            for _ in range(self.setup.concurrency):
                 await slots.enter_async_context(self._slots)
             self._retired = life
             life.stop()
@@ -418,16 +376,16 @@ class SparkEngine:
         """
         archive, wanted = train, None
         if archive is None and java is not None and self.cache_dir is not None:
-            path = archive_path(self.cache_dir, java, self.conf, os.environ, quick=self.quick)
+            path = archive_path(self.cache_dir, java, self.setup.conf, os.environ, quick=self.setup.quick)
             # None, too, where it cannot be looked for: in a home that a service's unit file hides.
             archive, wanted = (path, None) if os.path.isfile(path) else (None, path)  # noqa: PTH113  # Path's own would raise
         if self._work is not None:
             self._work.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work)
         start = msgspec.structs.replace(
-            self._setup,
-            owner=None if self.sink is None else Owner(self.pipeline, self.ledger_id),
-            new_ledger=self.new_ledger and not self._was_ready,
+            self.setup,
+            owner=None if self.setup.sink is None else Owner(self.pipeline, self.ledger_id),
+            new_ledger=self.setup.new_ledger and not self._was_ready,
             scratch=scratch,
             archive=None if archive is None else str(archive),
         )
@@ -449,6 +407,12 @@ class SparkEngine:
         if self._work is not None:
             for left in self._work.glob(f"{_SCRATCH}*"):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def make_engine(handler: str, schema: str, **options: Any) -> SparkEngine:
+    """Return an engine. ``options`` are fields of ``StartSession`` and of ``SparkEngine``."""
+    of_session = {name: options.pop(name) for name in StartSession.__struct_fields__ if name in options}
+    return SparkEngine(StartSession(handler, schema, **of_session), **options)
 
 
 async def train(

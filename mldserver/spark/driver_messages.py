@@ -38,12 +38,13 @@ class StartSession(channel.Message, frozen=True):
     """Dotted path, ``module`` or ``module:Name``."""
     schema: str
     """The handler's own columns as Spark DDL."""
-    master: str
-    scratch: str
+    master: str = "local[*]"
+    scratch: str = ""
     """A directory of this driver's life: for temporary files."""
     conf: dict[str, str] = msgspec.field(default_factory=dict)
     """The user's settings; they win over every default."""
     python_path: tuple[str, ...] = ()
+    """Folders that are importable in the driver and in Spark's workers; empty: the working directory."""
     quick: bool = False
     """Short-lived use (tests, demo): options that start the JVM sooner and slow long jobs down."""
     archive: str | None = None
@@ -56,7 +57,7 @@ class StartSession(channel.Message, frozen=True):
     owner: Owner | None = None
     """Whose that table is, or becomes."""
     new_ledger: bool = False
-    """The table is taken from another owner."""
+    """The first driver takes the table from another owner; later ones do not, or they might take it back."""
     app_name: str = "mldserver"
     """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
     py_files: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """One driver's life as the server sees it: from its start to the end of its socket, and every job's answer in between.
 
 Its standard output and error become events of the log. Spark writes JSON there, by the log4j settings that ``session.py``
-gives it, unless the user gave it others; Java, Python and the user's code write whatever they like.
+gives it; Java, Python and the user's code write whatever they like.
 """
 
 from __future__ import annotations
@@ -398,9 +398,6 @@ _LEVELS = {
     "FATAL": "error",
 }
 
-_PLAIN = re.compile(r"\d\d/\d\d/\d\d \d\d:\d\d:\d\d (TRACE|DEBUG|INFO|WARN|ERROR|FATAL) ([\w.$]+): (.*)")
-"""``26/11/21 02:53:02 WARN NativeCodeLoader: …``: Spark's own pattern, for users who bring it back."""
-
 _ALWAYS_SAID = re.compile(
     r"WARNING: Using incubator modules|Using Spark's default log4j profile|Setting default log level to"
     r"|To adjust logging level use|NOTE: SPARK_\w+ is|Unable to load native-hadoop library"
@@ -452,7 +449,5 @@ def parse(line: str) -> Entry:
             stack = [f"{exception.get('class')}: {exception.get('msg')}"]
         if len(stack) > _FRAMES:
             stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
-    elif plain := _PLAIN.match(line):
-        level, logger, text = plain.groups()
     quiet = _ALWAYS_SAID.search(text) or (fields and logger in _SAID_TWICE)
     return Entry("debug" if quiet else _LEVELS.get(level, "info"), text, logger, "\n".join(stack))

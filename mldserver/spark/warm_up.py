@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,9 +33,6 @@ from mldserver.spark.window_job import (
     write,
 )
 from mldserver.windows import Window
-
-_ROUNDS: Final = 3
-"""How often the proof is given at most, where executors came while it was."""
 
 _GROUP: Final = "mldserver-warm-up"
 
@@ -62,10 +59,7 @@ def warm_up(session: DriverSession, start: StartSession) -> None:
     place = f"{own}/{secrets.token_hex(4)}"  # where its tasks may still write
     try:
         if elsewhere:
-            for number in range(_ROUNDS):
-                _prove(session, start, f"{place}/{number}")
-                if not _newcomers(session):
-                    break
+            _prove(session, start, f"{place}/proof")
         grouped = Pipeline(lambda rows, _window: rows.groupBy("_shard").count())
         job = _job(start, f"{place}/window", 1)
         run_windows(session.spark, start.schema, grouped, (job,), session.slots())
@@ -124,17 +118,6 @@ def _prove(session: DriverSession, start: StartSession, place: str) -> None:
             f"Spark's executors do not all see the output's storage: this server wrote {job.rows} files in {place}, and "
             f"of {came} of them the executors' copies are here.{where_lost(spark, job.staging, job.out, of_all=True)} {_ADVICE}"
         )
-
-
-def _newcomers(session: DriverSession) -> bool:
-    """Whether some executor had no task yet; False on Connect."""
-    # No Python API yet: another Spark version may raise here.
-    with contextlib.suppress(Exception):
-        context: Any = session.spark.sparkContext
-        executors = context._jsc.sc().statusStore().executorList(True)  # noqa: SLF001  # see above
-        told = [executors.apply(number) for number in range(executors.size())]
-        return any(executor.id() != "driver" and not executor.totalTasks() for executor in told)
-    return False
 
 
 def _forget(filesystem: fs.FileSystem, root: str) -> None:

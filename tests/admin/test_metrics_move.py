@@ -28,7 +28,7 @@ from mldserver.config.settings import Settings
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import make_engine
 from mldserver.testing import FakeStreams, LocalEngine
 
 HANDLER = '''
@@ -339,7 +339,7 @@ async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str)
 
 async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler: str) -> None:
     command = [sys.executable, str(FAKE), "good", str(tmp_path / "lives")]
-    engine = SparkEngine(
+    engine = make_engine(
         handler, "id BIGINT", master="sc://nowhere", work_dir=tmp_path / "work", command=command
     )
     async with watched(quick(tmp_path / "out", handler), engine) as watch:

@@ -39,7 +39,7 @@ from support.s3 import bucket, s3a_conf
 
 from mldserver.base.uris import hadoop_settings
 from mldserver.jobs.engine import Engine
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.testing import LocalEngine
 from mldserver.windows import Window
 
@@ -253,7 +253,7 @@ def _spark(s3: str) -> SparkEngine:
     from handlers import departures
 
     conf = s3a_conf() if s3 else {}
-    return SparkEngine(
+    return make_engine(
         "bench.bare_job",
         departures.schema,
         conf=conf,

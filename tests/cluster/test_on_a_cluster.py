@@ -16,7 +16,7 @@ from support.serving import until
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import WindowFailed
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.windows import Window
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,7 +46,7 @@ def engine(master: str, work: Path, **changes: Any) -> SparkEngine:
         "quick": True,
         **changes,
     }
-    return SparkEngine("window_handlers:Windows", "carrier STRING, delay DOUBLE", **given)
+    return make_engine("window_handlers:Windows", "carrier STRING, delay DOUBLE", **given)
 
 
 def segments(folder: Path, count: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from support.cluster import CONF, spark_parts
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerInvalid, WindowFailed, leaves
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.windows import Window
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
@@ -92,7 +92,7 @@ class Pipeline:
             "quick": True,
             **changes,
         }
-        return SparkEngine(handler, "carrier STRING, delay DOUBLE", **given)
+        return make_engine(handler, "carrier STRING, delay DOUBLE", **given)
 
     async def computed(self, engine: SparkEngine) -> list[dict[str, Any]]:
         """Return the rows of a window that a driver of its own computes."""

@@ -21,7 +21,7 @@ from support.serving import no_aws, quick, serving, until
 from support.spark_classes import spark_cache
 
 from mldserver.handler.inspection import load_spec
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import make_engine
 from mldserver.testing import LocalEngine
 from tests.ledger.dynamodb_emulator import Emulator
 
@@ -103,7 +103,7 @@ async def test_inserts_updates_and_deletes_end_in_spark_windows_across_a_restart
     spec = load_spec(HANDLER)
     assert spec.schema is not None
     cache = spark_cache(tmp_path)
-    spark = SparkEngine(
+    spark = make_engine(
         HANDLER, spec.schema.ddl, master="local[1]", work_dir=tmp_path / "work", cache_dir=cache, quick=True
     )
     async with asyncio.timeout(800), session.client("dynamodb", endpoint_url=emulator.url) as dynamodb:

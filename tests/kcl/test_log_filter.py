@@ -200,30 +200,6 @@ def test_other_templates_do_not_wait() -> None:
     assert len(shown(log_filter.filter(error("A", "two"), 0))) == 1
 
 
-def test_no_stack_is_shown_twice() -> None:
-    log_filter = LogFilter()
-    (first,) = shown(log_filter.filter(error("A", f"failed\n{TRACE}"), 0))
-    assert first.fields["text"] == f"failed\n{TRACE}"
-    (again,) = shown(log_filter.filter(error("B", f"failed here too\n{TRACE}"), 0))
-    assert again.fields["text"] == "failed here too\njava.io.IOException: x"
-
-
-def test_a_stack_that_was_only_counted_was_not_shown() -> None:
-    log_filter = LogFilter()
-    for text in ("failed", f"failed\n{TRACE}"):
-        log_filter.filter(error("A", text), 0)
-    (again,) = shown(log_filter.filter(error("A", f"failed\n{TRACE}"), 60))
-    assert again.fields["text"] == f"failed\n{TRACE}"
-
-
-def test_the_number_of_stacks_that_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mldserver.kcl.log_filter.MOST_STACKS", 1)
-    log_filter = LogFilter()
-    for logger, frame in (("A", "a"), ("B", "b"), ("C", "b")):
-        (line,) = shown(log_filter.filter(error(logger, f"failed\n\tat {frame}.x(Y.java)"), 0))
-        assert line.fields["text"].endswith("x(Y.java)")
-
-
 def test_an_empty_warning_is_one() -> None:
     assert shown(LogFilter().filter(error("A", ""), 0))[0].fields["text"] == ""
 

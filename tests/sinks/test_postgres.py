@@ -25,7 +25,7 @@ from mldserver.errors import DriverLost, NotThereYet, OperatorError
 from mldserver.sinks import jdbc
 from mldserver.sinks.database import Database, DatabaseError, connected
 from mldserver.sinks.sink import Owner, SinkSpec
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import make_engine
 from mldserver.spark.session import Session
 from mldserver.windows import Window
 
@@ -359,7 +359,7 @@ async def test_a_driver_killed_between_stage_and_commit_or_in_the_transaction_lo
     }
     sink = SinkSpec("jdbc", server.url.removeprefix("jdbc:"), "events", DRIVER | {"user": "postgres"})
     work = {"work_dir": tmp_path / "work", "archive_after": None, "python_path": ()}
-    engine = SparkEngine("", "n BIGINT", master="local[1]", conf=conf, quick=True, sink=sink, **work)
+    engine = make_engine("", "n BIGINT", master="local[1]", conf=conf, quick=True, sink=sink, **work)
 
     def output(revision: int) -> PublishJob:
         rows = pa.table({"n": range(10 * revision), "at": [noon] * 10 * revision})

@@ -11,7 +11,7 @@ import pytest
 from mldserver.config.resolve import resolve, sink_of
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.sinks.sink import SinkSpec
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import make_engine
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_what_is_wrong_with_a_package_s_sink_is_said_at_the_start(value: str, to
 @pytest.mark.long
 @pytest.mark.slow
 async def test_a_server_whose_spark_lacks_the_format_does_not_start(tmp_path: Path) -> None:
-    it = SparkEngine(
+    it = make_engine(
         "",
         "name STRING",
         archive_after=None,

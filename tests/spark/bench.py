@@ -12,7 +12,7 @@ from typing import Any
 from support.processes import group_members
 
 from mldserver.engine_jobs import WindowJob
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import make_engine
 from mldserver.windows import Window
 
 FAKE = Path(__file__).with_name("fake_driver.py")
@@ -49,7 +49,7 @@ class Bench:
         self.state = tmp_path / "lives"
         self.clock = HandClock()
         self.work = tmp_path / "work"
-        self.engine = SparkEngine(
+        self.engine = make_engine(
             "handlers.x",
             "a INT",
             **{

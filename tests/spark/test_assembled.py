@@ -34,7 +34,7 @@ def test_windows_share_a_job_wherever_they_lie_and_spark_is_told_how_s3_is_reach
 ) -> None:
     told = {name: value.format(folder=tmp_path) for name, value in place.items()}
     engine = engine_of(tmp_path, **told)
-    assert (engine.group_limit, engine.storage) == (16, storage)
+    assert (engine.group_limit, engine.setup.storage) == (16, storage)
 
 
 def engine_of(folder: Path, **given: Any) -> SparkEngine:
@@ -45,5 +45,5 @@ def engine_of(folder: Path, **given: Any) -> SparkEngine:
 
 
 def test_the_application_is_called_after_the_pipeline(tmp_path: Path) -> None:
-    assert engine_of(tmp_path).app_name == "mldserver: departures"
-    assert engine_of(tmp_path, pipeline="nightly").app_name == "mldserver: nightly"
+    assert engine_of(tmp_path).setup.app_name == "mldserver: departures"
+    assert engine_of(tmp_path, pipeline="nightly").setup.app_name == "mldserver: nightly"

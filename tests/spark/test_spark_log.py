@@ -48,12 +48,6 @@ def test_what_only_repeats_a_jobs_error_is_for_developers() -> None:
     assert parse(line(level="ERROR", msg="m", logger="DataFrameQueryContextLogger")).level == "debug"
 
 
-def test_sparks_own_pattern_is_read_too() -> None:
-    assert parse("26/11/21 02:53:02 WARN TaskSetManager: Lost task 0.0") == Entry(
-        "warning", "Lost task 0.0", "TaskSetManager"
-    )
-
-
 def test_what_is_said_at_every_start_is_for_developers() -> None:
     assert parse("WARNING: Using incubator modules: jdk.incubator.vector").level == "debug"
     told = "Unable to load native-hadoop library for your platform..."

@@ -15,7 +15,7 @@ from support.cluster import NOT_BLINDED, can_blind, spark_parts
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError, WindowFailed
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import make_engine
 from mldserver.windows import Window
 
 pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
@@ -47,7 +47,7 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
         _, address = await parts.connect_server(conf={"spark.connect.authenticate.token": token})
         # A token goes over TLS, or to this very host by its name.
         address = f"{address.replace('127.0.0.1', 'localhost')}/;user_id=tests;token={quote(token, safe='')}"
-        engine = SparkEngine(
+        engine = make_engine(
             "window_handlers:Windows",
             "carrier STRING, delay DOUBLE",
             master=address,
@@ -96,7 +96,7 @@ async def test_a_connect_server_that_does_not_see_the_output_is_refused(tmp_path
         pytest.skip(NOT_BLINDED)
     async with spark_parts(tmp_path) as parts:
         _, address = await parts.connect_server(blind=out)
-        engine = SparkEngine("", "carrier STRING", master=address, work_dir=out / "work")
+        engine = make_engine("", "carrier STRING", master=address, work_dir=out / "work")
         with pytest.raises(OperatorError, match=r"(?s)PATH_NOT_FOUND.*Set out to shared storage") as refused:
             await engine.run()
     assert not isinstance(refused.value, NotThereYet)

@@ -23,7 +23,7 @@ from support.spark_classes import spark_cache
 from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.sinks.sink import SinkSpec
-from mldserver.spark.client import SparkEngine
+from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.windows import Window
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -65,6 +65,7 @@ class World:
             "conf": {
                 "spark.sql.shuffle.partitions": "3",
                 "spark.hadoop.fs.s3a.secret.key": SECRET,
+                "spark.ui.enabled": "true",
                 "spark.ui.port": "0",
                 "spark.eventLog.enabled": "true",
                 "spark.eventLog.dir": str(root),
@@ -72,7 +73,6 @@ class World:
                 "spark.eventLog.compress": "false",
             },
             "app_name": "mldserver: windows",
-            "ui": True,
             "work_dir": root / "work [1]",
             "cache_dir": spark_cache(root),
             "python_path": (str(HERE), str(HERE.parent / "sinks" / "packages")),
@@ -84,7 +84,7 @@ class World:
         self.engine = self.make()
 
     def make(self) -> SparkEngine:
-        return SparkEngine("window_handlers:Windows", SCHEMA, **self.settings)
+        return make_engine("window_handlers:Windows", SCHEMA, **self.settings)
 
     def _segment(self, number: int) -> str:
         path = self.root / "segments [1]" / f"{number}.parquet"
