@@ -180,9 +180,8 @@ handler.output  info  stream text
     What the handler printed.
 flush.done  debug  rows segments late_rows bytes shards dead_letters seconds reason
     The rows of one flush are durable, and the shards' positions moved.
-flush.refused  warning|debug  lost_shards cut_windows expired_windows gone_letters
-    The ledger refused some rows, or other servers had filled a batch (debug); the server writes the remaining
-    rows again.
+flush.refused  warning  lost_shards cut_windows expired_windows gone_letters
+    The ledger refused some rows; the server writes the remaining rows again.
 flush.failed  error  attempt delay_seconds
     The server could not make rows durable; it keeps them in memory and retries.
 letter.too_large  warning  sequence bytes limit_bytes
