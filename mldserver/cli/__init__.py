@@ -227,6 +227,15 @@ def command_line(arguments: Sequence[str]) -> App:
     return app
 
 
+def _explain_removed(arguments: Sequence[str]) -> None:
+    """Report options whose setting was removed, with what holds instead."""
+    from mldserver.config.settings import REMOVED  # noqa: PLC0415  # other commands need none of it
+
+    for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        if told := REMOVED.get(option[2:].replace("-", "_")):
+            complain(f"{option} was removed. Leave it out. {told}")
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return the process's exit code.
 
@@ -240,6 +249,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         sys.stdout.flush()
     except CycloptsError:  # printed already
+        _explain_removed(arguments)
         return EXIT_OPERATOR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

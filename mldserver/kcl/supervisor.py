@@ -49,7 +49,7 @@ ANSWER_SECONDS: Final = 1.0
 """One look takes no longer."""
 TELL_SECONDS: Final = 60.0
 ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
-"""ChildExit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
+"""Exit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
 

@@ -166,7 +166,7 @@ class StandbyWorkers:
             await self._ready.popleft().close()
 
     async def _start_one(self) -> ChildExit | None:
-        """Start a process once another is needed. Return an ChildExit if it failed, or if a process that was ready has ended."""
+        """Start a process once another is needed. Return how it ended if it failed, or if a process that was ready has ended."""
         while len(self._ready) + self._starting > self._wanted:
             if (ended := next((each for each in self._ready if not each.is_open), None)) is not None:
                 self._ready.remove(ended)

@@ -73,6 +73,16 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.endswith(f"Python {platform.python_version()})\n")
 
 
+def test_the_option_of_a_removed_setting_is_refused_with_what_holds_instead(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["serve", "handlers.raw", "--settle-time=1 s"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "mldserver: --settle-time was removed. Leave it out. After the start and after each new shard" in told
+    )
+
+
 def test_an_unknown_option_is_told_with_a_close_match(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["serve", "--line-limt", "3"]) == 2
     assert "--line-limit" in capsys.readouterr().err
