@@ -1,4 +1,4 @@
-"""Two DynamoDB ledgers on one table against the naive model of a ledger, with snapshots, throttling and lost answers.
+"""Two DynamoDB ledgers on one table against the rules over a book in memory, with snapshots, throttling and lost answers.
 
 The same machine as for SQLite: whatever the order of calls, all hold and answer the same.
 """
@@ -85,8 +85,8 @@ class DynamoMachine(LedgerMachine):
 
     @rule()
     def letters(self) -> None:
-        if self.models[0].lives():
-            assert len(self.stores[0].dead_letters(10**6)) == self.content.letters
+        if self.models[0].lives:
+            assert len(self.stores[0].dead_letters(10**6)) == self.book.totals.dead_letters
 
 
 DynamoMachine.TestCase.settings = LedgerMachine.TestCase.settings

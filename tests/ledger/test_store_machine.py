@@ -1,7 +1,6 @@
-"""Two stores on one file against the naive model: whatever the order of calls, all hold and answer the same.
+"""Two stores on one file against the rules over a book in memory: whatever the order of calls, all hold and answer the same.
 
-Invariants: a row counts once; each call changes everything it should or nothing; and what a beat returns, which is
-read from changes, is what a fresh reading finds.
+``test_rules.py`` checks the rules themselves. What a beat returns, which is read from changes, is what a fresh reading finds.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mldserver.effects import Effects
 from mldserver.errors import InternalError, ServerExpired
+from mldserver.ledger.book import Book
 from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
@@ -29,9 +29,10 @@ from mldserver.ledger.contract import (
     ShapeChange,
     ShardState,
     WindowEntry,
+    WindowState,
 )
 from mldserver.records import Sequence
-from tests.ledger.model import CUT, OPEN, PUBLISHED, SET_ASIDE, Content, ModelServer
+from tests.ledger.in_memory import MemoryStore
 from tests.ledger.samples import letter
 from tests.support.store import SqliteStore
 
@@ -63,7 +64,7 @@ class Heard:
         self.version = state.version
         self.windows |= state.windows
         for window_id, entry in state.windows.items():
-            if entry.state is PUBLISHED and not entry.retained:
+            if entry.state is WindowState.PUBLISHED and not entry.retained:
                 del self.windows[window_id]
 
 
@@ -72,8 +73,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def create(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.now = self.files = 0
-        shared = [Content()]
-        self.models = [ModelServer(shared, name) for name in "xy"]
+        self.book = Book()
+        self.models = [MemoryStore(self.book, name) for name in "xy"]
         self.heard = [Heard(), Heard()]
         self.stores = [self.store(name) for name in "xy"]
         for server in (0, 1):
@@ -88,7 +89,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "stores"):
             fresh = self.store("z")
-            assert fresh.peek() == self.content.state()
+            assert fresh.peek() == self.book.state()
             for store in (*self.stores, fresh):
                 store.close()
             self.folder.cleanup()
@@ -99,19 +100,16 @@ class LedgerMachine(RuleBasedStateMachine):
         assert db is not None
         db.execute("PRAGMA synchronous = OFF")
 
-    @property
-    def content(self) -> Content:
-        return self.models[0].content
+    def both(self, server: int, name: str, *args: Any, seen: bool | None = None, **fields: Any) -> Any:
+        """Call the rules and the store; compare what comes back, errors too.
 
-    def both(self, server: int, name: str, *args: Any, **fields: Any) -> Any:
-        """Call the store and the model; compare what comes back, errors too."""
+        ``seen``: whether the caller has seen the latest version, which it names then. Versions are each ledger's own.
+        """
         outcomes: list[Any] = []
-        for call in (
-            lambda: self.models[server].call(name, *args, **fields),
-            lambda: getattr(self.stores[server], name)(*args, **fields),
-        ):
+        for ledger in (self.models[server], self.stores[server]):
+            version = {} if seen is None else {"version": ledger.peek().version - (not seen)}
             try:
-                outcomes.append(call())
+                outcomes.append(getattr(ledger, name)(*args, **version, **fields))
             except (InternalError, ServerExpired) as error:
                 outcomes.append(type(error))
         assert outcomes[1] == outcomes[0], name
@@ -120,6 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=servers)
     def restart(self, server: int) -> None:
         self.stores[server].close()
+        self.models[server].close()
         self.both(server, "open", now_ms=self.now)
         self.hurry(server)
 
@@ -129,7 +128,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.both(server, "sync", told) is not ServerExpired:
             heard = self.heard[server]
             heard.learn(self.stores[server].sync(told, heard.version))
-            assert heard.windows == self.content.state().windows
+            assert heard.windows == self.book.state().windows
 
     @rule(server=servers, window_ids=some_windows)
     def find(self, server: int, window_ids: tuple[str, ...]) -> None:
@@ -142,7 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=servers, of=st.frozensets(st.sampled_from("xyz")), since=st.sampled_from([-1, 0, 0, 1]))
     def expire_servers(self, server: int, of: frozenset[str], since: int) -> None:
         """One that has beaten since it was seen lives, also when its clock was set back."""
-        beats = {each: self.content.servers[each].beat_ms for each in of if each in self.content.servers}
+        beats = {each: self.book.servers[each].beat_ms for each in of if each in self.book.servers}
         self.both(server, "expire_servers", {each: beats.get(each, 0) - since for each in of})
 
     @rule(server=servers, really=likely)
@@ -161,9 +160,8 @@ class LedgerMachine(RuleBasedStateMachine):
             data.draw(st.sampled_from([None, 7])),
             data.draw(st.booleans()),
         )
-        self.content.version = self.stores[server].peek().version
         change = ShapeChange(shape, f"text of {shape}", over, size, forget)
-        self.both(server, "declare", change, version=self.content.version - (not seen), now_ms=self.now)
+        self.both(server, "declare", change, seen=seen, now_ms=self.now)
 
     @rule(server=servers, shard_id=shards, parents=st.sampled_from([(), ("x",), ("x", "y")]))
     def open_shard(self, server: int, shard_id: str, parents: tuple[str, ...]) -> None:
@@ -171,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(server=servers, shard_id=shards, now=st.booleans())
     def release(self, server: int, shard_id: str, now: bool) -> None:
-        epoch = self.content.shards.get(shard_id, ShardState(shard_id, 1)).epoch
+        epoch = self.book.shards.get(shard_id, ShardState(shard_id, 1)).epoch
         self.both(server, "release_shard", shard_id, epoch if now else epoch - 1)
 
     @rule(server=servers, shard_ids=st.frozensets(shards))
@@ -205,7 +203,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def step(self, behind: int, missed: int, number: int, rows: int, opened_ms: int | None) -> BatchStep:
         """What a server puts in whose picture is about right."""
-        stands = self.content.progress
+        stands = self.book.totals.batch_progress
         since = BatchProgress(
             max(0, stands.number - behind),
             max(0, stands.rows - missed),
@@ -216,7 +214,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
     def update(self, data: st.DataObject, shard_id: str) -> PositionUpdate:
-        shard = self.content.shards.get(shard_id, ShardState(shard_id, 1))
+        shard = self.book.shards.get(shard_id, ShardState(shard_id, 1))
         base = shard.position.number if shard.position else data.draw(st.sampled_from([0, 9]))
         back = data.draw(st.sampled_from([0, 0, 0, 0, 0, 1]))
         position = Sequence(max(0, base + data.draw(steps) - back), data.draw(st.integers(0, 2)))
@@ -233,8 +231,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def segment(self, window_id: str, *, likely: bool = True) -> Segment:
         """A segment of the kind that the window takes now, or, unlikely, of the other."""
         self.files += 1
-        entry = self.content.windows.get(window_id)
-        takes_rows = entry is None or entry.state is OPEN
+        entry = self.book.windows.get(window_id)
+        takes_rows = entry is None or entry.state is WindowState.OPEN
         kind = SegmentKind.WINDOW if takes_rows == likely else SegmentKind.RECOMPUTE
         if self.files % 7 == 0:
             kind = SegmentKind.LATE
@@ -248,30 +246,33 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=servers, window_id=windows, hops=st.integers(1, 12), retain=likely)
     def go_on(self, server: int, window_id: str, hops: int, retain: bool) -> None:
         """Take the window's likeliest next steps, so that runs reach a revision, and the end of the window's life."""
-        if not self.models[server].lives():
+        if not self.models[server].lives:
             self.restart(server)
         for _ in range(hops):
             self.now += 1
             self.hop(server, window_id, retain=retain)
 
     def hop(self, server: int, window_id: str, *, retain: bool) -> None:
-        entry = self.content.windows.get(window_id)
+        entry = self.book.windows.get(window_id)
         if entry is None or (
-            entry.state is PUBLISHED and entry.retained and entry.revision == 1 and not entry.pending
+            entry.state is WindowState.PUBLISHED
+            and entry.retained
+            and entry.revision == 1
+            and not entry.pending
         ):
             segment = self.segment(window_id)
             self.both(server, "register", Flush((), (segment,)), now_ms=self.now)
-        elif entry.state is OPEN or (entry.state is PUBLISHED and entry.pending):
+        elif entry.state is WindowState.OPEN or (entry.state is WindowState.PUBLISHED and entry.pending):
             self.both(server, "cut", (window_id,))
-        elif entry.state is PUBLISHED and entry.retained:
+        elif entry.state is WindowState.PUBLISHED and entry.retained:
             self.both(server, "expire", published_before_ms=self.now, keep_bytes=0)
-        elif entry.state is SET_ASIDE:
+        elif entry.state is WindowState.SET_ASIDE:
             self.both(server, "decide", window_id, "retry", now_ms=self.now)
-        elif entry.state is PUBLISHED:
+        elif entry.state is WindowState.PUBLISHED:
             self.both(server, "prune", windows_before_ms=self.now, shards_before_ms=0)
         elif entry.owner != "xy"[server]:
             self.both(server, "adopt")
-        elif entry.state is CUT:
+        elif entry.state is WindowState.CUT:
             self.both(server, "begin_attempts", (window_id,))
             self.both(server, "commit", (Commit(window_id, entry.attempt + 1, "stage", ("f",), 7),))
         else:
@@ -296,7 +297,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def attempts(self, window_ids: tuple[str, ...], *, latest: bool) -> dict[str, int]:
         """The windows' latest attempts, or those before."""
-        known = self.content.windows
+        known = self.book.windows
         return {each: (known[each].attempt if each in known else 0) - (not latest) for each in window_ids}
 
     @rule(server=servers, window_ids=some_windows, latest=likely, retain=likely)
@@ -328,7 +329,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(server=servers, data=st.data())
     def late_published(self, server: int, data: st.DataObject) -> None:
-        visible = data.draw(st.lists(st.sampled_from([each.path for each in self.content.late] or ["none"])))
+        visible = data.draw(st.lists(st.sampled_from(sorted(self.book.late) or ["none"])))
         self.both(server, "late_published", tuple(visible))
 
     @rule(server=servers, age=ages, shard_age=ages, keep=st.frozensets(shards), limit=limits)
