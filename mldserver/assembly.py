@@ -23,6 +23,8 @@ from mldserver.base.uris import hadoop_settings, redacted
 from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of
 from mldserver.config.settings import Settings
+from mldserver.consumer.claims import Claims
+from mldserver.consumer.shard import ConsumerParts
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.open_windows import CoordinatorRules
@@ -47,10 +49,9 @@ from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Runtime
-from mldserver.sources.intake import MakeSource, Source, SourceParts
 from mldserver.sources.listing import MakeKinesis, ShardPolling
 from mldserver.sources.mld import MLDListener
-from mldserver.sources.shard_claims import ShardOwners
+from mldserver.sources.source import MakeSource, Source, SourceParts
 from mldserver.windows import Tumbling
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
@@ -229,7 +230,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         letters=letters,
         ask_stream=None if polling is None else polling.ask,
     )
-    owners = ShardOwners()
+    consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock)
     tls = None
     if settings.tls_certificate is not None and settings.source == "mld" and not around.drain:
         files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
@@ -245,7 +246,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
     redriver = Redriver(
         ledger=ledger,
         runtime=runtime,
-        owners=owners,
+        claims=consumers.claims,
         redriving=coordinator.redriving,
         clock=clock,
         parks=settings.on_key_failure is OnKeyFailure.PARK,
@@ -255,7 +256,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         ledger,
         runtime,
         coordinator,
-        make_source(SourceParts(runtime, coordinator.shards, owners, clock, rng)),
+        make_source(SourceParts(consumers, rng)),
         redriver,
         letters,
         engine,
@@ -297,6 +298,8 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
     if place == "mld":
         return MLDListener(
             settings.listen,
+            parts.consumers,
+            random=parts.random,
             limits=settings.part(ConnectionLimits),
             tls=tls,
             secret=secret,
@@ -304,7 +307,6 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
             connection_limit=settings.connection_limit,
             answer_deadline=settings.answer_deadline_seconds,
             progress_seconds=settings.flush_interval_ms / 1000,
-            **parts._asdict(),
         )
     from mldserver.dynamodb_streams.direct_source import DirectSource  # noqa: PLC0415  # most servers never need AWS's client
     from mldserver.dynamodb_streams.positions import Beginning, parse_position  # noqa: PLC0415  # as above
@@ -322,12 +324,13 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
     return DirectSource(
         place.table,
         partial(streams_client, region=region, endpoint_url=endpoint_url),
+        parts.consumers,
+        random=parts.random,
         beginning=Beginning.of(parse_position(written)),
         accept_gap=settings.accept_gap,
         look_seconds=settings.flush_interval_ms / 1000,
         forsaken_seconds=settings.server_timeout_ms / 1000,
         **settings.replaced("poll_seconds", "list_seconds"),
-        **parts._asdict(),
     )
 
 

@@ -59,8 +59,8 @@ from mldserver.errors import (
 from mldserver.jobs.engine import Engine
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
-from mldserver.sources.intake import MakeSource
 from mldserver.sources.listing import MakeKinesis
+from mldserver.sources.source import MakeSource
 from mldserver.status_document import Status
 
 log = structlog.get_logger("mldserver")

@@ -39,14 +39,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ledger": ("errors", "records", "windows", "effects", "base"),
     "output": ("errors", "base", "ledger"),
     "jobs": ("errors", "windows", "status_document", "engine_jobs", "base", "output", "ledger", *_SETTINGS),
-    "sources": ("errors", "records", "base", "config.kinds", "protocol", "runtime.interface"),
+    "consumer": ("errors", "records", "base", "runtime.interface"),
+    "consumer.core": ("errors", "records"),
+    "sources": ("errors", "records", "base", "config.kinds", "protocol", "runtime.interface", "consumer"),
     "dynamodb_streams": (
         *("errors", "records", "change", "base", "runtime.interface"),
-        *("sources.intake", "sources.progress_log", "sources.shard_claims"),
+        *("consumer", "sources.source"),
     ),
     "coordinator": (
         *("errors", "records", "windows", "effects", "status_document", "base", "ledger", "output", "jobs"),
-        *("runtime.interface", "sources.intake"),
+        *("runtime.interface", "consumer.intake", "sources.source"),
     ),
     # Pure: of the other rooms it knows what they say, not what they do.
     "coordinator.core": (
@@ -59,7 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("errors", "windows", "base", "sinks"),
     "deadletters": (
         *("errors", "records", "base", "protocol", "runtime", "ledger", "output"),
-        *("sources", "coordinator.shards"),
+        *("consumer", "coordinator.shards"),
     ),
     "observe": ("errors", "base", "config"),
     # What it knows of the server is the status document.
@@ -103,6 +105,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 CORES = (
     *("records", "errors", "windows", "effects", "change", "engine_jobs", "protocol", "coordinator.core"),
+    "consumer.core",
     "admin.history",
     "status_document",
     "conformance.judge",
@@ -339,8 +342,8 @@ def planted(folder: Path, files: dict[str, str]) -> list[Import]:
         ("coordinator/new.py", "from mldserver.spark.client import X", "imports spark.client: against"),
         (
             "runtime/x.py",
-            "from mldserver.sources import intake",
-            "runtime.x:1 imports sources.intake: against",
+            "from mldserver.sources import source",
+            "runtime.x:1 imports sources.source: against",
         ),
         (
             "ledger/x.py",
@@ -358,7 +361,7 @@ def planted(folder: Path, files: dict[str, str]) -> list[Import]:
 )
 def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, told: str) -> None:
     others = dict.fromkeys(
-        ("server.py", "sources/intake.py", "output/store.py", "cli/__init__.py", "records.py"), ""
+        ("server.py", "sources/source.py", "output/store.py", "cli/__init__.py", "records.py"), ""
     )
     (wrong,) = wrong_directions(planted(tmp_path, others | {file: source}))
     assert told in wrong

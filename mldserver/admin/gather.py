@@ -23,11 +23,11 @@ from mldserver.assembly import Parts
 from mldserver.base.clock import Clock
 from mldserver.children.process import resident_bytes
 from mldserver.config.settings import Settings
+from mldserver.consumer.progress_log import ShardCounts
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import without_messages
 from mldserver.observe.logging import Logger, lines_lost
-from mldserver.sources.intake import SourceStatus
-from mldserver.sources.progress_log import ShardCounts
+from mldserver.sources.source import SourceStatus
 from mldserver.workers.runtime import WorkerRuntime
 
 log = structlog.get_logger("mldserver")

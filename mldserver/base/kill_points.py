@@ -78,8 +78,8 @@ STEPS: Final[Mapping[str, str]] = {
 """Every step, in the order in which a row and its window come to it, and what holds at that instant."""
 
 
-_ahead: dict[str, int] = {}
-"""Where the process may end, and at which time that it comes there."""
+armed: dict[str, int] = {}
+"""The steps at which the process may end, and how often it must still come there. Hot paths look at it before they call."""
 _number = signal.SIGKILL
 _tell: Callable[[str], None] | None = None
 
@@ -92,7 +92,7 @@ def arm(
     ``number`` is the signal that the process sends itself there: SIGSTOP stops it until SIGCONT. ``tell`` is called
     with the step just before. Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
     """
-    global _ahead, _number, _tell
+    global armed, _number, _tell
     ahead = {}
     for each in told.split(",") if told else ():
         step, _, times = each.partition(":")
@@ -101,17 +101,17 @@ def arm(
         if times and not (times.isascii() and times.isdigit() and int(times) > 0):
             raise ValueError(f"{KILL_VARIABLE}={told}: {times!r} is no count")
         ahead[step] = int(times or "1")
-    _ahead, _number, _tell = ahead, number, tell
+    armed, _number, _tell = ahead, number, tell
 
 
 def kill_point(step: str) -> None:
     """End the process here if it is armed for this step."""
-    global _ahead  # noqa: PLW0603  # see ``arm``
-    ahead = _ahead  # another thread may be ending the process
+    global armed  # noqa: PLW0603  # see ``arm``
+    ahead = armed  # another thread may be ending the process
     if step in ahead:
         ahead[step] -= 1
         if ahead[step] == 0:
-            _ahead = {}
+            armed = {}
             if _tell is not None:
                 _tell(step)
             os.kill(os.getpid(), _number)

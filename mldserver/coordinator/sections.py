@@ -11,7 +11,7 @@ from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.records import Sequence
-from mldserver.sources.intake import SourceStatus
+from mldserver.sources.source import SourceStatus
 from mldserver.status_document import Budget, DeadLetters, LetterRow, Peer, ShardRow, WatermarkSection
 
 _ENDED: Final = 100

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from mldserver.base.clock import Clock
+from mldserver.consumer.intake import KnownShard, Seen, ShardOpening
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch, buffered, flush_at, last_effective_ms
@@ -29,7 +30,6 @@ from mldserver.ledger.contract import ShardState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome
-from mldserver.sources.intake import KnownShard, Seen, ShardOpening
 from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")

@@ -24,14 +24,15 @@ import structlog
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
+from mldserver.consumer.claims import Claims, Superseded
+from mldserver.consumer.shard import visiting
 from mldserver.coordinator.shards import RedriveIntake
 from mldserver.deadletters.destinations import batches
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
 from mldserver.ledger.operations import Ledger
-from mldserver.records import DeadLetter, Record, Sequence, Shard
+from mldserver.records import DeadLetter, Record, Sequence
 from mldserver.runtime.interface import Delivery, Records, Runtime
-from mldserver.sources.shard_claims import ShardOwners, Superseded
 
 log = structlog.get_logger("mldserver")
 
@@ -56,7 +57,7 @@ class Redriver:
 
     ledger: Ledger
     runtime: Runtime
-    owners: ShardOwners
+    claims: Claims
     redriving: RedriveIntake
     clock: Clock
     parks: bool = False
@@ -82,13 +83,12 @@ class Redriver:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
         # Finish work that an unreachable ledger had prevented. A shard that was opened meanwhile reads its keys again.
         for shard_id in tuple(self._asking):
-            claim = self.owners.claims.get(shard_id)
-            if claim is None or not claim.opened:
-                del self._asking[shard_id]
-                continue
             with contextlib.suppress(Superseded):
-                async with claim.visit():
-                    await self._unpark(shard_id, ())
+                async with visiting(self.runtime, self.claims, shard_id, may_open=False) as possible:
+                    if possible:
+                        await self._unpark(shard_id, ())
+                    else:
+                        del self._asking[shard_id]
         async with contextlib.aclosing(wanted_portions(self.ledger)) as wanted:
             async for portion in wanted:
                 await self._take(portion[0].letter.shard_id, portion)
@@ -97,30 +97,17 @@ class Redriver:
         try:
             if self.why_not:
                 await self._refuse(letters, PeerError(self.why_not))
-            elif (claim := self.owners.claims.get(shard_id)) is not None:
-                if claim.opened:
-                    async with claim.visit():
-                        await self._run(shard_id, letters)
-            elif shard_id not in self.redriving.elsewhere:
-                await self._take_unowned(shard_id, letters)
+                return
+            unclaimed = shard_id not in self.redriving.elsewhere
+            async with visiting(self.runtime, self.claims, shard_id, may_open=unclaimed) as possible:
+                if possible:
+                    await self._run(shard_id, letters)
         except Superseded:
             return  # a connection has the shard now, or lets it go: the next round takes its letters there
         except LedgerError:
             raise  # they are tried again when it can be reached
         except MldserverError as error:
             await self._refuse(letters, error)
-
-    async def _take_unowned(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        claim = self.owners.take(shard_id)
-        try:
-            async with claim.work():
-                await self.runtime.open(Shard(shard_id, None))
-                try:
-                    await self._run(shard_id, letters)
-                finally:
-                    await self.runtime.forget(shard_id)
-        finally:
-            self.owners.release(shard_id, claim)
 
     async def _run(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         began_ms = self.clock.steady_ms()

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import structlog
 
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import Clock, first_of
-from mldserver.base.kill_points import kill_point
+from mldserver.base.clock import first_of
+from mldserver.consumer.intake import Seen, ShardIntake, ShardOpening
+from mldserver.consumer.progress_log import ProgressLog
+from mldserver.consumer.shard import Consumer, ConsumerParts
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
 from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, Page, Reading, ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree, StreamShard
@@ -24,11 +27,9 @@ from mldserver.dynamodb_streams.sharing import Plan, Unread, share
 from mldserver.dynamodb_streams.stream_listing import AGAIN_SECONDS, StreamListing
 from mldserver.dynamodb_streams.streams_api import READABLE, MakeClient, NoStream, StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
-from mldserver.records import Hook, Shard
-from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records, Runtime
-from mldserver.sources.intake import Intake, Seen, ShardIntake, ShardOpening, SourceStatus
-from mldserver.sources.progress_log import Progress, ProgressLog
-from mldserver.sources.shard_claims import ShardOwners
+from mldserver.records import Shard
+from mldserver.runtime.interface import Records
+from mldserver.sources.source import SourceStatus
 
 log = structlog.get_logger("mldserver")
 
@@ -40,8 +41,6 @@ _SURE: Final = 3
 """Looks in a row at which nothing is left of a stream, until it is over."""
 _AGAIN_SECONDS: Final = (1.0, 60.0)
 """First and longest wait until a shard that failed is begun again."""
-_AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
-"""Nothing was there: what an empty batch of a daemon's says."""
 
 
 class DirectSource:
@@ -51,11 +50,8 @@ class DirectSource:
         self,
         stream: str,
         make_client: MakeClient,
+        parts: ConsumerParts,
         *,
-        runtime: Runtime,
-        intake: Intake,
-        owners: ShardOwners,
-        clock: Clock,
         random: Callable[[], float],
         beginning: Beginning | None = None,
         accept_gap: bool = False,
@@ -72,9 +68,8 @@ class DirectSource:
         no server has read for longer.
         """
         self._stream = stream
-        self._runtime = runtime
-        self._intake = intake
-        self._owners = owners
+        self._parts, clock = parts, parts.clock
+        self._intake = parts.intake
         self._clock = clock
         self._random = random
         self._api = StreamsApi(make_client, clock=clock, random=random)
@@ -84,7 +79,7 @@ class DirectSource:
         self._list_seconds = list_seconds
         self._look_seconds = look_seconds
         self._unread = Unread(round(forsaken_seconds * 1000))
-        self._progress = ProgressLog(clock=clock, seconds=look_seconds)
+        self._counts = ProgressLog(clock=clock, seconds=look_seconds)
         self._arn = ""
         self._listing = StreamListing(self._api, "", clock=clock)
         self._first = False
@@ -121,8 +116,10 @@ class DirectSource:
         """Return what is read, and since when the page in hand of each shard is there."""
         return SourceStatus(
             self._arn if self._listed and not self._stopping.is_set() else None,
-            since_ms={name: one.since_ms for name, one in self._reading.items() if one.since_ms is not None},
-            counts=self._progress,
+            since_ms={
+                name: ms for name, one in self._reading.items() if (ms := one.consumer.since_ms) is not None
+            },
+            counts=self._counts,
             retries=self._api.retries,
         )
 
@@ -147,7 +144,7 @@ class DirectSource:
             async with self._api:
                 await self._find()
                 async with asyncio.TaskGroup() as group:
-                    beside = [group.create_task(self._progress.run()), group.create_task(self._list())]
+                    beside = [group.create_task(self._counts.run()), group.create_task(self._list())]
                     await self._share(group)
                     await self._idle.wait()
                     for task in beside:
@@ -288,7 +285,8 @@ class DirectSource:
                 begun, self._placing = True, set(plan.take) if self._first else set()
                 self._is_placed("")
             for shard_id in plan.take:  # before anything is awaited: a stop would not know of them
-                reading = self._reading[shard_id] = Reading(shard_id, self._owners.take(shard_id))
+                consumer = Consumer(self._parts, counts=self._counts, log=log.bind(shard=shard_id))
+                reading = self._reading[shard_id] = Reading(shard_id, consumer)
                 self._idle.clear()
                 group.create_task(self._serve(reading), name=shard_id)
             for reading in [self._reading[shard_id] for shard_id in plan.give_up]:
@@ -332,7 +330,7 @@ class DirectSource:
 
     async def _serve(self, reading: Reading) -> None:
         """Read a shard until it ends, is given up, or fails; then release it."""
-        shard_id, claim = reading.shard_id, reading.claim
+        shard_id = reading.shard_id
         try:
             if await self._read(reading):
                 self._tree.finished(shard_id)
@@ -344,91 +342,68 @@ class DirectSource:
             seconds, bug = round(delay, 3), None if told is error else error
             log.error("shard.failed", shard=shard_id, delay_seconds=seconds, exc_info=bug, **told.told())
         finally:
-            if reading.intake is None:
-                self._intake.abandon(shard_id)
-            else:
-                reading.intake.disconnected()
             self._is_placed(shard_id)
-            claim.evict()
-            async with claim.work():
-                await self._runtime.forget(shard_id)
-            self._owners.release(shard_id, claim)
+            await reading.consumer.forget()
             del self._reading[shard_id]
             if not self._reading:
                 self._idle.set()
             self._wake.set()
 
     async def _read(self, reading: Reading) -> bool:
-        """Open a shard and hand its pages in; return whether it has ended, durably."""
-        shard_id, claim, runtime = reading.shard_id, reading.claim, self._runtime
+        """Open a shard and deliver its pages; return whether it has ended, durably."""
+        consumer = reading.consumer
         await first_of(self._open(reading), reading.leaving.wait())
-        if (shard := reading.intake) is None or (reader := reading.reader) is None or not claim.opened:
+        if (reader := reading.reader) is None or not consumer.is_open:
             return False
         await self._placed.wait()
-        if await self._hand_in_pages(reading, shard, reader):
+        if await self._deliver_pages(reading, reader):
             # Before the shard ends: its children must hold the windows from then on.
-            await first_of(self._find_children(shard_id), reading.leaving.wait())
+            await first_of(self._find_children(reading.shard_id), reading.leaving.wait())
             if not reading.leaving.is_set():
-                claim.evict()
-                async with claim.work():
-                    await runtime.notify(shard_id, Hook.SHARD_ENDED)
-                    ended = await shard.end()  # False: it is owned elsewhere
-                kill_point("shard.end_durable")
-                return ended
-        claim.evict()
-        async with claim.work():
-            if not shard.alive:  # another server has opened it
-                await runtime.notify(shard_id, Hook.LEASE_LOST)
-                log.info("shard.lost", shard=shard_id, position=str(shard.after))
-                return False
-            position = await runtime.notify(shard_id, Hook.SHUTDOWN_REQUESTED)
-            if position is not None:
-                shard.advance(position)
-            if not self._stopping.is_set():  # then the server's last flush makes all shards durable at once
-                await shard.drain()
-                kill_point("shard.drained")
-        log.info("shard.shutdown_requested", shard=shard_id, position=str(shard.after))
+                return await consumer.end()
+        if consumer.alive:
+            # When the server stops, its last flush makes all shards durable at once.
+            await consumer.drain(flush=not self._stopping.is_set())
+        else:  # another server has opened it
+            await consumer.lose()
         return False
 
     async def _open(self, reading: Reading) -> None:
         """Open a shard, with a reader at its place, which is durable by then where it could be decided otherwise later."""
-        shard_id, runtime = reading.shard_id, self._runtime
-        async with reading.claim.work():
-            kill_point("shard.opening")
-            opening = ShardOpening(
-                shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id), polled=True
-            )
-            reading.intake = shard = await self._intake.open_shard(opening)
-            kill_point("shard.opened")
-            known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
-            if shard.after is not None:
-                start = stored(shard.after)
-            elif not self._first or any(known[parent].position for parent in parents if parent in known):
-                start = inherited(parents, known)
-            else:
-                late = shard_id not in self._placing
-                start = self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
-            reading.reader = reader = ShardReader(
-                self._api,
-                self._arn,
-                shard_id,
-                start,
-                clock=self._clock,
-                random=self._random,
-                poll_seconds=self._poll_seconds,
-                longest_seconds=self._poll_seconds * _LONGEST_POLLS,
-            )
-            if start is LATEST:
-                await reader.heartbeat()  # from here on it knows its place: what comes is read
-            if shard.after is None and (position := storable(start, self._first_ms)) is not None:
-                shard.begin(position)
-                await shard.drain()
-            self._is_placed(shard_id)
-            begins = str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
-            await runtime.open(Shard(shard_id, begins))
-            if shard.parked:
-                await runtime.park(shard_id, shard.parked)
-            reading.claim.opened = True
+        parents = self._tree.parents(reading.shard_id)
+        opening = ShardOpening(reading.shard_id, None, tells_lag=True, parents=parents, polled=True)
+        await reading.consumer.open(opening, partial(self._place, reading))
+
+    async def _place(self, reading: Reading, shard: ShardIntake) -> Shard:
+        """Find the place at which an opened shard is read on, and make it durable if a later start could decide otherwise."""
+        shard_id = reading.shard_id
+        known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
+        if shard.after is not None:
+            start = stored(shard.after)
+        elif not self._first or any(known[parent].position for parent in parents if parent in known):
+            start = inherited(parents, known)
+        else:
+            late = shard_id not in self._placing
+            start = self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
+        reading.reader = reader = ShardReader(
+            self._api,
+            self._arn,
+            shard_id,
+            start,
+            clock=self._clock,
+            random=self._random,
+            poll_seconds=self._poll_seconds,
+            longest_seconds=self._poll_seconds * _LONGEST_POLLS,
+        )
+        if start is LATEST:
+            await reader.heartbeat()  # from here on it knows its place: what comes is read
+        if shard.after is None and (position := storable(start, self._first_ms)) is not None:
+            shard.begin(position)
+            await shard.drain()
+        self._is_placed(shard_id)
+        return Shard(
+            shard_id, str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
+        )
 
     def _is_placed(self, shard_id: str) -> None:
         """Note that a shard's place is durable. When it is of all that this server begins with, they are read."""
@@ -436,16 +411,15 @@ class DirectSource:
         if not self._placing:
             self._placed.set()
 
-    async def _hand_in_pages(self, reading: Reading, shard: ShardIntake, reader: ShardReader) -> bool:
-        """Hand in each page while fetching the next, until the shard must be left. True: the shard's end was reached."""
-        progress = Progress(log, self._progress)
-        progress.open(reading.shard_id, log.bind(shard=reading.shard_id))
+    async def _deliver_pages(self, reading: Reading, reader: ShardReader) -> bool:
+        """Deliver each page while fetching the next, until the shard must be left. True: the shard's end was reached."""
+        consumer = reading.consumer
         async with asyncio.TaskGroup() as group:
             leaving, page = group.create_task(reading.leaving.wait()), None
             fetch = group.create_task(reader.next())
-            while shard.alive and not (page and page.end):
+            while consumer.alive and not (page and page.end):
                 await asyncio.wait({leaving, fetch}, return_when=asyncio.FIRST_COMPLETED)
-                if leaving.done() or not shard.alive:
+                if leaving.done() or not consumer.alive:
                     break
                 page = fetch.result()
                 ahead = self._in_hand < _PAGES_AHEAD and not page.end
@@ -453,41 +427,26 @@ class DirectSource:
                     fetch = group.create_task(reader.next())
                 self._in_hand += 1
                 try:
-                    await self._hand_in(reading, page, shard, progress)
+                    await self._deliver(consumer, page)
                 finally:
                     self._in_hand -= 1
-                    reading.since_ms = None
                 if not ahead and not page.end:
                     fetch = group.create_task(reader.next())
             leaving.cancel()
             fetch.cancel()
-        progress.tell()
+        consumer.progress.tell()
         return page is not None and page.end
 
-    async def _hand_in(self, reading: Reading, page: Page, shard: ShardIntake, progress: Progress) -> None:
-        """Take a page through handler and coordinator; return when the next one may follow."""
+    async def _deliver(self, consumer: Consumer, page: Page) -> None:
+        """Deliver a page; return when the next one may follow."""
         if not page.records:
             if page.at_tip:
-                shard.take(_AT_TIP, self._clock.steady_ms(), page.began_ms)
-                await shard.admitted()
+                await consumer.at_tip(page.began_ms)
             return
-        kill_point("batch.received")
-        received_ms, now_ms, aws_ms = self._clock.steady_ms(), self._clock.now_ms(), self._api.now_ms()
-        reading.since_ms = received_ms
-        shard.began()
-        # AWS does not say how far behind this is: its clock does.
+        aws_ms = self._api.now_ms()
+        # AWS does not report the lag: its clock shows it.
         lag_ms = max(1, aws_ms - (page.records[-1].arrival_ms or aws_ms))
         payload = Records(page.records, lag_ms)
-        async with reading.claim.work():
-            outcome = await self._runtime.process(Delivery(reading.shard_id, payload, now_ms, shard.after))
-            kill_point("batch.handled")
-            handled_ms = self._clock.steady_ms()
-            admitted = shard.take(outcome, handled_ms)
-            kill_point("batch.buffered")
-            if not admitted:
-                await shard.admitted()
-        self._failed.pop(reading.shard_id, None)
-        done_ms = self._clock.steady_ms()
-        progress.note(outcome, payload.size, done_ms - received_ms, handled_ms - received_ms)
-        self._progress.held_ms += done_ms - handled_ms
-        self._progress.count_failures(outcome)
+        consumer.deliver(payload, payload.size)
+        await consumer.acknowledged()
+        self._failed.pop(consumer.shard_id, None)

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
+from mldserver.consumer.intake import KnownShard
 from mldserver.dynamodb_streams.shard_tree import (
     LATEST,
     TRIM_HORIZON,
@@ -33,7 +34,6 @@ from mldserver.dynamodb_streams.shard_tree import (
 )
 from mldserver.errors import ConfigError
 from mldserver.records import Sequence
-from mldserver.sources.intake import KnownShard
 
 VERSION: Final = 1
 """Of tokens, as this program writes them; it reads no other."""

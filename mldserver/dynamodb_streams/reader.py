@@ -28,11 +28,10 @@ import structlog
 
 from mldserver.base.backoff import Backoff, TokenBucket
 from mldserver.base.clock import Clock
+from mldserver.consumer.shard import Consumer
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, Since, Start
 from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, StreamsApi, Trimmed
 from mldserver.records import Record
-from mldserver.sources.intake import ShardIntake
-from mldserver.sources.shard_claims import Claim
 
 log = structlog.get_logger("mldserver")
 
@@ -318,15 +317,11 @@ class Reading:
     """A shard that is read here, or about to be."""
 
     shard_id: str
-    claim: Claim
+    consumer: Consumer
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
-    intake: ShardIntake | None = None
     reader: ShardReader | None = None
-    since_ms: int | None = None
-    """When the page in hand came (steady time)."""
 
     async def leave(self) -> None:
         """Leave after the page in hand, or at once if the shard is still being opened: no page was taken."""
         self.leaving.set()
-        if self.intake is not None:
-            await self.intake.finish()
+        await self.consumer.stop_throttling()

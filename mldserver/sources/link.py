@@ -1,14 +1,13 @@
 """One connection on the event loop: the protocol core's bytes, timers and events; nothing is decided here.
 
-The conductor's side of it is a handful of awaitable calls. Once the connection is closed, those that would send do
-nothing: the peer may vanish between any two lines of the conductor.
+Batches go to ``on_batch`` at once, other requests wait for ``request``. Once the connection is closed, methods that would send do
+nothing: the peer may vanish at any moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 from collections.abc import Callable
 from typing import Final, cast
@@ -19,6 +18,7 @@ from mldserver.base.clock import Flag
 from mldserver.base.folding import Folding
 from mldserver.base.secret import SecretGate
 from mldserver.base.tls import ServerTLS, names_of
+from mldserver.consumer.shard import CheckpointOutcome
 from mldserver.errors import DecodeError, InternalError, MldserverError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection
@@ -29,18 +29,6 @@ from mldserver.records import Sequence
 from mldserver.sources.unread import ReadBudget
 
 log = structlog.get_logger("mldserver")
-
-
-class CheckpointOutcome(enum.Enum):
-    """What became of a checkpoint."""
-
-    STORED = enum.auto()
-    FAILED = enum.auto()
-    """Given up for now."""
-    STOPPED = enum.auto()
-    """The lease is gone."""
-    CLOSED = enum.auto()
-    """The connection is."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -89,11 +77,11 @@ class Link(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._requests: list[RequestMessage | None] = []
-        """Not taken yet: mostly one, or none."""
+        """Those that ``request`` has not returned yet."""
         self._come = Flag()
-        self.at_once: Callable[[Line], bool] | None = None
-        """Works on a batch before anyone is woken; False: ``request`` is to return it."""
-        self.line_began: Callable[[bool], None] | None = None
+        self.on_batch: Callable[[Line], None] = lambda _: None
+        """Is called with each batch."""
+        self.on_partial: Callable[[bool], None] = lambda _: None
         """Is called with True when the first part of a line has come, and with False when the line is complete."""
         Link.debugging = self.log.is_enabled_for(logging.DEBUG)
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
@@ -140,8 +128,8 @@ class Link(asyncio.BufferedProtocol):
         partial = self.core.receive_data(data, nbytes)
         self._pump()
         if partial or self._partial:
-            if self.line_began is not None and bool(partial) is not bool(self._partial):
-                self.line_began(bool(partial))
+            if bool(partial) is not bool(self._partial):
+                self.on_partial(bool(partial))
             self._partial = partial
             self.budget.set_partial(self, partial)
 
@@ -198,35 +186,30 @@ class Link(asyncio.BufferedProtocol):
             self._transport.resume_reading()
             self._start_timer(Timer.PARTIAL_LINE, self._partial_seconds)
 
-    # The conductor's side.
+    # The requests' and the consumer's side.
 
     async def request(self) -> RequestMessage | None:
-        """Return the daemon's next request; None when there will be none."""
+        """Return the daemon's next request that is not a batch; None when no more will come."""
         while not self._requests:
             self._come.clear()
             await self._come.wait()
         return self._requests.pop(0)
 
-    async def checkpoint(self, position: Sequence | None) -> CheckpointOutcome:
-        """Ask for a checkpoint and return what became of it, repetitions included."""
-        if self.closed:
-            return CheckpointOutcome.CLOSED
+    def checkpoint(self, position: Sequence | None) -> asyncio.Future[CheckpointOutcome]:
+        """Ask for a checkpoint; the future has what became of it, after repetitions."""
         self._reply = self._loop.create_future()
+        if self.closed:
+            self._reply.set_result(CheckpointOutcome.CLOSED)
+            return self._reply
         self._asked_at = self._loop.time()
         self.core.checkpoint(position)
         self._pump()
-        return await self._reply
+        return self._reply
 
-    def answer(self) -> None:
+    def acknowledge(self) -> None:
         """Send the status for the outstanding request."""
         if self.core.state is not State.CLOSED:
             self.core.answer()
-            self._pump()
-
-    def reject(self, error: PeerError) -> None:
-        """Close because the batch is no valid message."""
-        if not self.closed:
-            self.core.reject(error)
             self._pump()
 
     def close(self, error: MldserverError | None = None) -> None:
@@ -265,7 +248,12 @@ class Link(asyncio.BufferedProtocol):
                 self._transport.write(data)
         for event in happened:
             if type(event) is ev.Request:
-                self._deliver(event.message)
+                if type(event.message) is not ProcessRecords:
+                    self._deliver(event.message)
+                elif (
+                    self.core.state is not State.CLOSED
+                ):  # what came behind it may have ended the connection already
+                    self.on_batch(event.message.line)
             elif type(event) is not ev.StateChanged:
                 self._carry_out(event)
             else:
@@ -310,21 +298,20 @@ class Link(asyncio.BufferedProtocol):
                     timer.cancel()
 
     def _deliver(self, message: RequestMessage) -> None:
-        if isinstance(message, ProcessRecords):
-            # What came behind it may have ended the connection already.
-            if self.core.state is State.CLOSED or (self.at_once is not None and self.at_once(message.line)):
-                return
-        elif isinstance(message, Initialize):
+        if isinstance(message, Initialize):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
-        self.wake(message)
+        self._wake(message)
 
-    def wake(self, message: RequestMessage | None) -> None:
+    def _wake(self, message: RequestMessage | None) -> None:
         """Let ``request`` return this."""
-        if isinstance(message, ProcessRecords):
-            self.hold(len(message.line))
         self._requests.append(message)
         self._come.set()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for more unread lines."""
+        return self.budget.has_room
 
     def hold(self, change: int) -> None:
         """Note by how many bytes more, or less, the lines take that are held while they are worked on."""
@@ -372,7 +359,7 @@ class Link(asyncio.BufferedProtocol):
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
         self.over.set()
         self._resolve(CheckpointOutcome.CLOSED)
-        self.wake(None)
+        self._wake(None)
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -1,6 +1,6 @@
 """The MultiLangDaemon listener: TCP or a Unix socket, one connection for each shard.
 
-    accept loop ── a slot first, then accept ── TLS ──▶ Link (bytes, timers) ◀──▶ Conductor (requests, one by one)
+    accept loop ── a slot first, then accept ── TLS ──▶ Link (bytes, timers) ──▶ Consumer (batches) ◀── Requests (others)
 
 One task group owns the accept loop and every connection, so nothing outlives ``run``.
 """
@@ -17,20 +17,18 @@ from typing import Any, Final
 
 import structlog
 
-from mldserver.base.clock import Clock
 from mldserver.base.folding import Folding
 from mldserver.base.listening import listen_tcp, listen_unix
 from mldserver.base.tls import ServerTLS, handshake_failure, handshake_failures
 from mldserver.config.kinds import Address, TcpAddress, UnixAddress
+from mldserver.consumer.deadlines import AnswerDeadlines
+from mldserver.consumer.progress_log import ProgressLog
+from mldserver.consumer.shard import ConsumerParts
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.protocol.connection import ConnectionLimits
-from mldserver.runtime.interface import Runtime
-from mldserver.sources.conductor import Conductor
-from mldserver.sources.inflight import EarlyAnswers
-from mldserver.sources.intake import Intake, SourceStatus
 from mldserver.sources.link import PROVE, Link
-from mldserver.sources.progress_log import ProgressLog
-from mldserver.sources.shard_claims import ShardOwners
+from mldserver.sources.requests import Requests
+from mldserver.sources.source import SourceStatus
 from mldserver.sources.unread import ReadBudget
 
 log = structlog.get_logger("mldserver")
@@ -68,10 +66,8 @@ class MLDListener:
     def __init__(
         self,
         address: Address,
+        parts: ConsumerParts,
         *,
-        runtime: Runtime,
-        intake: Intake,
-        clock: Clock,
         limits: ConnectionLimits,
         tls: ServerTLS | None = None,
         secret: bytes | None = None,
@@ -80,7 +76,6 @@ class MLDListener:
         read_bytes: int = DEFAULT_READ_BYTES,
         answer_deadline: float | None = None,
         progress_seconds: float = 1.0,
-        owners: ShardOwners | None = None,
         random: Callable[[], float] = _random.random,
     ) -> None:
         """Listen at ``address`` once ``run`` is called.
@@ -91,24 +86,22 @@ class MLDListener:
         its records are still worked on; None: never. ``progress_seconds``: how often the log tells of a shard's batches.
         """
         self._address = address
-        self._runtime = runtime
-        self._intake = intake
+        self.parts, clock = parts, parts.clock
+        """What each shard's consumer is made of."""
         self._clock = clock
         self._limits = limits
         self._tls = tls if isinstance(address, TcpAddress) else None
         self._secret = secret
         self._allow_shards = allow_shards
         self._connection_limit = connection_limit
-        self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
-        self._progress = ProgressLog(clock=clock, seconds=progress_seconds)
+        self._deadlines = AnswerDeadlines(clock=clock, seconds=answer_deadline)
+        self._counts = ProgressLog(clock=clock, seconds=progress_seconds)
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
-        self.owners = owners or ShardOwners()
-        """Which connection has which shard."""
         self._slots = asyncio.Semaphore(connection_limit)
         self._accepted = 0
-        self._serving: dict[Link, Conductor] = {}
+        self._serving: dict[Link, Requests] = {}
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._failed_handshakes = Folding(clock.steady_ms)
         self._refusals = Folding(clock.steady_ms)
@@ -136,13 +129,9 @@ class MLDListener:
             None if self._stopped else self._listening_on,
             self._accepted,
             Counter(str(link.core.state) for link, _ in serving),
-            {conductor.shard_id: link.peer for link, conductor in serving if conductor.shard_id},
-            {
-                conductor.shard_id: since
-                for _, conductor in serving
-                if (since := conductor.since_ms) is not None
-            },
-            self._progress,
+            {shard_id: link.peer for link, each in serving if (shard_id := each.consumer.shard_id)},
+            {each.consumer.shard_id: ms for _, each in serving if (ms := each.consumer.since_ms) is not None},
+            self._counts,
             (self._budget.held, self._budget.limit),
         )
 
@@ -173,7 +162,7 @@ class MLDListener:
                 self._accepting = group.create_task(self._accept(listener, group))
                 if self._stopped:
                     self._accepting.cancel()
-                beside = [group.create_task(self._early.run()), group.create_task(self._progress.run())]
+                beside = [group.create_task(self._deadlines.run()), group.create_task(self._counts.run())]
                 await asyncio.wait({self._accepting})
                 listening.close()
                 await self._empty.wait()
@@ -197,8 +186,8 @@ class MLDListener:
         self.stop_accepting()
         try:
             async with asyncio.TaskGroup() as group:
-                for conductor in tuple(self._serving.values()):
-                    group.create_task(conductor.finish())
+                for requests in tuple(self._serving.values()):
+                    group.create_task(requests.finish())
         finally:
             for link in tuple(self._serving):
                 link.close()
@@ -276,24 +265,21 @@ class MLDListener:
             tls=self._tls,
             secret=self._secret,
         )
-        conductor = Conductor(
+        requests = Requests(
             link,
-            runtime=self._runtime,
-            intake=self._intake,
-            owners=self.owners,
-            early=self._early,
-            progress=self._progress,
-            clock=self._clock,
+            parts=self.parts,
+            deadlines=self._deadlines,
+            counts=self._counts,
             allow_shards=self._allow_shards,
         )
-        self._serving[link] = conductor
+        self._serving[link] = requests
         self._empty.clear()
         try:
             if await self._connect(peer_socket, link):
-                await conductor.run()
+                await requests.run()
                 await link.wait_gone()
         except Exception:
-            # The conductor's own errors are told and end there; this is what fails in letting go of a shard.
+            # Errors of requests end there: this one prevents the release of a shard.
             link.log.exception("connection.failed", peer=shown)
         finally:
             link.cut()

@@ -268,7 +268,7 @@ async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path,
         await watch.moved("window_failures_total", "windows_set_aside_total", "dead_letters_waiting")
         parts = watch.server._parts
         assert parts is not None
-        async with parts.source.owners.claims["s"].work():  # type: ignore[attr-defined]  # nobody redrives meanwhile
+        async with parts.source.parts.claims.current["s"].work():  # type: ignore[attr-defined]  # nobody redrives meanwhile
             (letter,) = await parts.ledger.letters()
             await parts.ledger.redrive((letter.id,))
             await watch.moved("dead_letters_redriving")

@@ -15,6 +15,7 @@ from support.shards import accept
 
 from mldserver.base.clock import Clock
 from mldserver.config.settings import WindowSettings
+from mldserver.consumer.intake import ShardOpening
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Shape
@@ -26,7 +27,6 @@ from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
-from mldserver.sources.intake import ShardOpening
 from mldserver.windows import WindowSpec
 
 __all__ = ["Pipeline", "living"]

@@ -20,6 +20,7 @@ from support.shards import accept
 from support.store import SqliteStore
 
 from mldserver.config.settings import WindowSettings
+from mldserver.consumer.intake import ShardOpening
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
@@ -32,7 +33,6 @@ from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
-from mldserver.sources.intake import ShardOpening
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling, WindowSpec
 

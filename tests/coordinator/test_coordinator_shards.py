@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from coordinator.pipeline import RULES, Pipeline, fail, missing, named
 
+from mldserver.consumer.intake import ShardOpening
 from mldserver.errors import GapRefused, LedgerError, PeerError
 from mldserver.records import Sequence
-from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
 
 pytestmark = pytest.mark.quick

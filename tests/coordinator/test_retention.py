@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
+from mldserver.consumer.intake import ShardOpening
 from mldserver.records import Sequence
-from mldserver.sources.intake import ShardOpening
 from mldserver.windows import tumbling_id
 
 pytestmark = pytest.mark.quick

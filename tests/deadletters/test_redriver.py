@@ -13,6 +13,7 @@ import pytest
 from coordinator.outcomes import outcome
 from support.store import SqliteStore
 
+from mldserver.consumer.claims import Claims
 from mldserver.coordinator.core.flush import Buffer
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.shards import RedriveIntake
@@ -23,7 +24,6 @@ from mldserver.ledger.contract import LETTERS_AT_ONCE, LedgerState, ShardState, 
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import DeadLetter, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, Delivery
-from mldserver.sources.shard_claims import ShardOwners
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -106,7 +106,7 @@ class House:
     store: SqliteStore
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(1000))
     handler: Handler = field(default_factory=Handler)
-    owners: ShardOwners = field(default_factory=ShardOwners)
+    claims: Claims = field(default_factory=Claims)
     buffer: Buffer = field(default_factory=Buffer)
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class House:
         usual: dict[str, Any] = {
             "ledger": self.ledger,
             "runtime": self.handler,
-            "owners": self.owners,
+            "claims": self.claims,
             "redriving": self.redriving,
             "clock": self.clock,
         }
@@ -151,7 +151,7 @@ async def test_letters_of_a_shard_that_nobody_has_run_on_a_handler_of_their_own(
     await house.redriver().round()
     assert house.handler.calls == [("open", "a"), ("process", "a", [1, 2, 9]), ("forget", "a")]
     assert house.left() == [(2, 5, False)], "the attempts of both runs"
-    assert house.owners.claims.get("a") is None
+    assert house.claims.current.get("a") is None
     assert not house.buffer
 
 
@@ -163,18 +163,18 @@ async def test_the_handler_is_given_the_records_that_there_were(house: House) ->
 
 
 async def test_letters_of_a_connections_shard_run_on_its_handler(house: House) -> None:
-    claim = house.owners.take("a")
+    claim = house.claims.take("a")
     await house.redriver().round()
     assert house.handler.calls == [], "it is not open yet"
     claim.opened = True
     await house.redriver(parks=True).round()
     assert house.handler.calls[0] == ("process", "a", [1, 2, 9])
     assert sorted(house.handler.calls[1:]) == [("unpark", "a", "k"), ("unpark", "a", "other")]
-    assert house.owners.claims.get("a") is claim
+    assert house.claims.current.get("a") is claim
 
 
 async def test_a_key_that_still_has_letters_stays_parked(house: House) -> None:
-    house.owners.take("a").opened = True
+    house.claims.take("a").opened = True
     house.handler.bad = frozenset({2})
     await house.redriver(parks=True).round()
     assert house.handler.calls[1:] == [("unpark", "a", "other")]
@@ -252,11 +252,11 @@ async def test_another_servers_shard_is_left_to_it(house: House) -> None:
 
 
 async def test_a_connection_that_comes_takes_the_shard_and_its_letters_stay_wanted(house: House) -> None:
-    house.handler.during = lambda: house.owners.take("a")
+    house.handler.during = lambda: house.claims.take("a")
     await house.redriver().round()
     assert house.handler.calls[-1] == ("forget", "a")
     assert [wanted for _, _, wanted in house.left()] == [True, True, True]
-    current = house.owners.claims.get("a")
+    current = house.claims.current.get("a")
     assert current is not None
     assert current.current
 
@@ -285,7 +285,7 @@ async def test_a_key_goes_on_also_when_the_ledger_was_away_as_its_last_letter_we
         await House.flush(house, reason)
         house.ledger.failing = True
 
-    claim = house.owners.take("a")
+    claim = house.claims.take("a")
     claim.opened = True
     house.redriving.flush = flush
     house.redriving.view.state = LedgerState(redrives=3)
@@ -296,7 +296,7 @@ async def test_a_key_goes_on_also_when_the_ledger_was_away_as_its_last_letter_we
         house.redriving.view.state = LedgerState()
         house.ledger.failing = False
         if not stays:
-            house.owners.release("a", claim)
+            house.claims.release("a", claim)
         await house.clock.advance(10)
         running.cancel()
     unparked = [("unpark", "a", "k"), ("unpark", "a", "other")] if stays else []

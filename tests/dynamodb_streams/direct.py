@@ -16,11 +16,12 @@ import pyarrow as pa
 from coordinator.outcomes import outcome
 from coordinator.pipeline import QUICK, RULES, Pipeline
 
+from mldserver.consumer.claims import Claims
+from mldserver.consumer.shard import ConsumerParts
 from mldserver.dynamodb_streams.direct_source import DirectSource
 from mldserver.errors import HandlerHalted
 from mldserver.records import Hook, Record, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, Delivery
-from mldserver.sources.shard_claims import ShardOwners
 from mldserver.testing import FakeStreams, VirtualClock
 
 START_MS = 1_800_000_000_000
@@ -50,6 +51,9 @@ class Handler:
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         self.hooks.append((shard_id, hook.name))
         return None
+
+    def begin(self, delivery: Delivery) -> Any:
+        return self.process(delivery)
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         await self.clock.sleep(self.seconds)
@@ -120,10 +124,7 @@ class Stream:
             source = DirectSource(
                 self.fake.table,
                 self.fake.client,
-                runtime=handler,  # type: ignore[arg-type]  # what the source asks of a runtime
-                intake=coordinator.shards,
-                owners=ShardOwners(),
-                clock=self.clock,
+                ConsumerParts(handler, coordinator.shards, Claims(), self.clock),  # type: ignore[arg-type]  # what is asked of a runtime
                 random=self.random.random,
                 **values,
             )

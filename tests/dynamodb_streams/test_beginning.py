@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mldserver.consumer.intake import KnownShard
 from mldserver.dynamodb_streams.positions import (
     Beginning,
     ReadPosition,
@@ -23,7 +24,6 @@ from mldserver.dynamodb_streams.shard_tree import (
     StreamShard,
 )
 from mldserver.records import Sequence
-from mldserver.sources.intake import KnownShard
 
 pytestmark = pytest.mark.quick
 

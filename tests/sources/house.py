@@ -14,11 +14,13 @@ from typing import Any, Protocol
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.tls import ServerTLS
 from mldserver.config.kinds import Address, TcpAddress
+from mldserver.consumer.claims import Claims
+from mldserver.consumer.intake import ShardOpening
+from mldserver.consumer.shard import ConsumerParts
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.connection import ConnectionLimits, RetryPolicy
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
-from mldserver.sources.intake import ShardOpening
 from mldserver.sources.mld import MLDListener
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)
@@ -304,6 +306,10 @@ class House:
     client: ssl.SSLContext | None = None
     """What daemons show; None: they speak clear text."""
 
+    def parts(self, clock: Clock) -> ConsumerParts:
+        """Return what another listener on this house's fakes is made of."""
+        return ConsumerParts(self.runtime, self.intake, Claims(), clock)
+
     async def connect(self) -> Daemon:
         if self.address.startswith("unix:"):
             streams = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
@@ -350,9 +356,7 @@ async def serving(
     runtime, intake = FakeRuntime(), FakeIntake()
     listener = MLDListener(
         address,
-        runtime=runtime,
-        intake=intake,
-        clock=clock or SystemClock(),
+        ConsumerParts(runtime, intake, Claims(), clock or SystemClock()),
         answer_deadline=answer_deadline,
         limits=replace(QUICK, **limits),
         connection_limit=connection_limit,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.consumer import core
 from mldserver.errors import PeerError
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
-from mldserver.sources import batches
 from mldserver.testing import VirtualClock
 from tests.coordinator.pipeline import named
 from tests.sources.house import House, serving
@@ -129,7 +129,7 @@ async def test_batches_are_answered_ahead_and_taken_in_order(stream: Stream) -> 
     # The shard is not silent while any of them is worked on.
     assert stream.shard.calls == DONE * 4
     assert stream.house.listener._budget.held == 0
-    assert not stream.house.listener.owners.claims[SHARD].lock.locked()
+    assert not stream.house.listener.parts.claims.current[SHARD].lock.locked()
 
 
 async def test_the_runtime_is_told_for_which_the_daemon_does_not_wait(stream: Stream) -> None:
@@ -154,11 +154,11 @@ async def test_where_no_batch_may_be_answered_early_none_is_ahead() -> None:
         await stream.silence()
 
 
-@pytest.mark.parametrize(("bound", "most"), [("_MOST_AHEAD", 3), ("_MOST_AHEAD_BYTES", 650)])
+@pytest.mark.parametrize(("bound", "most"), [("MOST_AHEAD", 3), ("MOST_AHEAD_BYTES", 650)])
 async def test_what_is_ahead_is_bounded_and_goes_on_with_each_that_is_done(
     stream: Stream, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
-    monkeypatch.setattr(batches, bound, most)
+    monkeypatch.setattr(core, bound, most)
     await stream.warm_up()
     await stream.ahead(2, 3, 4)
     await stream.send(5)
@@ -342,7 +342,7 @@ async def test_what_comes_with_the_new_connection_leaves_the_call_of_the_old_to_
 
     stream.begun[1].set_result(rest())
     await inside.wait()
-    stream.house.listener.owners.take(SHARD)
+    stream.house.listener.parts.claims.take(SHARD)
     stream.receive(line_of(3))
     await stream.daemon.answered("processRecords")
     await cancelled.wait()
@@ -413,7 +413,7 @@ async def test_one_that_takes_long_is_answered_after_its_deadline(
 async def test_a_visitor_comes_between_two_batches(stream: Stream) -> None:
     await stream.warm_up()
     await stream.ahead(2, 3)
-    claim = stream.house.listener.owners.claims.get(SHARD)
+    claim = stream.house.listener.parts.claims.current.get(SHARD)
     assert claim is not None
     seen: list[int] = []
 

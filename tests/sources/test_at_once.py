@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.consumer.claims import Superseded
 from mldserver.errors import PeerError
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
-from mldserver.sources.shard_claims import Superseded
 from mldserver.testing import VirtualClock
 from tests.coordinator.pipeline import named
 from tests.sources.house import serving
@@ -184,7 +184,7 @@ async def test_a_batch_that_the_runtime_works_on_by_itself_is_answered_when_it_i
     await daemon.process(2)
     await daemon.answered("processRecords")
     assert lazily.intake.shards[0].calls == ["began", "accept", "accept"]
-    assert not lazily.listener.owners.claims[SHARD].lock.locked()
+    assert not lazily.listener.parts.claims.current[SHARD].lock.locked()
 
 
 async def test_its_checkpoint_comes_before_its_answer(house: House) -> None:
@@ -260,10 +260,10 @@ async def test_a_new_connection_gets_a_shard_whose_batch_the_runtime_works_on(la
 
 
 async def test_a_shard_that_is_claimed_before_the_task_goes_on_is_free_at_once(lazily: House) -> None:
-    claim = lazily.listener.owners.take("shard")
+    claim = lazily.listener.parts.claims.take("shard")
     claim.hold()
     assert claim.lock.locked()
-    later = lazily.listener.owners.take("shard")
+    later = lazily.listener.parts.claims.take("shard")
     assert not claim.lock.locked()
     async with later.work():
         assert claim.lock.locked()
@@ -273,7 +273,7 @@ async def test_a_shard_that_is_claimed_before_the_task_goes_on_is_free_at_once(l
 
 
 async def test_who_holds_a_lock_does_not_wait_for_it_and_visitors_do(lazily: House) -> None:
-    claim = lazily.listener.owners.take("shard")
+    claim = lazily.listener.parts.claims.take("shard")
     claim.hold()
     visited: list[str] = []
 
@@ -290,7 +290,7 @@ async def test_who_holds_a_lock_does_not_wait_for_it_and_visitors_do(lazily: Hou
 
 
 async def test_a_lock_that_another_has_is_not_held(lazily: House) -> None:
-    claim = lazily.listener.owners.take("shard")
+    claim = lazily.listener.parts.claims.take("shard")
     async with claim.work():
         claim.hold()
         assert not claim.holds
@@ -353,20 +353,20 @@ async def test_what_comes_behind_a_batch_that_is_not_answered_ends_the_connectio
 
 
 async def test_a_visitor_whose_turn_has_come_is_not_overtaken_by_a_batch(lazily: House) -> None:
-    claim = lazily.listener.owners.take("shard")
+    claim = lazily.listener.parts.claims.take("shard")
     claim.hold()
 
     async def visit() -> None:
         async with claim.visit():
-            assert not claim.free
+            assert claim.visits
 
     visitor = asyncio.create_task(visit())
     await asyncio.sleep(0)
     claim.let_go()
     assert not claim.lock.locked()
-    assert not claim.free
+    assert claim.visits
     await visitor
-    assert claim.free
+    assert not claim.visits
 
 
 async def test_its_deadline_goes_on_when_it_goes_over_to_the_connections_task() -> None:

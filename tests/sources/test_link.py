@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mldserver.base.folding import Folding
-from mldserver.errors import HandlerHalted, ProtocolViolation
+from mldserver.errors import HandlerHalted
 from mldserver.protocol.events import CloseReason, Timer
-from mldserver.protocol.messages import Initialize, ProcessRecords
+from mldserver.protocol.messages import Initialize
 from mldserver.records import Sequence
 from mldserver.sources.link import CheckpointOutcome, Link
 from mldserver.sources.unread import ReadBudget
@@ -85,7 +85,7 @@ def made(budget: int = 1000, **limits: Any) -> tuple[Link, Transport]:
 def initialized(budget: int = 1000) -> tuple[Link, Transport]:
     link, transport = made(budget)
     heard(link, INITIALIZE)
-    link.answer()
+    link.acknowledge()
     transport.done.clear()
     return link, transport
 
@@ -111,9 +111,8 @@ async def test_once_closed_every_command_does_nothing() -> None:
     heard(link, BATCH + b"\n")
     link.eof_received()
     transport.done.clear()
-    link.answer()
+    link.acknowledge()
     link.close()
-    link.reject(ProtocolViolation("late"))
     link.close(HandlerHalted("late"))
     assert await link.checkpoint(Sequence(5)) is CheckpointOutcome.CLOSED
     assert transport.done == []
@@ -140,7 +139,7 @@ async def test_a_link_that_never_got_its_transport_can_be_cut() -> None:
 async def test_a_checkpoint_that_is_outstanding_when_the_peer_goes_is_told_closed() -> None:
     link, _ = initialized()
     heard(link, BATCH + b"\n")
-    asking = asyncio.create_task(link.checkpoint(Sequence(5)))
+    asking = link.checkpoint(Sequence(5))
     await asyncio.sleep(0)
     link.connection_lost(ConnectionResetError())
     assert await asking is CheckpointOutcome.CLOSED
@@ -149,12 +148,12 @@ async def test_a_checkpoint_that_is_outstanding_when_the_peer_goes_is_told_close
 async def test_a_checkpoint_that_nobody_waits_for_any_more_may_still_be_answered() -> None:
     link, _ = initialized()
     heard(link, BATCH + b"\n")
-    asking = asyncio.create_task(link.checkpoint(Sequence(5)))
+    asking = link.checkpoint(Sequence(5))
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.sleep(0)
     heard(link, b'{"action":"checkpoint","sequenceNumber":"5","subSequenceNumber":0,"error":null}\n')
-    link.answer()
+    link.acknowledge()
     assert not link.closed
 
 
@@ -203,13 +202,13 @@ async def test_a_line_that_the_server_does_not_read_on_is_not_blamed_on_the_peer
     assert len(told) == (link.close_reason is CloseReason.FAILED)
 
 
-async def test_requests_are_given_in_order_as_they_come() -> None:
+async def test_batches_are_passed_on_at_once_and_other_requests_when_they_are_asked_for() -> None:
     link, _ = initialized()
-    first, second = ProcessRecords(b"1"), ProcessRecords(b"2")
-    link.wake(first)
-    link.wake(second)
+    batches: list[bytes | bytearray] = []
+    link.on_batch = batches.append
+    heard(link, BATCH + b"\n")
+    assert batches == [BATCH]
     assert isinstance(await link.request(), Initialize)
-    assert [await link.request(), await link.request()] == [first, second]
     waiting = asyncio.create_task(link.request())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -217,22 +216,23 @@ async def test_requests_are_given_in_order_as_they_come() -> None:
     assert await waiting is None
 
 
-async def test_a_batchs_line_counts_until_it_is_processed() -> None:
+async def test_a_line_is_reported_from_its_first_bytes_to_its_last() -> None:
     link, _ = initialized()
-    heard(link, BATCH + b"\n")
-    assert await link.request() is not None
-    assert await link.request() == ProcessRecords(BATCH)
-    assert link.budget.held == len(BATCH)
-    link.hold(-len(BATCH))
-    assert link.budget.held == 0
+    began: list[bool] = []
+    link.on_partial = began.append
+    for part in (BATCH[:5], BATCH[5:9], BATCH[9:] + b"\n"):
+        heard(link, part)
+    assert began == [True, False]
 
 
 async def test_a_batchs_line_counts_no_more_once_its_connection_is_gone() -> None:
     link, _ = initialized()
-    heard(link, BATCH + b"\n")
+    link.hold(len(BATCH))
+    assert (link.budget.held, link.has_room) == (len(BATCH), True)
     link.connection_lost(None)
     assert link.budget.held == 0
     link.hold(-len(BATCH))
+    link.hold(len(BATCH))
     assert link.budget.held == 0
 
 
@@ -240,7 +240,7 @@ async def test_nothing_is_written_to_a_transport_that_is_closing() -> None:
     link, transport = initialized()
     heard(link, b'{"action":"leaseLost"}\n')
     transport.closing = True
-    link.answer()
+    link.acknowledge()
     link.pause()
     link.resume()
     assert transport.done == []
@@ -255,7 +255,7 @@ async def test_a_peer_that_resets_once_it_has_the_last_status_has_finished(
     monkeypatch.setattr(Transport, "write_eof", write_eof)
     link, _ = initialized()
     heard(link, b'{"action":"leaseLost"}\n')
-    link.answer()
+    link.acknowledge()
     assert set(link._timers) == {"close"}
     link.connection_lost(ConnectionResetError())
     assert link.close_reason is CloseReason.FINISHED
@@ -285,10 +285,3 @@ async def test_a_connection_that_the_server_cuts_is_not_blamed_on_the_daemon(log
     told = [event["what"] for event in logged if event["event"] == "connection.failed"]
     assert len(told) == 1
     assert told[0].startswith("The server stops and cut the connection")
-
-
-async def test_a_batch_that_goes_over_to_the_task_of_a_connection_that_is_gone_is_not_counted() -> None:
-    link, _ = initialized()
-    link.connection_lost(None)
-    link.wake(ProcessRecords(BATCH))
-    assert link.budget.held == 0

@@ -229,13 +229,7 @@ async def test_ipv6_addresses_are_shown_in_brackets(build: Build) -> None:
 
 async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
     port = int(house.address.split(":")[1])
-    second = MLDListener(
-        TcpAddress("127.0.0.1", port),
-        limits=QUICK,
-        runtime=house.runtime,
-        intake=house.intake,
-        clock=SystemClock(),
-    )
+    second = MLDListener(TcpAddress("127.0.0.1", port), house.parts(SystemClock()), limits=QUICK)
     with pytest.raises(OperatorError, match=f"Cannot listen on 127.0.0.1:{port}"):
         await second.run()
     with pytest.raises(OperatorError, match="Nothing listens"):
@@ -244,9 +238,7 @@ async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
 
 @pytest.mark.parametrize("host", ["..", f"{'a' * 64}.example"])
 async def test_a_host_that_can_be_no_name_is_the_operators_error(house: House, host: str) -> None:
-    listener = MLDListener(
-        TcpAddress(host, 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
-    )
+    listener = MLDListener(TcpAddress(host, 0), house.parts(SystemClock()), limits=QUICK)
     with pytest.raises(OperatorError, match="Cannot listen on"):
         await listener.run()
 
@@ -269,9 +261,7 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(
         return await accept(sock)
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept)
-    listener = MLDListener(
-        TcpAddress("127.0.0.1", 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=Clock()
-    )
+    listener = MLDListener(TcpAddress("127.0.0.1", 0), house.parts(Clock()), limits=QUICK)
     running = asyncio.create_task(listener.run())
     house.address = await listener.listening()
     peer = await house.connect()
@@ -284,13 +274,7 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(
 
 
 async def test_stopping_before_running_accepts_nothing(house: House) -> None:
-    listener = MLDListener(
-        TcpAddress("127.0.0.1", 0),
-        limits=QUICK,
-        runtime=house.runtime,
-        intake=house.intake,
-        clock=SystemClock(),
-    )
+    listener = MLDListener(TcpAddress("127.0.0.1", 0), house.parts(SystemClock()), limits=QUICK)
     listener.stop_accepting()
     await listener.run()
     assert listener.connections == 0
@@ -349,9 +333,7 @@ async def test_the_socket_of_a_living_server_is_left_alone(
 ) -> None:
     path = tmp_path / "mld.sock"
     first = await build(UnixAddress(path))
-    second = MLDListener(
-        UnixAddress(path), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
-    )
+    second = MLDListener(UnixAddress(path), house.parts(SystemClock()), limits=QUICK)
     with pytest.raises(OperatorError, match="in use"):
         await second.run()
     peer = await first.connect()
@@ -365,9 +347,7 @@ async def test_the_socket_of_a_busy_server_is_left_alone_too(house: House, tmp_p
         busy.listen(0)
         queued.setblocking(False)
         queued.connect(os.fspath(path))
-        second = MLDListener(
-            UnixAddress(path), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
-        )
+        second = MLDListener(UnixAddress(path), house.parts(SystemClock()), limits=QUICK)
         with pytest.raises(OperatorError, match="in use"):
             await second.run()
 
@@ -375,9 +355,7 @@ async def test_the_socket_of_a_busy_server_is_left_alone_too(house: House, tmp_p
 async def test_a_file_that_is_no_socket_is_never_removed(house: House, tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
-    listener = MLDListener(
-        UnixAddress(path), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
-    )
+    listener = MLDListener(UnixAddress(path), house.parts(SystemClock()), limits=QUICK)
     with pytest.raises(OperatorError, match="Cannot listen on unix:"):
         await listener.run()
     assert path.read_text() == "data"

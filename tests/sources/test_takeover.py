@@ -132,8 +132,8 @@ async def test_when_the_newer_connection_ends_the_earlier_is_closed_so_that_its_
     (failed,) = named(logged, "connection.failed")
     assert (failed["error"], failed["shard"]) == ("PeerError", SHARD)
     assert "has ended before the shard did" in failed["what"]
-    assert not house.listener.owners.claims
-    assert not house.listener.owners._superseded
+    assert not house.listener.parts.claims.current
+    assert not house.listener.parts.claims._superseded
     again = await house.connect()
     await again.initialize()
     await again.process(1)
@@ -183,4 +183,4 @@ async def test_a_shard_that_ended_on_the_newer_connection_leaves_the_earlier_to_
     await daemon.close()
     async with asyncio.timeout(800):
         await house.holds_connections(0)
-    assert not house.listener.owners._superseded
+    assert not house.listener.parts.claims._superseded

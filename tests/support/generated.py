@@ -10,6 +10,7 @@ from support.pages import DOCS
 
 from mldserver.admin.metrics import METRICS
 from mldserver.config.settings import Spec, specs
+from mldserver.consumer import core as consumption
 from mldserver.observe import log_events
 from mldserver.observe.log_events import Event
 from mldserver.protocol import states
@@ -133,7 +134,34 @@ def protocol_page() -> str:
         )
     drawn += [f"    {State.CLOSED} --> [*]", "```", "", f"Every state but `{State.CLOSED}` leads to:", ""]
     drawn += [arrow.replace(" --> ", "* ").strip() for arrow in _arrows("", dict(sorted(everywhere)))]
-    return "\n".join([_PROTOCOL, _DIAGRAM, *drawn, "", f"## {title}", "", rest.partition("\n")[2]])
+    rules_of_states = ["", f"## {title}", "", rest.partition("\n")[2]]
+    return "\n".join([_PROTOCOL, _DIAGRAM, *drawn, *rules_of_states, *_consumption()])
+
+
+_CONSUMPTION: Final = """\
+## A shard's consumption
+
+What the server does with a shard's batches, whatever source they come from. The names are those of `Phase`, `Work`, `Signal` and
+`Order` in `mldserver/consumer/core.py`.
+"""
+
+
+def _consumption() -> list[str]:
+    """Return the rules and the two tables of a shard's consumption as Markdown."""
+    _, _, rules = (consumption.__doc__ or "").replace("``", "`").partition("\n\n")
+    page = [_CONSUMPTION, rules.partition("\n")[2].partition("\n")[2]]
+    for kind, rows in (("phase", consumption.PHASES), ("work", consumption.WORK)):
+        page += [f"| {kind} | signal | next | orders |", "|---|---|---|---|"]
+        for state, row in rows.items():
+            ways: dict[consumption.Move, list[str]] = {}
+            for signal, move in row.items():
+                ways.setdefault(move, []).append(f"`{signal}`")
+            page += [
+                f"| `{state}` | {', '.join(signals)} | `{move.to}` | {', '.join(each.name.lower() for each in move.orders)} |"
+                for move, signals in ways.items()
+            ]
+        page.append("")
+    return page
 
 
 def _arrows(state: str, row: dict[Input, Transition]) -> list[str]:

@@ -20,8 +20,8 @@ from mldserver.config.locations import OutPlace
 from mldserver.config.settings import Settings, specs
 from mldserver.jobs.engine import Engine
 from mldserver.server import Server
-from mldserver.sources.intake import MakeSource
 from mldserver.sources.listing import MakeKinesis
+from mldserver.sources.source import MakeSource
 from mldserver.testing import FakeStream, LocalEngine
 
 KEEP_EVERYTHING = '''

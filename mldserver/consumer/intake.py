@@ -1,31 +1,19 @@
-"""The seam between sources and the rest: what the server asks of a source, and what a source asks of the coordinator.
+"""What the consumption of a shard asks of the coordinator: to open the shard, to accept its batches, to make them durable.
 
-A source opens shards, hands batches in, and learns what may be checkpointed. For each shard, in this order:
-
-    intake.know, seen        where nobody assigns shards: what the stream lists, and what the ledger says of them
-    intake.check             it would begin where the ledger lets it
-    owners.take              the claim under which all that follows is done (``claim.work``)
-    intake.open_shard        from there on the shard counts for the watermark
-    runtime.open, park       its handler; then ``claim.opened = True``
-    runtime.process, take    one batch after the other: its payload, and what became of it; ``admitted``
-    checkpoint_due           what is durable; the source stores it, and says so (``checkpointed``), unless the ledger's
-                             position is all that it goes by (``after``, ``begin``)
-    end, lost, disconnected  how it ended; then ``runtime.forget`` and ``owners.release``
+``shard.py`` makes these calls for every source, in the order that each shard needs. A source itself asks only which shards there are
+(``know``, ``seen``), where nobody assigns them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from mldserver.base.clock import Clock
 from mldserver.records import Sequence
-from mldserver.sources.progress_log import ProgressLog
-from mldserver.sources.shard_claims import ShardOwners
 
 if TYPE_CHECKING:
-    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.runtime.interface import BatchOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,72 +151,3 @@ class Intake(Protocol):
 
     async def open_shard(self, opening: ShardOpening) -> ShardIntake:
         """Take a shard in. Raises GapRefused when it starts beyond the ledger's position."""
-
-
-class SourceStatus(NamedTuple):
-    """What a source knows of itself, for whoever looks at the server."""
-
-    address: str | None = None
-    """Where shards come from; None: they cannot now."""
-    accepted: int = 0
-    """How many connections there were since the start."""
-    connections: Mapping[str, int] = {}
-    """How many are in each state of the protocol."""
-    peers: Mapping[str, str] = {}
-    """Who each shard comes from."""
-    since_ms: Mapping[str, int] = {}
-    """When the oldest batch of a shard came that is being worked on (steady time)."""
-    counts: ProgressLog | None = None
-    """What came of the shards."""
-    lines: tuple[int, int] = (0, 0)
-    """Bytes of unread messages, and how many there may be; 0: any."""
-    retries: int = 0
-    """Requests to the stream that were repeated since the start."""
-
-
-class Source(Protocol):
-    """Where shards come from, as the server sees it."""
-
-    @property
-    def waits_for(self) -> str | None:
-        """Why no shard can come now, as a clause for ``server.unready``; None: they can."""
-
-    def status(self) -> SourceStatus:
-        """Return what it knows of itself: once a second."""
-
-    @property
-    def connections(self) -> int:
-        """How many shards it serves, connections that have not named theirs among them."""
-
-    async def listening(self) -> str:
-        """Return where it reads, once shards can come. Raises OperatorError when they never will."""
-
-    async def run(self) -> None:
-        """Serve until ``stop_accepting``, and then until the last shard is let go. Cancelled, it lets go at once.
-
-        Raises OperatorError when it cannot work as it was told to.
-        """
-
-    def stop_accepting(self) -> None:
-        """Take no more shards; those that are there go on."""
-
-    async def drain(self) -> None:
-        """Let each shard finish what it has in hand, then let all go; return when they are gone.
-
-        Cancel it to give up waiting: they are then let go as they are.
-        """
-
-
-class SourceParts(NamedTuple):
-    """What a source is made of."""
-
-    runtime: Runtime
-    intake: Intake
-    owners: ShardOwners
-    """Shared with whoever else works on shards: dead letters that run again."""
-    clock: Clock
-    random: Callable[[], float]
-    """Floats in [0, 1), for jitter."""
-
-
-MakeSource: TypeAlias = "Callable[[SourceParts], Source]"

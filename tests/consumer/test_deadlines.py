@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.sources.inflight import EarlyAnswers
+from mldserver.consumer.deadlines import AnswerDeadlines
 from mldserver.testing.stand_ins import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -20,28 +20,28 @@ class One:
     def __init__(self, bench: Bench, *, refuses: int = 0) -> None:
         self.bench = bench
         self.refuses = refuses
-        self.since_ms: int | None = bench.clock.steady_ms()
+        self.owed_since_ms: int | None = bench.clock.steady_ms()
         self.asked: list[float] = []
-        bench.early.owes(self)
+        bench.deadlines.watch(self)
 
-    def answer_early(self) -> None:
-        assert self.since_ms is not None
-        self.asked.append((self.bench.clock.steady_ms() - self.since_ms) / 1000)
+    def acknowledge_late(self) -> None:
+        assert self.owed_since_ms is not None
+        self.asked.append((self.bench.clock.steady_ms() - self.owed_since_ms) / 1000)
         if len(self.asked) > self.refuses:
-            self.since_ms = None
-            self.bench.early.has_answered(self)
+            self.owed_since_ms = None
+            self.bench.deadlines.waiting.discard(self)
 
 
 class Bench:
     def __init__(self, deadline: float | None = 20) -> None:
         self.clock: Any = VirtualClock()
-        self.early = EarlyAnswers(clock=self.clock, deadline_seconds=deadline)
+        self.deadlines = AnswerDeadlines(clock=self.clock, seconds=deadline)
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
-    watching = asyncio.create_task(bench.early.run())
+    watching = asyncio.create_task(bench.deadlines.run())
     yield bench
     watching.cancel()
     await asyncio.wait({watching})
@@ -58,7 +58,7 @@ async def test_each_is_asked_at_its_own_deadline(bench: Bench) -> None:
 async def test_whoever_has_answered_is_not_asked(bench: Bench) -> None:
     one = One(bench)
     await bench.clock.advance(5)
-    bench.early.has_answered(one)
+    bench.deadlines.waiting.discard(one)
     await bench.clock.advance(100)
     assert one.asked == []
 
@@ -91,5 +91,5 @@ async def test_without_a_deadline_nobody_is_asked_and_nothing_runs() -> None:
     bench = Bench(None)
     one = One(bench)
     async with asyncio.timeout(800):
-        await bench.early.run()
+        await bench.deadlines.run()
     assert one.asked == []

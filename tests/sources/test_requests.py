@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.consumer.claims import Superseded
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
 from mldserver.records import Sequence, Shard
-from mldserver.sources.shard_claims import Superseded
 from mldserver.testing.stand_ins import VirtualClock
 from tests.sources.house import serving
 
@@ -410,7 +410,7 @@ async def test_a_daemon_does_not_wait_for_dead_letters_that_run_between_its_batc
 ) -> None:
     daemon = await house.connect()
     await daemon.initialize()
-    claim = house.listener.owners.claims.get(SHARD)
+    claim = house.listener.parts.claims.current.get(SHARD)
     assert claim is not None
 
     async def redrive() -> None:
@@ -434,7 +434,7 @@ async def test_a_batch_that_waits_for_dead_letters_to_have_run_is_there_already(
     """Its shard is not silent: the clock must not carry the watermark past the rows that it has brought."""
     daemon = await house.connect()
     await daemon.initialize()
-    claim, [shard] = house.listener.owners.claims.get(SHARD), house.intake.shards
+    claim, [shard] = house.listener.parts.claims.current.get(SHARD), house.intake.shards
     assert claim is not None
     async with asyncio.timeout(800):
         async with claim.visit():

@@ -1,18 +1,17 @@
 """Which connection a shard belongs to, when two claim it.
 
-It happens: a lease moves to another host, whose daemon connects here too while the first one still works on a batch;
-or a host died and its connection has not noticed. The latest claim owns the shard. The earlier one is not closed, as
-that would make its whole JVM exit; its work is cancelled, and what still comes is answered unread (its checkpoints
-do not move any more).
+Two connections claim one shard when a lease moves to another host, whose daemon connects here while the first one still works on a
+batch, or when a host died and its connection has not noticed. The latest claim owns the shard. The earlier connection is not closed,
+since that would make its whole JVM exit: its work is cancelled, and what its daemon still sends is acknowledged unread.
 
-If the latest connection ends before the shard does, no connection reads the shard. Then the earlier ones are closed: their
-daemons deliver again from the checkpoint. So a connection that names a shard of another daemon keeps it for as long as it lives,
-and no longer.
+If the latest connection ends before the shard does, no connection reads the shard. Then the earlier ones are closed, and their daemons
+deliver again from the checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +19,16 @@ from types import TracebackType
 
 
 class Superseded(Exception):
-    """The shard was claimed anew."""
+    """Another connection has claimed the shard, or the owner of the shard does not wait for a visitor."""
+
+
+class Loss(enum.Enum):
+    """What happened to a claim."""
+
+    SUPERSEDED = enum.auto()
+    """Another connection has claimed the shard."""
+    ABANDONED = enum.auto()
+    """It was superseded, and the later claim was released before the shard's end."""
 
 
 class Claim:
@@ -30,33 +38,25 @@ class Claim:
         """Begin as the current one; ``lock`` is shared by all claims of the shard."""
         self.lock = lock
         self.scopes: set[asyncio.Timeout] = set()
-        """Of the owner's work that is done, or waits for the lock."""
-        self._visits: set[asyncio.Timeout] = set()
-        """Of what visitors do, or wait for."""
+        """Of the owner's work that goes on, or waits for the lock."""
+        self.visits: set[asyncio.Timeout] = set()
+        """Of visitors' work that goes on, or waits for the lock."""
         self.current = True
         self.opened = False
         """Whether the runtime has the shard open for it."""
         self.holds = False
         """Whether its next work has the lock already."""
-        self.superseded: Callable[[], None] = lambda: None
-        """Called when another claim has come while it ``holds`` the lock."""
-        self.abandoned: Callable[[], None] = lambda: None
-        """Called when it was superseded and the claim that took its place was released before the shard's end."""
+        self.on_loss: Callable[[Loss], None] = lambda _: None
 
     def work(self) -> AbstractAsyncContextManager[None]:
         """Do work that only the owner may do, never at the same time as another claim's.
 
-        Raises Superseded when the claim is no longer current, also in the middle of the work, which is cancelled.
+        Raises Superseded if the claim is not current any more, or is interrupted, also in the middle of the work, which is cancelled.
         """
         return _ClaimWork(self, self.scopes)
 
-    @property
-    def free(self) -> bool:
-        """Whether it is current, and nobody else works on the shard or waits for that."""
-        return self.current and not self._visits and (self.holds or not self.lock.locked())
-
     def hold(self) -> None:
-        """Take the lock for the next work, where it is free: part of that is done, and nobody may come between."""
+        """Take the lock for the next work, if it is free: part of that work is done, and no visitor may come between."""
         if self.holds:
             return
         attempt = self.lock.acquire()
@@ -68,26 +68,29 @@ class Claim:
             attempt.close()
 
     def let_go(self) -> None:
-        """Take back ``hold``: no work is to follow."""
+        """Undo ``hold``: no work follows."""
         if self.holds:
             self.holds = False
             self.lock.release()
 
     def visit(self) -> AbstractAsyncContextManager[None]:
-        """Do work for somebody else between two pieces of the owner's; likewise, and Superseded after ``evict`` too."""
-        return _ClaimWork(self, self._visits)
+        """Do work for others between two pieces of the owner's; likewise, and raise Superseded after ``evict`` too."""
+        return _ClaimWork(self, self.visits)
 
     def evict(self) -> None:
-        """Cancel what visitors do: the owner has something to do that cannot wait."""
-        _cancel(self._visits)
+        """Cancel the work of visitors: the owner has something to do that cannot wait."""
+        _cancel(self.visits)
+
+    def interrupt(self) -> None:
+        """Cancel the owner's work."""
+        _cancel(self.scopes)
 
     def supersede(self) -> None:
-        """Cancel the work: another claim has come."""
+        """Cancel all work: another claim has come."""
         self.current = False
-        if self.holds:
-            self.superseded()
-            self.let_go()
-        _cancel(self.scopes)
+        self.on_loss(Loss.SUPERSEDED)
+        self.let_go()
+        self.interrupt()
         self.evict()
 
 
@@ -98,7 +101,7 @@ def _cancel(scopes: set[asyncio.Timeout]) -> None:
 
 
 class _ClaimWork:
-    """The work of a claim. Written out, since every batch comes through here: a generator would cost thrice as much."""
+    """The work of a claim: a class, since a generator would cost three times as much."""
 
     __slots__ = ("_claim", "_scope", "_scopes")
 
@@ -109,7 +112,7 @@ class _ClaimWork:
 
     async def __aenter__(self) -> None:
         if not self._claim.current:
-            raise Superseded  # not only once the lock is free: whoever has it may open the shard for hours
+            raise Superseded  # before waiting for the lock: its holder may open the shard for hours
         claim = self._claim
         await self._scope.__aenter__()
         self._scopes.add(self._scope)
@@ -141,37 +144,37 @@ class _ClaimWork:
         except TimeoutError:
             raise Superseded from None
         if isinstance(error, TimeoutError) and scope.expired():
-            # The work made a time-out of its cancellation.
+            # The work has turned its cancellation into a time-out.
             raise Superseded from None
 
 
-class ShardOwners:
+class Claims:
     """The current claim of each shard."""
 
     def __init__(self) -> None:
-        """Begin without any."""
-        self.claims: dict[str, Claim] = {}
-        """Of shards that somebody has; read only."""
+        """Begin without claims."""
+        self.current: dict[str, Claim] = {}
+        """The current one of each shard; read only."""
         self._superseded: defaultdict[str, list[Claim]] = defaultdict(list)
         """Earlier claims whose connections still live."""
 
     def take(self, shard_id: str) -> Claim:
         """Claim a shard; an earlier claim of it is superseded."""
-        before = self.claims.get(shard_id)
-        claim = self.claims[shard_id] = Claim(asyncio.Lock() if before is None else before.lock)
+        before = self.current.get(shard_id)
+        claim = self.current[shard_id] = Claim(asyncio.Lock() if before is None else before.lock)
         if before is not None:
             self._superseded[shard_id].append(before)
             before.supersede()
         return claim
 
     def release(self, shard_id: str, claim: Claim, *, ended: bool = False) -> None:
-        """Let go of a claim. If it was current and the shard has not ``ended``, call ``abandoned`` of the earlier claims."""
+        """Release a claim. If it was current and the shard has not ``ended``, the earlier claims are abandoned."""
         if claim.current:
             claim.current = False
-            del self.claims[shard_id]
+            del self.current[shard_id]
             for earlier in self._superseded.pop(shard_id, ()):
                 if not ended:
-                    earlier.abandoned()
+                    earlier.on_loss(Loss.ABANDONED)
         elif claim in self._superseded[shard_id]:
             self._superseded[shard_id].remove(claim)
         if not self._superseded[shard_id]:

@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from mldserver.sources.shard_claims import Claim, ShardOwners, Superseded
+from mldserver.consumer.claims import Claim, Claims, Superseded
 
 pytestmark = pytest.mark.quick
 
 
 async def test_a_claim_is_current_until_the_next_one() -> None:
-    owners = ShardOwners()
-    first = owners.take("s")
-    second = owners.take("s")
+    claims = Claims()
+    first = claims.take("s")
+    second = claims.take("s")
     assert (first.current, second.current) == (False, True)
     with pytest.raises(Superseded):
         async with first.work():
@@ -22,15 +22,15 @@ async def test_a_claim_is_current_until_the_next_one() -> None:
 
 
 async def test_claims_of_different_shards_know_nothing_of_each_other() -> None:
-    owners = ShardOwners()
-    first = owners.take("a")
-    owners.take("b")
+    claims = Claims()
+    first = claims.take("a")
+    claims.take("b")
     assert first.current
 
 
 async def test_a_new_claim_cancels_the_work_and_waits_for_its_end() -> None:
-    owners = ShardOwners()
-    first = owners.take("s")
+    claims = Claims()
+    first = claims.take("s")
     order: list[str] = []
 
     async def long_work() -> None:
@@ -44,7 +44,7 @@ async def test_a_new_claim_cancels_the_work_and_waits_for_its_end() -> None:
 
     working = asyncio.create_task(long_work())
     await asyncio.sleep(0)
-    second = owners.take("s")
+    second = claims.take("s")
     async with second.work():
         order.append("second works")
     with pytest.raises(Superseded):
@@ -53,8 +53,8 @@ async def test_a_new_claim_cancels_the_work_and_waits_for_its_end() -> None:
 
 
 async def test_a_claim_that_waits_for_its_turn_is_superseded_too() -> None:
-    owners = ShardOwners()
-    first = owners.take("s")
+    claims = Claims()
+    first = claims.take("s")
     leave = asyncio.Event()
 
     async def leaves_late() -> None:
@@ -76,9 +76,9 @@ async def test_a_claim_that_waits_for_its_turn_is_superseded_too() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(stubborn())
         await asyncio.sleep(0)
-        group.create_task(waiting(owners.take("s")))
+        group.create_task(waiting(claims.take("s")))
         await asyncio.sleep(0)
-        third = owners.take("s")
+        third = claims.take("s")
         await asyncio.sleep(0)
         leave.set()
     async with third.work():
@@ -86,8 +86,8 @@ async def test_a_claim_that_waits_for_its_turn_is_superseded_too() -> None:
 
 
 async def test_a_claim_that_is_not_current_does_not_wait_for_the_work_of_the_one_that_is() -> None:
-    owners = ShardOwners()
-    first, second = owners.take("s"), owners.take("s")
+    claims = Claims()
+    first, second = claims.take("s"), claims.take("s")
     async with second.work():
         for scope in (first.work(), first.visit()):
             with pytest.raises(Superseded):
@@ -96,7 +96,7 @@ async def test_a_claim_that_is_not_current_does_not_wait_for_the_work_of_the_one
 
 
 async def test_who_visits_goes_when_the_owner_cannot_wait_and_the_owners_work_goes_on() -> None:
-    claim = ShardOwners().take("s")
+    claim = Claims().take("s")
     order: list[str] = []
     leave = asyncio.Event()
 
@@ -143,18 +143,18 @@ async def _worked(claim: Claim, order: list[str]) -> None:
 
 
 async def test_a_time_out_inside_the_work_is_its_own() -> None:
-    claim = ShardOwners().take("s")
+    claim = Claims().take("s")
     with pytest.raises(TimeoutError):
         async with claim.work():
             raise TimeoutError
 
 
 async def test_releasing_forgets_the_shard_but_not_the_claim_of_another() -> None:
-    owners = ShardOwners()
-    first = owners.take("s")
-    second = owners.take("s")
-    owners.release("s", first)
+    claims = Claims()
+    first = claims.take("s")
+    second = claims.take("s")
+    claims.release("s", first)
     assert second.current
-    owners.release("s", second)
+    claims.release("s", second)
     assert not second.current
-    assert owners.take("s").current
+    assert claims.take("s").current
