@@ -26,7 +26,7 @@ from mldserver.sinks import jdbc
 from mldserver.sinks.database import Database, DatabaseError, connected
 from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark.client import make_engine
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Place:
 
 
 @pytest.fixture
-def place(session: Session, tmp_path: Path, server: Postgres) -> Place:
+def place(session: DriverSession, tmp_path: Path, server: Postgres) -> Place:
     place = Place(session.spark, tmp_path, server)
     place.ask("DROP SCHEMA public CASCADE; CREATE SCHEMA public; GRANT USAGE ON SCHEMA public TO PUBLIC")
     return place

@@ -29,7 +29,7 @@ from mldserver.sinks.sink import (
     own_table,
     staged,
 )
-from mldserver.spark.session import Session
+from mldserver.spark.session import DriverSession
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ OURS = Owner("flights", LEDGER)
 
 
 @pytest.fixture
-def spark(session: Session) -> Iterator[SparkSession]:
+def spark(session: DriverSession) -> Iterator[SparkSession]:
     session.spark.conf.set("spark.sql.catalog.lake", "org.apache.iceberg.spark.SparkCatalog")
     yield session.spark
     session.spark.conf.unset("spark.sql.catalog.lake")
