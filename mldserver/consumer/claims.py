@@ -11,11 +11,15 @@ deliver again from the checkpoint.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+
+from mldserver.records import Shard
+from mldserver.runtime.interface import Runtime
 
 
 class Superseded(Exception):
@@ -179,3 +183,31 @@ class Claims:
             self._superseded[shard_id].remove(claim)
         if not self._superseded[shard_id]:
             del self._superseded[shard_id]
+
+
+@contextlib.asynccontextmanager
+async def visiting(
+    runtime: Runtime, claims: Claims, shard_id: str, *, may_open: bool
+) -> AsyncGenerator[bool, None]:
+    """Have a shard's handler between two batches; give whether that is possible now.
+
+    ``may_open``: if no consumer of this server has the shard, open a handler for the visit. Raises Superseded, also within the block,
+    when the consumer does not wait for visitors, or when a connection claims a shard whose handler was opened for the visit.
+    """
+    claim = claims.current.get(shard_id)
+    if claim is not None and claim.opened:
+        async with claim.visit():
+            yield True
+    elif claim is not None or not may_open:
+        yield False
+    else:
+        claim = claims.take(shard_id)
+        try:
+            async with claim.work():
+                await runtime.open(Shard(shard_id, None))
+                try:
+                    yield True
+                finally:
+                    await runtime.forget(shard_id)
+        finally:
+            claims.release(shard_id, claim)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.base.clock import BOUNDS_MS, Clock, Durations
+from mldserver.consumer.core import InFlight
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 
 _CLASSES: Final = 100
+_LONG_MS: Final = 1000
+"""A batch whose shard was throttled for so long is logged by itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +128,39 @@ class Progress:
         self._last, self._lag_ms = outline.last, outline.millis_behind_latest
         if took_ms > self._slowest_ms:  # noqa: PLR1730  # every batch comes by: max() costs three times as much
             self._slowest_ms = took_ms
+
+    def report(self, batch: InFlight, now_ms: int, *, each: bool, debugging: bool) -> None:
+        """Count a batch that is done. If ``each``, log it by itself if it is unusual, or if the log takes everything."""
+        outcome: BatchOutcome = batch.outcome
+        outline, rows, interval = outcome.outline, outcome.effects.rows, self.interval
+        handler_ms = batch.processed_ms - (batch.began_ms or batch.received_ms)
+        held_ms = batch.done_ms - batch.processed_ms
+        self.note(outcome, batch.size, now_ms - batch.received_ms, handler_ms)
+        interval.held_ms += held_ms
+        failed = outcome.attempts > 1 or outcome.effects.dead_letters or outcome.skipped or outcome.discarded
+        if failed or outline.duplicates:
+            interval.count_failures(outcome)
+        unusual = failed or batch.late or held_ms >= _LONG_MS or outline.duplicates
+        if not each or not (unusual or debugging):
+            return
+        (self.log.info if unusual else self.log.debug)(
+            "batch.done",
+            records=outline.records,
+            rows=0 if rows is None else rows.num_rows,
+            duplicates=outline.duplicates,
+            dead_letters=len(outcome.effects.dead_letters),
+            skipped=outcome.skipped,
+            discarded=outcome.discarded,
+            bytes=batch.size,
+            first=outline.first and str(outline.first),
+            last=outline.last and str(outline.last),
+            millis_behind_latest=outline.millis_behind_latest,
+            attempts=outcome.attempts,
+            handler_seconds=handler_ms / 1000,
+            held_seconds=held_ms / 1000,
+            checkpoint=batch.checkpoint and str(batch.checkpoint),
+            seconds=(now_ms - batch.received_ms) / 1000,
+        )
 
     def tell(self) -> None:
         """Log what has come since the last time; nothing when nothing has."""

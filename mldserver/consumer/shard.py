@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, cast
 
 import structlog
 
@@ -32,71 +31,16 @@ from mldserver.consumer.core import Consumption, InFlight, Order, Phase, Signal,
 from mldserver.consumer.deadlines import AnswerDeadlines
 from mldserver.consumer.intake import Intake, ShardIntake, ShardOpening
 from mldserver.consumer.progress_log import Progress, ProgressLog
+from mldserver.consumer.upstream import CheckpointOutcome, Fetching, Upstream
 from mldserver.errors import InternalError, MldserverError, PeerError
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Payload, Runtime, outcome_of
 
 log = structlog.get_logger("mldserver")
 
-_LONG_MS: Final = 1000
-"""A batch whose shard was throttled for so long is logged by itself."""
 _AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
 """The outcome of an empty batch at the tip of the stream."""
 _AWAITED: Final = frozenset({Work.AWAITING, Work.THROTTLED, Work.FLUSHING})
-
-
-class CheckpointOutcome(enum.Enum):
-    """What became of a checkpoint."""
-
-    STORED = enum.auto()
-    FAILED = enum.auto()
-    """Given up for now."""
-    STOPPED = enum.auto()
-    """The lease is gone."""
-    CLOSED = enum.auto()
-    """The connection is closed."""
-
-
-class Upstream(Protocol):
-    """A source that sends batches, and waits for each to be acknowledged."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether there is memory for more unprocessed batches."""
-
-    def hold(self, change: int) -> None:
-        """Count by how many bytes more, or less, unprocessed batches take."""
-
-    def acknowledge(self) -> None:
-        """Acknowledge the batch or the request that the source waits for."""
-
-    def checkpoint(self, position: Sequence | None) -> asyncio.Future[CheckpointOutcome]:
-        """Ask for a checkpoint at ``position``; None: at the shard's end."""
-
-    def close(self, error: MldserverError | None = None) -> None:
-        """Close the source's connection because of an error."""
-
-    @property
-    def debugging(self) -> bool:
-        """Whether each batch is logged by itself."""
-
-    @property
-    def peer(self) -> str:
-        """Who the batches come from, for the log."""
-
-
-class _Fetching:
-    """Stands for a source that fetches batches itself, and stores nothing."""
-
-    has_room = True
-    debugging = False
-    peer = ""
-
-    def hold(self, change: int) -> None: ...
-
-    def acknowledge(self) -> None: ...
-
-    def close(self, error: MldserverError | None = None) -> None: ...
 
 
 class ConsumerParts(NamedTuple):
@@ -127,7 +71,7 @@ class Consumer:
         self._parts = parts
         self._clock = parts.clock
         self._deadlines = deadlines or AnswerDeadlines(clock=parts.clock, seconds=None)
-        self._source: Any = upstream or _Fetching()
+        self._source: Any = upstream or Fetching()
         self._sends = upstream is not None
         self.log = log
         self.progress = Progress(log, counts or ProgressLog(clock=parts.clock, seconds=0))
@@ -689,38 +633,8 @@ class Consumer:
         self.log.warning("batch.answered_early", seconds=seconds, batches=len(core.batches), bytes=core.bytes)
 
     def _report(self, batch: InFlight) -> None:
-        """Count a batch that is done; log it by itself if it is unusual, or if each is logged."""
-        outcome: BatchOutcome = batch.outcome
-        began_ms = batch.began_ms or batch.received_ms
         now_ms = batch.done_ms if batch.checkpoint is None else self._clock.steady_ms()
-        outline, rows, progress = outcome.outline, outcome.effects.rows, self.progress
-        handler_ms, held_ms = batch.processed_ms - began_ms, batch.done_ms - batch.processed_ms
-        progress.note(outcome, batch.size, now_ms - batch.received_ms, handler_ms)
-        progress.interval.held_ms += held_ms
-        failed = outcome.attempts > 1 or outcome.effects.dead_letters or outcome.skipped or outcome.discarded
-        if failed or outline.duplicates:
-            progress.interval.count_failures(outcome)
-        unusual = failed or batch.late or held_ms >= _LONG_MS or outline.duplicates
-        if not self._sends or not (unusual or self._source.debugging):
-            return
-        (self.log.info if unusual else self.log.debug)(
-            "batch.done",
-            records=outline.records,
-            rows=0 if rows is None else rows.num_rows,
-            duplicates=outline.duplicates,
-            dead_letters=len(outcome.effects.dead_letters),
-            skipped=outcome.skipped,
-            discarded=outcome.discarded,
-            bytes=batch.size,
-            first=outline.first and str(outline.first),
-            last=outline.last and str(outline.last),
-            millis_behind_latest=outline.millis_behind_latest,
-            attempts=outcome.attempts,
-            handler_seconds=handler_ms / 1000,
-            held_seconds=held_ms / 1000,
-            checkpoint=batch.checkpoint and str(batch.checkpoint),
-            seconds=(now_ms - batch.received_ms) / 1000,
-        )
+        self.progress.report(batch, now_ms, each=self._sends, debugging=self._source.debugging)
 
 
 def as_ours(error: Exception) -> MldserverError:
@@ -730,31 +644,3 @@ def as_ours(error: Exception) -> MldserverError:
     fault = InternalError(f"Unexpected {type(error).__name__}: {error}", did="The connection was closed.")
     fault.__cause__ = error
     return fault
-
-
-@contextlib.asynccontextmanager
-async def visiting(
-    runtime: Runtime, claims: Claims, shard_id: str, *, may_open: bool
-) -> AsyncGenerator[bool, None]:
-    """Have a shard's handler between two batches; give whether that is possible now.
-
-    ``may_open``: if no consumer of this server has the shard, open a handler for the visit. Raises Superseded, also within the block,
-    when the consumer does not wait for visitors, or when a connection claims a shard whose handler was opened for the visit.
-    """
-    claim = claims.current.get(shard_id)
-    if claim is not None and claim.opened:
-        async with claim.visit():
-            yield True
-    elif claim is not None or not may_open:
-        yield False
-    else:
-        claim = claims.take(shard_id)
-        try:
-            async with claim.work():
-                await runtime.open(Shard(shard_id, None))
-                try:
-                    yield True
-                finally:
-                    await runtime.forget(shard_id)
-        finally:
-            claims.release(shard_id, claim)

@@ -24,8 +24,7 @@ import structlog
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
-from mldserver.consumer.claims import Claims, Superseded
-from mldserver.consumer.shard import visiting
+from mldserver.consumer.claims import Claims, Superseded, visiting
 from mldserver.coordinator.shards import RedriveIntake
 from mldserver.deadletters.destinations import batches
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError

@@ -223,10 +223,6 @@ class MLDConnection:
             self._position, self._attempts = position, 0
         self._step(command)
 
-    def reject(self, error: PeerError) -> None:
-        """Report that the batch passed on is not a valid message. Raises InternalError when no batch was passed on."""
-        self._step(Input.REJECT, error)
-
     def abort(self, error: MldserverError) -> None:
         """Close on purpose, because of an error of our own side. Raises InternalError when already closed."""
         self._step(Input.ABORT, error)

@@ -97,7 +97,6 @@ class Input(enum.StrEnum):
     ANSWER_GONE = "answer_gone"
     CHECKPOINT = "checkpoint"
     CHECKPOINT_GONE = "checkpoint_unsent"
-    REJECT = "reject"
     ABORT = "abort"
     CLOSE = "close"
 
@@ -217,7 +216,6 @@ _ROWS: Final[dict[State, dict[Input, Transition]]] = {
     State.FINAL: {Input.CLOSE_TIMEOUT: _CLOSED},
     State.CLOSED: {},
 }
-_ROWS[State.PROCESSING][Input.REJECT] = _FAILED
 
 TABLE: Final[dict[State, dict[Input, Transition]]] = {
     state: {**_EVERYWHERE, **rows} if rows else {} for state, rows in _ROWS.items()

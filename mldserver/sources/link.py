@@ -18,7 +18,7 @@ from mldserver.base.clock import Flag
 from mldserver.base.folding import Folding
 from mldserver.base.secret import SecretGate
 from mldserver.base.tls import ServerTLS, names_of
-from mldserver.consumer.shard import CheckpointOutcome
+from mldserver.consumer.upstream import CheckpointOutcome
 from mldserver.errors import DecodeError, InternalError, MldserverError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection

@@ -205,15 +205,9 @@ def test_a_batch_that_our_side_cannot_decode_is_the_peers_error() -> None:
     wire = Wire(V2)
     wire.says(BATCH)
     error = DecodeError("records[0].data")
-    wire.connection.reject(error)
+    wire.connection.abort(error)
     assert wire.fails_with(DecodeError) is error
     assert wire.sent() == b""
-
-
-def test_there_is_nothing_to_reject_between_batches() -> None:
-    wire = Wire(V2)
-    with pytest.raises(InternalError):
-        wire.connection.reject(DecodeError("late"))
 
 
 # Endings.
@@ -458,7 +452,6 @@ def test_a_closed_connection_ignores_the_peer_and_refuses_commands() -> None:
         wire.connection.close,
         lambda: wire.connection.abort(HandlerHalted("late")),
         lambda: wire.connection.checkpoint(None),
-        lambda: wire.connection.reject(DecodeError("late")),
     ]
     for command in commands:
         with pytest.raises(InternalError):

@@ -93,13 +93,9 @@ def test_every_state_can_be_reached_and_left() -> None:
     assert reached == set(State)
 
 
-def test_only_the_batch_can_be_rejected_since_nothing_else_is_passed_on_undecoded() -> None:
-    assert [state for state, event, _ in ROWS if event is Input.REJECT] == [State.PROCESSING]
-
-
-def test_the_rows_of_batch_and_drain_differ_only_in_where_they_lead_and_in_what_may_be_rejected() -> None:
+def test_the_rows_of_batch_and_drain_differ_only_in_where_they_lead() -> None:
     for suffix in ("", "_checkpoint", "_backoff"):
         batch, drain = TABLE[State(f"processing{suffix}")], TABLE[State(f"draining{suffix}")]
-        assert set(batch) - {Input.REJECT} == set(drain)
+        assert set(batch) == set(drain)
     pairs = itertools.pairwise((State.PROCESSING, State.IDLE, State.DRAINING, State.DRAINED))
     assert [TABLE[a][Input.ANSWER].to is b for a, b in list(pairs)[::2]] == [True, True]
