@@ -19,7 +19,6 @@ from support.processes import has_ended
 from support.serving import quick, serving, until
 from workers.kit import Book, children, named
 
-from mldserver.base.backoff import Backoff
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
 
@@ -308,7 +307,8 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
     async with serving(quick(tmp_path / "out", "hopeless", workers=1), exit_code=EXIT_FORCED) as server:
         daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
         assert server._parts is not None
-        server._parts.runtime._workers[0]._deaths = Backoff(base=0.05, cap=0.05)  # type: ignore[attr-defined]  # so that it takes no minutes
+        deaths = server._parts.runtime._workers[0]._deaths  # type: ignore[attr-defined]  # see below
+        deaths.base = deaths.cap = 0.05  # so that it takes no minutes
         async with asyncio.timeout(800):
             await until(lambda: bool(named(logged, "worker.failed")))
             await until(lambda: bool(named(logged, "server.unready")))
