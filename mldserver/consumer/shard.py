@@ -303,9 +303,12 @@ class Consumer:
 
     def acknowledge_late(self) -> None:
         """Acknowledge the batch that the source waits for, if there is memory for more, and an operator does not pause the shard."""
-        memory = self._source.has_room and not self.intake.paused
-        if self.core.deadline(due=self.intake.checkpoint_due() is not None, memory=memory):
-            self._carry_out()
+        try:
+            memory = self._source.has_room and not self.intake.paused
+            if self.core.deadline(due=self.intake.checkpoint_due() is not None, memory=memory):
+                self._carry_out()
+        except Exception as error:  # noqa: BLE001  # see deliver
+            self._fail(error)
 
     @property
     def owed_since_ms(self) -> int | None:
@@ -367,9 +370,9 @@ class Consumer:
             case Order.AWAIT:
                 self._wake.set()
             case Order.CHECKPOINT:
-                position = (
-                    None if self.core.phase is Phase.ENDING_CHECKPOINT else self.intake.checkpoint_due()
-                )
+                ends = self.core.phase is Phase.ENDING_CHECKPOINT
+                position = None if ends else self.intake.checkpoint_due()
+                assert ends or position is not None, "without a position it would cover everything delivered"
                 self._checkpoint(position).add_done_callback(partial(self._replied, position, batch))
             case Order.GIVE_UP:
                 self._give_up()

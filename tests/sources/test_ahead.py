@@ -14,6 +14,7 @@ from mldserver.consumer import core
 from mldserver.errors import PeerError
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
+from mldserver.sources.link import Link
 from mldserver.testing import VirtualClock
 from tests.coordinator.pipeline import named
 from tests.sources.house import House, serving
@@ -408,6 +409,23 @@ async def test_one_that_takes_long_is_answered_after_its_deadline(
     for number in (2, 3):
         stream.begun[number - 1].set_result(outcome_of(number))
     await stream.accepts(3)
+
+
+async def test_a_bug_at_the_deadline_of_one_shard_ends_only_its_connection(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stream.warm_up()
+    await stream.ahead(2)
+    stream.shard.durable = Sequence(1)
+    await stream.send(3)
+
+    def checkpoint(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Link, "checkpoint", checkpoint)
+    await stream.clock.advance(22)
+    assert not stream.house.running.done()
+    await stream.daemon.sees_the_end()
 
 
 async def test_a_visitor_comes_between_two_batches(stream: Stream) -> None:
