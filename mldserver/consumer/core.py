@@ -304,14 +304,19 @@ WORK: Final[dict[Work, dict[Signal, Move]]] = {
     Work.OVER: {Signal.GIVE_UP: Move(Work.OVER)},
 }
 
-ROWS: Final = dict[enum.StrEnum, dict[Signal, Move]]([*PHASES.items(), *WORK.items()])
-"""``ROWS[state][signal]``; a missing key is the error."""
 _OF_WORK: Final = frozenset(signal for row in WORK.values() for signal in row)
 _STOPPING: Final = frozenset({Phase.FINISHING, Phase.FINISHING_CHECKPOINT, Phase.STOPPED})
 _BATCH_OWED: Final = frozenset({Phase.WAITING, Phase.FINISHING})
 _REQUESTS: Final = frozenset(
     phase for phase, row in PHASES.items() if {Signal.READY, Signal.CHECKPOINTED} & row.keys()
 ) - {Phase.FAILED, Phase.RELEASED}
+
+
+# An attribute of an enum class costs four times a global: every batch comes through here.
+_IDLE, _WAITING, _FINISHING = Phase.IDLE, Phase.WAITING, Phase.FINISHING
+_EMPTY, _WORKING = Work.EMPTY, Work.WORKING
+_BATCH, _READY, _SUBMIT, _NEXT, _LAST = Signal.BATCH, Signal.READY, Signal.SUBMIT, Signal.NEXT, Signal.LAST
+_REPORT: Final = Order.REPORT
 
 
 class Stage(enum.Enum):
@@ -352,6 +357,11 @@ class InFlight(msgspec.Struct, eq=False):
     done_ms: int = 0
     checkpoint: Sequence | None = None
     """What was checkpointed before it was acknowledged."""
+    stored_ms: int = 0
+    """When that was stored; 0: nothing was."""
+
+
+_DONE_STAGE, _SUBMITTED = Stage.DONE, Stage.SUBMITTED
 
 
 class Consumption:
@@ -362,7 +372,7 @@ class Consumption:
     def __init__(self, *, early: bool = False) -> None:
         """``early``: whether batches may be acknowledged before they are done."""
         self._early = early
-        self.phase, self.work = Phase.NEW, Work.EMPTY
+        self.phase, self.work = Phase.NEW, _EMPTY
         self.batches: list[InFlight] = []
         """In flight, in order."""
         self.bytes = 0
@@ -391,8 +401,11 @@ class Consumption:
         return self.phase in _REQUESTS
 
     def signal(self, signal: Signal) -> None:
-        """Note what changes the phase only. Raises InternalError if it is not possible in this phase."""
-        self._step(None, signal)
+        """Note a signal that needs no rule beyond its row. Raises InternalError if it is not possible in this state."""
+        if signal in _OF_WORK:
+            self._step(None, None, signal)
+        else:
+            self._step(None, signal)
 
     def is_first(self, batch: InFlight) -> bool:
         """Whether a batch is the first in flight; not if it was given up."""
@@ -405,44 +418,44 @@ class Consumption:
 
         ``free``: no visitor is at the handler; ``ahead``: there is memory for more batches, and no checkpoint is due.
         """
-        if self.phase is not Phase.IDLE:
-            self._step(None, Signal.BATCH)
+        if self.phase is not _IDLE:
+            self._step(None, _BATCH)
             return False
         self.batches.append(batch)
         self.bytes += batch.size
         self.owed = batch
-        if free and (self.work is Work.EMPTY or self.work is Work.WORKING):
+        if free and (self.work is _EMPTY or self.work is _WORKING):
             batch.ahead = ahead and self._is_bounded()
-            self._step(batch, Signal.BATCH, Signal.SUBMIT)
+            self._step(batch, _BATCH, _SUBMIT)
         else:
             self.quick = False
-            self._step(batch, Signal.BATCH, Signal.QUEUE)
+            self._step(batch, _BATCH, Signal.QUEUE)
         return True
 
     def submitted(self, batch: InFlight) -> None:
         """Note that the runtime works on a batch, and will report its outcome."""
-        batch.stage = Stage.SUBMITTED
+        batch.stage = _SUBMITTED
         if batch.ahead:
             self.owed = None
-            self._step(batch, Signal.READY)
+            self._step(batch, _READY)
 
     def processed(self, batch: InFlight) -> None:
         """Note that the runtime has completed a batch by itself; it is accepted once it is the first."""
         batch.stage = Stage.PROCESSED
-        if self.work is Work.WORKING and batch is self.batches[0]:
-            self._step(batch, Signal.OUTCOME)
+        if self.work is _WORKING and batch is self.batches[0]:
+            self._step(batch, None, Signal.OUTCOME)
 
     def unfinished(self, batch: InFlight) -> None:
         """Note that a batch needs a wait: the task does what is left of it once the batch is the first."""
         was, batch.stage = batch.stage, Stage.QUEUED
-        if self.work is Work.WORKING and (batch is self.batches[0] or was is Stage.QUEUED):
+        if self.work is _WORKING and (batch is self.batches[0] or was is Stage.QUEUED):
             self._await()
 
     def throttled(self, batch: InFlight) -> None:
         """Note that the coordinator has accepted the first batch, and has no room for more."""
         batch.stage = Stage.ACCEPTED
         self.quick = False
-        self._step(batch, Signal.NO_ROOM)
+        self._step(batch, None, Signal.NO_ROOM)
 
     @property
     def must_flush(self) -> bool:
@@ -454,36 +467,36 @@ class Consumption:
 
         ``due``: a position is due for a checkpoint; ``memory``: there is memory for more batches in flight.
         """
-        owed, by_itself = self.owed, self.work is Work.WORKING
+        owed, by_itself = self.owed, self.work is _WORKING
         del self.batches[0]
         self.bytes -= batch.size
-        batch.stage, batch.done_ms = Stage.DONE, now_ms
+        batch.stage, batch.done_ms = _DONE_STAGE, now_ms
         if by_itself and batch.begun is not None:
             self.quick = self._early and now_ms - batch.received_ms < QUICK_MS
-        following = Signal.NEXT if self.batches else Signal.LAST
-        if self.phase not in _BATCH_OWED or (
+        following = _NEXT if self.batches else _LAST
+        if (self.phase is not _WAITING and self.phase is not _FINISHING) or (
             owed is not batch and (due or not (memory and by_itself and self.quick and self._is_bounded()))
         ):
-            self._step(batch, following)
+            self._step(batch, None, following)
         elif due:
             self.quick = False
             self._step(owed, Signal.READY_DUE, following)
             return  # it is reported with its checkpoint
         else:
             self.owed = None
-            self._step(owed, Signal.READY, following)
-        self.orders.append((Order.REPORT, batch))
-        if following is Signal.NEXT and by_itself:
+            self._step(owed, _READY, following)
+        self.orders.append((_REPORT, batch))
+        if following is _NEXT and by_itself:
             first = self.batches[0]
             if first.stage is Stage.PROCESSED:
-                self._step(first, Signal.OUTCOME)
+                self._step(first, None, Signal.OUTCOME)
             elif first.stage is Stage.QUEUED:
                 self._await()
 
     def deadline(self, *, due: bool, memory: bool) -> bool:
         """Acknowledge the batch that the source waits for, since its deadline is over; return whether that is possible."""
         owed = self.owed
-        possible = self.phase in _BATCH_OWED and self.work in {Work.WORKING, Work.AWAITING} and memory
+        possible = self.phase in _BATCH_OWED and self.work in {_WORKING, Work.AWAITING} and memory
         if owed is None or not possible:
             return False
         owed.late = True
@@ -491,8 +504,8 @@ class Consumption:
             self._step(owed, Signal.READY_DUE)
         else:
             self.owed = None
-            self._step(owed, Signal.READY)
-        if self.work is Work.WORKING:
+            self._step(owed, _READY)
+        if self.work is _WORKING:
             self._await()
         return True
 
@@ -500,8 +513,8 @@ class Consumption:
         """Note that the source has stored the checkpoint that it was asked for, or has refused it."""
         batch, self.owed = self.owed, None
         self._step(batch, Signal.CHECKPOINTED)
-        if batch is not None and batch.stage is Stage.DONE and not batch.late:
-            self.orders.append((Order.REPORT, batch))
+        if batch is not None and batch.stage is _DONE_STAGE and not batch.late:
+            self.orders.append((_REPORT, batch))
 
     # Endings.
 
@@ -516,14 +529,14 @@ class Consumption:
         """Note that the server stops: no batch may follow those that are in flight."""
         if Signal.STOP in PHASES[self.phase]:
             self._step(None, Signal.STOP)
-            if self.work is Work.WORKING:
+            if self.work is _WORKING:
                 self._await()
 
     def give_up(self) -> list[InFlight]:
         """Return what was in flight; none of it will be accepted, nor any batch behind it."""
         given_up, self.batches, self.bytes = self.batches, [], 0
         self.incomplete |= bool(given_up)
-        self._step(None, Signal.GIVE_UP)
+        self._step(None, None, Signal.GIVE_UP)
         return given_up
 
     def _is_bounded(self) -> bool:
@@ -531,21 +544,25 @@ class Consumption:
 
     def _await(self) -> None:
         self.quick = False
-        self._step(self.batches[0], Signal.AWAIT)
+        self._step(self.batches[0], None, Signal.AWAIT)
 
-    def _step(self, batch: InFlight | None, *signals: Signal) -> None:
-        """Take the row of each signal; its orders are for ``batch``."""
-        for signal in signals:
-            of_work = signal in _OF_WORK
-            state = self.work if of_work else self.phase
-            move = ROWS[state].get(signal)
+    def _step(self, batch: InFlight | None, signal: Signal | None, to_work: Signal | None = None) -> None:
+        """Take the row of a signal to the phase, and of one to the work; their orders are for ``batch``."""
+        orders = self.orders
+        if signal is not None:
+            move = PHASES[self.phase].get(signal)
             if move is None:
-                raise InternalError(
-                    f"{signal} is not possible while consumption is {state}.", state=repr(self)
-                )
-            if of_work:
-                self.work = move.to
-            else:
-                self.phase = move.to
+                raise self._impossible(signal, self.phase)
+            self.phase = move.to
             for order in move.orders:
-                self.orders.append((order, batch))
+                orders.append((order, batch))
+        if to_work is not None:
+            move = WORK[self.work].get(to_work)
+            if move is None:
+                raise self._impossible(to_work, self.work)
+            self.work = move.to
+            for order in move.orders:
+                orders.append((order, batch))
+
+    def _impossible(self, signal: Signal, state: enum.StrEnum) -> InternalError:
+        return InternalError(f"{signal} is not possible while consumption is {state}.", state=repr(self))

@@ -105,50 +105,53 @@ class Progress:
         """Count for a shard from now on."""
         self.log, self._counts = log, self.interval.shards.setdefault(shard_id, ShardCounts())
 
-    def note(self, outcome: BatchOutcome, size: int, took_ms: int, handler_ms: int) -> None:
-        """Add a batch of ``size`` bytes; an empty one, as idle shards send every second, is not worth a line."""
-        outline, rows, counts, interval = outcome.outline, outcome.effects.rows, self._counts, self.interval
-        self.all_batches += 1
-        if not outline.records:
-            return
-        self.all_records += outline.records
-        if self._told is None:
-            interval.news.add(self)
-            interval.come.set()
-            self._told = (counts.batches, counts.records, counts.rows, counts.bytes)
-            self._first, self._slowest_ms = outline.first, 0
-        counts.batches += 1
-        counts.records += outline.records
-        counts.rows += 0 if rows is None else len(rows)
-        counts.bytes += size
-        took = interval.took  # written out: every batch comes by
-        took.counts[bisect_left(BOUNDS_MS, took_ms)] += 1
-        took.sum_ms += took_ms
-        interval.handler_ms += handler_ms
-        self._last, self._lag_ms = outline.last, outline.millis_behind_latest
-        if took_ms > self._slowest_ms:  # noqa: PLR1730  # every batch comes by: max() costs three times as much
-            self._slowest_ms = took_ms
+    def report(self, batch: InFlight, *, each: bool, debugging: bool) -> None:
+        """Count a batch that is done. If ``each``, log it by itself if it is unusual, or if the log takes everything.
 
-    def report(self, batch: InFlight, now_ms: int, *, each: bool, debugging: bool) -> None:
-        """Count a batch that is done. If ``each``, log it by itself if it is unusual, or if the log takes everything."""
+        An empty batch, as idle shards send every second, does not count.
+        """
         outcome: BatchOutcome = batch.outcome
-        outline, rows, interval = outcome.outline, outcome.effects.rows, self.interval
+        outline, effects, counts, interval = outcome.outline, outcome.effects, self._counts, self.interval
+        took_ms = (batch.stored_ms or batch.done_ms) - batch.received_ms
         handler_ms = batch.processed_ms - (batch.began_ms or batch.received_ms)
         held_ms = batch.done_ms - batch.processed_ms
-        self.note(outcome, batch.size, now_ms - batch.received_ms, handler_ms)
         interval.held_ms += held_ms
-        failed = outcome.attempts > 1 or outcome.effects.dead_letters or outcome.skipped or outcome.discarded
+        self.all_batches += 1
+        if outline.records:
+            self.all_records += outline.records
+            if self._told is None:
+                interval.news.add(self)
+                interval.come.set()
+                self._told = (counts.batches, counts.records, counts.rows, counts.bytes)
+                self._first, self._slowest_ms = outline.first, 0
+            counts.batches += 1
+            counts.records += outline.records
+            counts.rows += 0 if effects.rows is None else len(effects.rows)
+            counts.bytes += batch.size
+            took = interval.took  # written out: every batch comes by
+            took.counts[bisect_left(BOUNDS_MS, took_ms)] += 1
+            took.sum_ms += took_ms
+            interval.handler_ms += handler_ms
+            self._last, self._lag_ms = outline.last, outline.millis_behind_latest
+            if took_ms > self._slowest_ms:  # noqa: PLR1730  # every batch comes by: max() costs three times as much
+                self._slowest_ms = took_ms
+        failed = outcome.attempts > 1 or effects.dead_letters or outcome.skipped or outcome.discarded
         if failed or outline.duplicates:
             interval.count_failures(outcome)
-        unusual = failed or batch.late or held_ms >= _LONG_MS or outline.duplicates
-        if not each or not (unusual or debugging):
-            return
+        unusual = bool(failed or batch.late or held_ms >= _LONG_MS or outline.duplicates)
+        if each and (unusual or debugging):
+            self._log_batch(batch, outcome, took_ms, handler_ms, unusual=unusual)
+
+    def _log_batch(
+        self, batch: InFlight, outcome: BatchOutcome, took_ms: int, handler_ms: int, *, unusual: bool
+    ) -> None:
+        outline, effects = outcome.outline, outcome.effects
         (self.log.info if unusual else self.log.debug)(
             "batch.done",
             records=outline.records,
-            rows=0 if rows is None else rows.num_rows,
+            rows=0 if effects.rows is None else effects.rows.num_rows,
             duplicates=outline.duplicates,
-            dead_letters=len(outcome.effects.dead_letters),
+            dead_letters=len(effects.dead_letters),
             skipped=outcome.skipped,
             discarded=outcome.discarded,
             bytes=batch.size,
@@ -157,9 +160,9 @@ class Progress:
             millis_behind_latest=outline.millis_behind_latest,
             attempts=outcome.attempts,
             handler_seconds=handler_ms / 1000,
-            held_seconds=held_ms / 1000,
+            held_seconds=(batch.done_ms - batch.processed_ms) / 1000,
             checkpoint=batch.checkpoint and str(batch.checkpoint),
-            seconds=(now_ms - batch.received_ms) / 1000,
+            seconds=took_ms / 1000,
         )
 
     def tell(self) -> None:
