@@ -190,7 +190,7 @@ async def test_what_only_a_person_can_mend_is_said_in_one_event_and_exits_2(
     assert await stopped(quick(out, handler, pipeline="another")) == EXIT_OPERATOR
     (tmp_path / "file").write_text("no folder")
     assert await stopped(quick(tmp_path / "file", handler)) == EXIT_OPERATOR
-    nameless = UnixAddress(Path("/long" * 100))
+    nameless = UnixAddress(tmp_path / ("long" * 100))
     assert await stopped(quick(tmp_path / "other", handler, listen=nameless)) == EXIT_OPERATOR
     told = [entry for entry in logged if entry["event"] == "server.failed"]
     assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 5

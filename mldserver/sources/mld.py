@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random as _random
 import socket
 from collections import Counter
@@ -205,7 +206,11 @@ class MLDListener:
                 shown = str(TcpAddress(*listener.getsockname()[:2]))
         except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
             # A port that is taken, an address or a folder that is not there: all that may change.
-            lasting = isinstance(error, UnicodeError | PermissionError) or error.errno is None
+            lasting = (
+                isinstance(error, UnicodeError | PermissionError)
+                or error.errno == errno.ENAMETOOLONG
+                or error.errno is None  # the socket module itself refuses the address
+            )
             raise (OperatorError if lasting else NotThereYet)(
                 f"Cannot listen on {self._address}: {getattr(error, 'strerror', None) or error}.",
                 advice="Give another address with --listen, or stop what uses this one.",

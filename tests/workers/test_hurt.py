@@ -331,14 +331,15 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
         pids = [event["pid"] for event in named(logged, "worker.started") if event["worker"] == worker]
         return pids[-1] if pids and pids[-1] not in killed else None
 
-    async def kill(worker: int, playing: asyncio.Task[None]) -> None:
-        """Kill a worker some batches after the last one was killed."""
-        batches = len(named(logged, "batch.done")) + dice.randrange(1, 40)
-        await until(
-            lambda: (
-                playing.done() or (len(named(logged, "batch.done")) >= batches and living(worker) is not None)
-            )
-        )
+    def batches_of(server: Server, worker: int) -> int:
+        plan = server._parts.runtime._plan  # type: ignore[attr-defined]  # it is a runtime with workers
+        return sum(plan.get(event["shard"]) == worker for event in named(logged, "batch.done"))
+
+    async def kill(server: Server, worker: int, playing: asyncio.Task[None]) -> None:
+        """Kill a worker that has completed some batches: one that dies before its first waits longer each time."""
+        await until(lambda: playing.done() or living(worker) is not None)
+        batches = batches_of(server, worker) + dice.randrange(1, 40)
+        await until(lambda: playing.done() or batches_of(server, worker) >= batches)
         pid = living(worker)
         assert pid is not None
         killed.append(pid)
@@ -348,7 +349,7 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
     async with serving(quick(tmp_path / "out", handler, workers=2)) as server:
         playing = asyncio.create_task(play(server, stream("", shards=4, records=records), max_records=10))
         for number in range(kills):
-            await kill(number % 2, playing)
+            await kill(server, number % 2, playing)
         await playing
     assert named(logged, "connection.failed") == []
     # A record that is in hand alone whenever its process is killed, as often as it may be tried, is taken for the cause:
