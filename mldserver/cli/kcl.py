@@ -221,7 +221,7 @@ async def _run(
         chance=random.SystemRandom().random,
         server=settings.listen,
         answers=partial(answers, settings.listen, tls),
-        worker=LeaseWorker(properties),
+        worker=LeaseWorker(properties, clock),
         told=told,
     )
     loop = asyncio.get_running_loop()

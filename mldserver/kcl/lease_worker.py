@@ -6,7 +6,7 @@ abstract namespace, and the kernel releases its name once both are dead.
 
 The leader of an application assigns leases that have expired or have no owner. A JVM that is killed keeps the leader's
 lock, which expires after two minutes: the KCL has no property for that. The supervisor, which knows of the death, releases
-the lock instead.
+the lock instead. For the lock of another host it can only report that the application has no leader.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
+from mldserver.base.clock import Clock
 
 log = structlog.get_logger("mldserver")
 
 LEADER_KEY: Final = {"key": {"S": "Leader"}}
 RELEASE_SECONDS: Final = 10.0
 """The time limit of one attempt to release the lock. On a slow host importing AWS's client takes part of this."""
+WATCH_SECONDS: Final = 15.0
+"""Between two reads of the leader's lock."""
+SILENT_SECONDS: Final = 45.0
+"""A leader renews its lock every 30 s (KCL 3). If the lock is unchanged for this long, its owner is dead."""
 MACHINE_ID: Final = Path("/etc/machine-id")
 
 
@@ -45,10 +50,11 @@ def host_worker(machine_id: Path = MACHINE_ID) -> str:
 class LeaseWorker:
     """The worker of one daemon's properties."""
 
-    def __init__(self, properties: Mapping[str, str]) -> None:
+    def __init__(self, properties: Mapping[str, str], clock: Clock) -> None:
         app = properties["applicationName"]
         self.name = properties["workerIdentifier"]
         self._lock_table = properties.get("coordinatorStateTableName", f"{app}-CoordinatorState")
+        self._clock = clock
         self._where: dict[str, Any] = {
             "region": properties.get("dynamoDBRegionName", properties["regionName"]),
             "endpoint_url": properties.get("dynamoDBEndpoint"),
@@ -114,6 +120,38 @@ class LeaseWorker:
             )
             return False
         return True
+
+    async def watch_leader(self) -> None:
+        """Log once for each leader's lock that its owner no longer renews. Runs until it is cancelled."""
+        aws_faults = (BotoCoreError, ClientError, OSError)  # the daemon's own log reports these
+        lock, since_ms, is_reported = None, self._clock.steady_ms(), False
+        await self._clock.sleep(WATCH_SECONDS)
+        with contextlib.suppress(*aws_faults):
+            # One client for all reads: making one takes a fifth of a second.
+            async with aws_client("dynamodb", **self._where) as client:
+                while True:
+                    with contextlib.suppress(*aws_faults):
+                        async with asyncio.timeout(RELEASE_SECONDS):
+                            latest = await self._read_lock(client)
+                        now_ms = self._clock.steady_ms()
+                        if latest != lock:
+                            lock, since_ms, is_reported = latest, now_ms, False
+                        silent_seconds = (now_ms - since_ms) / 1000
+                        if lock is not None and silent_seconds >= SILENT_SECONDS and not is_reported:
+                            is_reported = True
+                            self._report_no_leader(lock[0], silent_seconds)
+                    await self._clock.sleep(WATCH_SECONDS)
+
+    def _report_no_leader(self, leader: str, silent_seconds: float) -> None:
+        log.warning(
+            "kcl.no_leader",
+            leader=leader,
+            seconds=round(silent_seconds),
+            what=f"Worker {leader} leads the application and has not renewed its lock for {silent_seconds:.0f} s. Shards"
+            " without a live owner wait for the next leader.",
+            did="The first worker that gets the lock assigns them. The lock expires after two minutes.",
+            advice=f"If the host of {leader} is up, start mldserver kcl there: it releases the lock.",
+        )
 
     async def _read_lock(self, client: Any) -> tuple[str, str] | None:
         """Return owner and version of the leader's lock; None while it is free, or without a table."""

@@ -216,9 +216,10 @@ class Supervisor:
             ) from error
         try:
             async with asyncio.TaskGroup() as tasks:
-                ending = tasks.create_task(self._end(child))
+                beside = [tasks.create_task(self._end(child)), tasks.create_task(self.worker.watch_leader())]
                 code = await child.wait()
-                ending.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             # With bridges that outlive their JVM.
             await child.close(DRAIN_SECONDS)

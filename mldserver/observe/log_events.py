@@ -290,6 +290,8 @@ kcl.lead_released  info  worker
     The JVM died with the leader's lock of the application. It was released: another daemon can lead at once.
 kcl.fault  warning|error  text repeated
     The Java daemon reported a fault; `repeated`: how often it occurred again in the last minute.
+kcl.no_leader  warning  leader seconds
+    The leader of the KCL application no longer renews its lock; shards without a live owner wait.
 kcl.log  debug|info|warning|error  logger text repeated
     A line of the Java daemon's log. A repeated warning or error is counted, and logged again once a minute at most.
 kcl.cut_short  warning

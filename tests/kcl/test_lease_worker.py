@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -14,16 +15,17 @@ from typing import Any
 import pytest
 
 from mldserver.base.aws import aws_client
-from mldserver.kcl.lease_worker import LeaseWorker, host_worker
+from mldserver.kcl.lease_worker import SILENT_SECONDS, WATCH_SECONDS, LeaseWorker, host_worker
+from mldserver.testing import VirtualClock
 from tests.ledger.dynamodb_emulator import Emulator
 
 Logged = list[dict[str, Any]]
 KEY = {"key": {"S": "Leader"}}
 
 
-def worker(name: str = "me", **changed: str) -> LeaseWorker:
+def worker(name: str = "me", clock: VirtualClock | None = None, **changed: str) -> LeaseWorker:
     properties = {"applicationName": "app", "regionName": "eu-central-1", "workerIdentifier": name}
-    return LeaseWorker(properties | changed)
+    return LeaseWorker(properties | changed, clock or VirtualClock())
 
 
 def events(logged: Logged, name: str) -> Logged:
@@ -168,3 +170,48 @@ async def test_a_lock_that_cannot_be_released_is_logged_with_the_permission_it_t
     (fault,) = events(logged, "kcl.fault")
     assert "could not be released" in fault["what"]
     assert "dynamodb:DeleteItem on the table leads" in fault["advice"]
+
+
+async def let_it_watch(clock: VirtualClock, times: int = 1) -> None:
+    """Return once the watcher has read the lock so many times, and sleeps again."""
+    for _ in range(times):
+        while not clock.sleepers:  # noqa: ASYNC110  # the clock counts sleepers, it has no event for them
+            await asyncio.sleep(0.001)
+        await clock.advance(WATCH_SECONDS)
+    while not clock.sleepers:  # noqa: ASYNC110  # as above
+        await asyncio.sleep(0.001)
+
+
+async def test_a_leader_that_no_longer_renews_its_lock_is_logged_once(
+    emulator: Emulator, app: str, logged: Logged
+) -> None:
+    clock, table = VirtualClock(), f"{app}-CoordinatorState"
+    silent_reads = int(SILENT_SECONDS / WATCH_SECONDS)
+    watching = asyncio.ensure_future(
+        worker(clock=clock, applicationName=app, dynamoDBEndpoint=emulator.url).watch_leader()
+    )
+    await let_it_watch(clock, silent_reads + 2)  # before there is a table
+    async with aws_client("dynamodb", region="eu-central-1", endpoint_url=emulator.url) as dynamodb:
+        await make_table(dynamodb, table, "key")
+        await let_it_watch(clock, silent_reads + 2)  # no worker leads yet
+        for version in ("1", "2", "3"):  # renewed in time
+            await dynamodb.put_item(TableName=table, Item=lock("dead", version))
+            await let_it_watch(clock, silent_reads)
+        assert events(logged, "kcl.no_leader") == []
+        await let_it_watch(clock, 5)
+        (report,) = events(logged, "kcl.no_leader")
+        assert (report["level"], report["leader"], report["seconds"]) == ("warning", "dead", SILENT_SECONDS)
+        await dynamodb.put_item(TableName=table, Item=lock("next"))
+        await let_it_watch(clock, silent_reads + 1)
+    watching.cancel()
+    assert [event["leader"] for event in events(logged, "kcl.no_leader")] == ["dead", "next"]
+
+
+async def test_a_lock_that_cannot_be_read_is_not_reported(emulator: Emulator, logged: Logged) -> None:
+    clock = VirtualClock()
+    watching = asyncio.ensure_future(
+        worker(clock=clock, dynamoDBEndpoint="http://127.0.0.1:1").watch_leader()
+    )
+    await let_it_watch(clock, 5)
+    watching.cancel()
+    assert logged == []

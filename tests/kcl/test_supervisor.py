@@ -52,12 +52,17 @@ class QuietWorker(LeaseWorker):
     """A worker whose name is free or not, and whose lock is released or not: each look takes the next, and the last for ever."""
 
     def __init__(self, *, free: tuple[bool, ...] = (True,), releases: tuple[bool, ...] = (True,)) -> None:
-        super().__init__({"applicationName": "app", "regionName": "r", "workerIdentifier": "me"})
+        super().__init__(
+            {"applicationName": "app", "regionName": "r", "workerIdentifier": "me"}, HastyClock()
+        )
         self.free, self.releases = list(free), list(releases)
         self.released = 0
 
     def claim(self) -> bool:
         return self.free.pop(0) if len(self.free) > 1 else self.free[0]
+
+    async def watch_leader(self) -> None:
+        await asyncio.Event().wait()
 
     async def release_lead(self) -> bool:
         self.released += 1
