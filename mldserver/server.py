@@ -247,7 +247,7 @@ class Server:
             if parts.engine is not None and parts.runner is not None:
                 works |= {"engine": self._run_engine(parts.engine), "windows": parts.runner.run()}
             if parts.polling is not None:
-                works["shards"] = parts.polling.run(parts.coordinator.shards.know)
+                works["shards"] = parts.polling.run(parts.coordinator.shards.add_listing)
             background = {name: group.create_task(work, name=name) for name, work in works.items()}
             taking = asyncio.sleep(0) if self._drain else parts.source.run()
             taking_in = group.create_task(taking, name="source")

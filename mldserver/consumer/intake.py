@@ -1,7 +1,7 @@
-"""What the consumption of a shard asks of the coordinator: to open the shard, to accept its batches, to make them durable.
+"""The interface between a shard's consumer and the coordinator: open a shard, accept its batches, make them durable.
 
-``shard.py`` makes these calls for every source, in the order that each shard needs. A source itself asks only which shards there are
-(``know``, ``seen``), where nobody assigns them.
+``shard.py`` makes these calls for every source. A source calls only ``add_listing`` and ``ledger_snapshot`` itself, if no daemon
+assigns shards to this server.
 """
 
 from __future__ import annotations
@@ -34,120 +34,120 @@ class ShardOpening:
 
 
 class KnownShard(NamedTuple):
-    """What the ledger says of a shard."""
+    """A shard's entry in the ledger."""
 
     position: Sequence | None
-    """Everything at or before it is durable; None when nothing is yet."""
+    """Every record at or before this sequence is durable; None: no record is."""
     ended: bool
-    """It is read to its end, durably."""
+    """Whether the shard was read to its end, and this is durable."""
     owner: str | None
-    """The server that has it; None: nobody."""
+    """The id of the server that reads the shard; None: no server does."""
 
 
-class Seen(NamedTuple):
-    """The ledger, as this server looked at it last: at most a flush interval ago, while it is in reach."""
+class LedgerSnapshot(NamedTuple):
+    """The ledger's content at this server's latest read: at most a flush interval old, while the ledger is in reach."""
 
     server_id: str
-    """This server."""
+    """This server's id."""
     servers: frozenset[str]
-    """Those that take shards, this one among them, and those that died and are not expired yet."""
+    """Ids of the servers that take shards: this server, other live servers, and dead servers that have not expired yet."""
     shards: Mapping[str, KnownShard]
 
 
 class ShardIntake(Protocol):
-    """One shard under one connection. It is dead once the shard is opened again; calls on a dead one do nothing."""
+    """One consumer's session of one shard. Once it is no longer ``alive``, its calls do nothing."""
 
     @property
     def alive(self) -> bool:
-        """Whether the shard is its: it has not ended, was not let go, and no other server has opened it since."""
+        """Whether the session still owns the shard: it did not end or release the shard, and no later session opened it."""
 
     @property
     def after(self) -> Sequence | None:
-        """Everything at or before it was accepted earlier and must be dropped unseen."""
+        """Records at or before this sequence were accepted earlier: drop them before the handler sees them. None: drop none."""
 
     @property
     def parked(self) -> Mapping[str, Sequence]:
         """The partition keys that had dead letters when the shard was opened (under ``on_key_failure = park``)."""
 
-    def began(self, received_ms: int | None = None) -> None:
-        """Note that the work on a batch begins: the shard is not silent until it is answered.
+    def batch_began(self, received_ms: int | None = None) -> None:
+        """Report that processing of a batch begins. Until the batch is accepted, the shard does not count as idle.
 
-        ``received_ms``: steady time at which its first bytes came; None: now. A batch that waits behind others came before.
+        ``received_ms``: steady time at which the batch's first bytes came; None: now.
         """
 
-    def busy(self) -> None:
-        """Note that a request comes in, or that the daemon is asked for a checkpoint: until ``answered`` it is not silent.
+    def request_began(self) -> None:
+        """Report that a request or a checkpoint is in progress. Until ``request_ended`` the shard does not count as idle.
 
-        After ``end``: that the daemon is asked to store the end. Children that are not known yet come after that.
+        After ``end`` it reports that the source stores the shard's end: children may become known only after that.
         """
 
-    def answered(self) -> None:
-        """Note that the daemon was answered: what made the shard ``busy`` is over."""
+    def request_ended(self) -> None:
+        """Report that the request or the checkpoint of ``request_began`` is over."""
 
-    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
-        """Take a batch's rows; return whether the daemon may be answered, or is to wait until the shard is ``admitted``.
+    def accept_batch(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+        """Accept a batch's effects. True: acknowledge the batch now; False: only after ``wait_for_room``.
 
-        ``now_ms``: steady time; ``received_ms``: when it came, where ``began`` was not told of it.
+        ``now_ms``: steady time. ``received_ms``: when the batch came, if ``batch_began`` was not called with it.
         """
 
     @property
     def paused(self) -> bool:
-        """Whether an operator holds the shard's answers."""
+        """Whether an operator has paused the shard: its batches are not acknowledged."""
 
-    async def admitted(
+    async def wait_for_room(
         self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        """Return when the shard is not held back any more.
+        """Wait while the shard is throttled or paused.
 
-        ``answered``: its daemon waits for nothing, so that a pause has nothing to hold. ``checkpoint`` asks the daemon for
-        one, meanwhile: an operator may want to have the shard elsewhere, and nothing of it delivered there again.
+        ``answered``: the source does not wait for an acknowledgement, so a pause does not apply. ``checkpoint``: is called
+        during a pause when an operator moves the shard to another server, so that no record is delivered there again.
         """
 
     def advance(self, position: Sequence) -> None:
-        """Note that a handler which keeps its position has checkpointed so far in a hook; the next flush moves it."""
+        """Report that a handler which keeps its position has checkpointed up to ``position`` in a hook. The next flush stores it."""
 
     def begin(self, position: Sequence) -> None:
-        """Note where a shard begins of which the ledger has no position: all at or before it counts as done."""
+        """Set where a shard begins for which the ledger has no position. Records at or before ``position`` count as done."""
 
     def checkpoint_due(self) -> Sequence | None:
         """Return the durable position when it is ahead of the last checkpoint, else None."""
 
     def checkpointed(self, position: Sequence) -> None:
-        """Note that the daemon stored a checkpoint."""
+        """Report that the source stored a checkpoint at ``position``."""
 
     async def drain(self) -> None:
-        """Flush what was accepted; on return the durable position covers it (unless the shard is owned elsewhere)."""
+        """Flush the accepted batches. On return they are durable, unless another session owns the shard now."""
 
     async def end(self) -> bool:
-        """The shard is read to its end: flush, and mark it ended durably.
+        """Flush the accepted batches, and mark the shard as ended in the ledger.
 
-        True: everything accepted is durable, the end may be checkpointed. False: the shard is owned elsewhere.
+        True: both are durable, and the shard's end may be checkpointed. False: another session owns the shard now.
         """
 
     async def lost(self) -> None:
-        """The lease went elsewhere: flush what was accepted, then let go."""
+        """Flush the accepted batches, then release the shard: the daemon has lost its lease."""
 
     def disconnected(self) -> None:
-        """The connection is gone without an ending."""
+        """Release the shard without a flush: the connection closed before the shard ended or its lease was lost."""
 
     async def finish(self) -> None:
-        """The server stops, and no batch follows: be held back no more."""
+        """Stop throttling the shard: the server stops, and no batch follows."""
 
 
 class Intake(Protocol):
-    """The coordinator, as sources see it."""
+    """What sources and consumers call of the coordinator."""
 
-    def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Learn the shards that the stream lists, with their parents; return the new ones. Those hold the watermark."""
+    def add_listing(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Add the shards that the stream lists, with their parents; return the new shards. They hold the watermark back."""
 
-    def seen(self) -> Seen:
-        """Return what the ledger held when this server looked last."""
+    def ledger_snapshot(self) -> LedgerSnapshot:
+        """Return the ledger's content at this server's latest read."""
 
     async def check(self, opening: ShardOpening) -> None:
-        """Raise GapRefused where it is known already that ``open_shard`` will: nobody shall lose the shard to that."""
+        """Raise GapRefused if ``open_shard`` would raise it. Called first, so that the current owner keeps the shard then."""
 
     def abandon(self, shard_id: str) -> None:
-        """Note that whoever took a shard from its connection could not open it: nobody has it now."""
+        """Report that no connection has the shard: a consumer took it from another connection, and then failed to open it."""
 
     async def open_shard(self, opening: ShardOpening) -> ShardIntake:
-        """Take a shard in. Raises GapRefused when it starts beyond the ledger's position."""
+        """Open a session for a shard. Raises GapRefused if the shard starts after the ledger's position."""

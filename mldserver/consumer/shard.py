@@ -167,7 +167,7 @@ class Consumer:
     def receiving(self, began: bool) -> None:  # noqa: FBT001  # of what: the method's name
         """Note that the first bytes of a message came, or that it is complete: meanwhile the shard is not silent."""
         if self._has_session:
-            (self.intake.busy if began else self.intake.answered)()
+            (self.intake.request_began if began else self.intake.request_ended)()
 
     async def acknowledged(self) -> Sequence | None:
         """Return ``due`` once each delivered batch is accepted, and there is room for more.
@@ -192,8 +192,8 @@ class Consumer:
 
     async def at_tip(self, began_ms: int) -> None:
         """Note that a request to the stream, which began at this steady time, found the shard's tip; return if there is room."""
-        if not self.intake.take(_AT_TIP, self._clock.steady_ms(), began_ms):
-            await self.intake.admitted()
+        if not self.intake.accept_batch(_AT_TIP, self._clock.steady_ms(), began_ms):
+            await self.intake.wait_for_room()
 
     async def drain(self, *, flush: bool = True) -> None:
         """Process what is in flight, for one deadline at most, then make it durable: another server reads the shard on.
@@ -203,7 +203,7 @@ class Consumer:
         if not self._request(Signal.DRAIN):
             return
         intake, core = self.intake, self.core
-        intake.busy()
+        intake.request_began()
         idle, seconds = self._until(lambda: not core.batches), self._deadlines.seconds
         await (idle if seconds is None else first_of(idle, self._clock.sleep(seconds)))
         if core.phase is not Phase.DRAINING:
@@ -225,7 +225,7 @@ class Consumer:
         if not self._request(Signal.LOSE):
             return
         intake = self.intake
-        intake.busy()
+        intake.request_began()
         self._give_up()
         async with self._claim.work():
             await self._parts.runtime.notify(self.shard_id, Hook.LEASE_LOST)
@@ -242,7 +242,7 @@ class Consumer:
         if not self._request(Signal.END):
             return False
         intake, core = self.intake, self.core
-        intake.busy()
+        intake.request_began()
         await self._until(lambda: not core.batches)
         if core.phase is not Phase.ENDING:
             return False
@@ -258,7 +258,7 @@ class Consumer:
             if not await intake.end():
                 self._fail(self._owned_elsewhere())
                 return False
-            intake.busy()  # the shard's children come only once its end is stored
+            intake.request_began()  # the shard's children come only once its end is stored
         kill_point("shard.end_durable")
         await self._ready()
         return True
@@ -339,7 +339,7 @@ class Consumer:
         )
         self._signal(Signal.READY_DUE if due else Signal.READY)
         await self._until(lambda: not core.in_request)
-        self.intake.answered()
+        self.intake.request_ended()
 
     def _carry_out(self) -> None:  # noqa: C901  # a call for each order would cost more than what it does
         orders = self.core.orders
@@ -362,7 +362,7 @@ class Consumer:
             elif order is Order.BEGIN:
                 first = self.core.batches[0]
                 first.began = True
-                self.intake.began(first.received_ms)
+                self.intake.batch_began(first.received_ms)
             else:
                 self._carry_out_rare(order, batch)
         if self._changed is not None:
@@ -416,7 +416,7 @@ class Consumer:
         if is_first:
             self._claim.hold()
             batch.began = True
-            self.intake.began(batch.received_ms)
+            self.intake.batch_began(batch.received_ms)
         if isinstance(begun, asyncio.Future):
             begun.add_done_callback(partial(self._settled, batch))
             core.submitted(batch)
@@ -449,7 +449,7 @@ class Consumer:
         now_ms = batch.processed_ms = self._clock.steady_ms()
         if kill_points.armed:
             kill_point("batch.handled")
-        room = self.intake.take(batch.outcome, now_ms, None if batch.began else batch.received_ms)
+        room = self.intake.accept_batch(batch.outcome, now_ms, None if batch.began else batch.received_ms)
         if kill_points.armed:
             kill_point("batch.buffered")
         if room:
@@ -494,7 +494,9 @@ class Consumer:
                     self._free(batch)
                     batch.processed_ms = self._clock.steady_ms()
                     kill_point("batch.handled")
-                    room = core.is_first(batch) and self.intake.take(batch.outcome, batch.processed_ms)
+                    room = core.is_first(batch) and self.intake.accept_batch(
+                        batch.outcome, batch.processed_ms
+                    )
                     kill_point("batch.buffered")
                 else:
                     room = False
@@ -503,7 +505,7 @@ class Consumer:
                         core.throttled(batch)
                     owed = core.owed is batch
                     checkpoint = self._checkpoint_now if owed and self._sends else None
-                    await self.intake.admitted(answered=not owed, checkpoint=checkpoint)
+                    await self.intake.wait_for_room(answered=not owed, checkpoint=checkpoint)
                 if core.is_first(batch) and core.must_flush:
                     core.signal(Signal.FLUSH)
                     await self.intake.drain()
@@ -535,7 +537,7 @@ class Consumer:
 
     def _checkpoint(self, position: Sequence | None) -> asyncio.Future[CheckpointOutcome]:
         """Ask the source for a checkpoint; None: at the shard's end."""
-        self.intake.busy()
+        self.intake.request_began()
         if position is not None:
             kill_point("checkpoint.asking")
         reply: asyncio.Future[CheckpointOutcome] = self._source.checkpoint(position)
@@ -561,7 +563,7 @@ class Consumer:
         if outcome is not CheckpointOutcome.CLOSED:
             self.core.checkpointed()
             self._carry_out()
-        self.intake.answered()
+        self.intake.request_ended()
 
     async def _checkpoint_now(self) -> None:
         """Checkpoint what is durable while a batch waits for room: an operator moves the shard to another server."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from mldserver.base.clock import Clock
-from mldserver.consumer.intake import KnownShard, Seen, ShardOpening
+from mldserver.consumer.intake import KnownShard, LedgerSnapshot, ShardOpening
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch, buffered, flush_at, last_effective_ms
@@ -173,7 +173,7 @@ class CoordinatorIntake:
         )
         return session
 
-    def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    def add_listing(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Add the shards that the stream lists, with their parents; return the new ones."""
         now_ms = self.clock.steady_ms()
         self.retention.listed = frozenset(listing)
@@ -186,14 +186,14 @@ class CoordinatorIntake:
             log.info("shard.discovered", shard=shard_id, parents=self.lineage.nodes[shard_id].parents)
         return new
 
-    def seen(self) -> Seen:
+    def ledger_snapshot(self) -> LedgerSnapshot:
         """Return what the ledger held when this server looked last."""
         servers = frozenset(name for name in self.view.state.servers if not name.startswith(DRAIN))
         shards = {
             name: KnownShard(shard.position, shard.ended, shard.owner)
             for name, shard in self.view.state.shards.items()
         }
-        return Seen(self.ledger.server_id, servers | {self.ledger.server_id}, shards)
+        return LedgerSnapshot(self.ledger.server_id, servers | {self.ledger.server_id}, shards)
 
     # What sessions ask for.
 
@@ -332,20 +332,20 @@ class IntakeSession:
         """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
         return self.position.accepted
 
-    def began(self, received_ms: int | None = None) -> None:
+    def batch_began(self, received_ms: int | None = None) -> None:
         """Report that processing of a batch begins. It was received at ``received_ms`` (steady time; None: now)."""
         if self.alive:
             came_ms = self._clock.steady_ms() if received_ms is None else received_ms
             self._watermark.began(self.shard_id, came_ms)
 
-    def busy(self) -> None:
-        """Report that the shard is not silent, or that its end is being stored, until ``answered``."""
+    def request_began(self) -> None:
+        """Report that the shard is not silent, or that its end is being stored, until ``request_ended``."""
         if self.alive:
             self._watermark.busy(self.shard_id)
         elif self.ended:
             self._watermark.ending(self.shard_id)
 
-    def answered(self) -> None:
+    def request_ended(self) -> None:
         """Report that the daemon was answered: from now on the shard's silence counts."""
         now_ms = self._clock.steady_ms()
         if self.alive:
@@ -353,8 +353,8 @@ class IntakeSession:
         elif self.ended:
             self._watermark.end_answered(self.shard_id, now_ms)
 
-    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
-        """Accept a batch's effects; return whether the daemon may be answered without ``admitted``."""
+    def accept_batch(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+        """Accept a batch's effects; return whether the daemon may be answered without ``wait_for_room``."""
         return not self.alive or self._shards.accept(self, outcome, now_ms, received_ms)
 
     @property
@@ -362,7 +362,7 @@ class IntakeSession:
         """Whether an operator holds the shard's answers."""
         return self.alive and not self.finishing and self._shards.backpressure.is_paused(self.shard_id)
 
-    async def admitted(
+    async def wait_for_room(
         self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
     ) -> None:
         """Wait while the shard is throttled; from then on its silence counts. See ``ShardIntake``."""
@@ -391,20 +391,20 @@ class IntakeSession:
     async def drain(self) -> None:
         """Flush what was accepted."""
         if self.alive and await self._flushed("shutdown_requested"):
-            self.answered()
+            self.request_ended()
 
     async def end(self) -> bool:
         """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
         if not self.alive:
             return False
-        self.busy()
+        self.request_began()
         return await self._shards.end(self)
 
     async def _flushed(self, reason: str) -> bool:
         """Flush, and return whether the session still has its shard."""
         # The shard must not count as idle while the flush lasts: windows could close before the rows of its children, or
         # of its next owner.
-        self.busy()
+        self.request_began()
         await self._shards.flush(reason)
         return self.alive
 

@@ -17,7 +17,7 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
-from mldserver.consumer.intake import Seen, ShardIntake, ShardOpening
+from mldserver.consumer.intake import LedgerSnapshot, ShardIntake, ShardOpening
 from mldserver.consumer.progress_log import ProgressLog
 from mldserver.consumer.shard import Consumer, ConsumerParts
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
@@ -178,7 +178,7 @@ class DirectSource:
         self._listing = listing = StreamListing(self._api, self._arn, clock=self._clock)
         while not await listing.refresh():
             await self._clock.sleep(self._poll_seconds)
-        listed, seen = listing.tree.listing(), self._intake.seen()
+        listed, seen = listing.tree.listing(), self._intake.ledger_snapshot()
         self._first = self._beginning.is_ahead(seen.shards)
         if self._first:
             if (token := self._beginning.token) is not None:
@@ -198,7 +198,7 @@ class DirectSource:
                 "read what is left of it (24 hours), or go on with this one by --accept-gap.",
                 stream=self._arn,
             )
-        self._intake.know(listing.tree.listing())
+        self._intake.add_listing(listing.tree.listing())
         self._listed = True
         self._started.set()
         log.info("server.listening", address=self._arn)
@@ -206,7 +206,7 @@ class DirectSource:
     def _learn(self, new: tuple[str, ...]) -> None:
         if new:
             self._wake.set()
-        self._intake.know(self._tree.listing())
+        self._intake.add_listing(self._tree.listing())
 
     async def _list(self) -> None:
         # A stream that is named by its ARN may be one that has ended: what is left of it is wanted.
@@ -280,7 +280,7 @@ class DirectSource:
         begun = False
         while not self._stopping.is_set():
             self._wake.clear()
-            plan = self._plan(self._intake.seen())
+            plan = self._plan(self._intake.ledger_snapshot())
             if not begun:
                 begun, self._placing = True, set(plan.take) if self._first else set()
                 self._is_placed("")
@@ -293,7 +293,7 @@ class DirectSource:
                 await reading.leave()
             await first_of(self._wake.wait(), self._clock.sleep(self._look_seconds))
 
-    def _plan(self, seen: Seen) -> Plan:
+    def _plan(self, seen: LedgerSnapshot) -> Plan:
         """Return what to take now, and what to give up."""
         tree, me, now_ms = self._tree, seen.server_id, self._clock.steady_ms()
         # A shard that AWS does not list any more is ended by reading it, or it would hold the windows.
@@ -377,7 +377,7 @@ class DirectSource:
     async def _place(self, reading: Reading, shard: ShardIntake) -> Shard:
         """Find the place at which an opened shard is read on, and make it durable if a later start could decide otherwise."""
         shard_id = reading.shard_id
-        known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
+        known, parents = self._intake.ledger_snapshot().shards, self._tree.parents(shard_id)
         if shard.after is not None:
             start = stored(shard.after)
         elif not self._first or any(known[parent].position for parent in parents if parent in known):

@@ -43,7 +43,7 @@ class Pipeline:
     async def give(self, delivered: Delivered) -> None:
         """Deliver a batch as a source does, and return when the daemon would be answered."""
         session = self.sessions[delivered.shard_id]
-        session.began()
+        session.batch_began()
         await accept(session, delivered.outcome)
 
 

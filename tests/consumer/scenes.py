@@ -36,14 +36,14 @@ class Shard(FakeShard):
 
     stage: Stage
 
-    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+    def accept_batch(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         self.stage.note("coordinator", "accept", outcome.outline.last and outcome.outline.last.number)
         if outcome.outline.last is not None:
             self.after = self.last = outcome.outline.last
         self.working = self.working and not self.gate.is_set()
         return self.gate.is_set()
 
-    async def admitted(self, *, answered: bool = False, checkpoint: Any = None) -> None:
+    async def wait_for_room(self, *, answered: bool = False, checkpoint: Any = None) -> None:
         await self.gate.wait()
         self.working = False
 

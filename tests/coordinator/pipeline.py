@@ -262,7 +262,7 @@ class Pipeline:
 
     async def give(self, session: IntakeSession, records: Records, **changes: Any) -> None:
         """Deliver a batch as a source does."""
-        session.began()
+        session.batch_began()
         await accept(session, outcome(session.shard_id, records, after=session.after, **changes))
 
     # What came out.

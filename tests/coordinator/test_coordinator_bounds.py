@@ -100,8 +100,8 @@ async def test_batches_that_were_answered_early_wait_for_room_also_when_the_serv
         async def in_flight() -> None:
             for number in (1, 2, 3):
                 batch = outcome("a", [(number, 1000)], after=session.after)
-                if not session.take(batch, pipeline.clock.steady_ms()):
-                    await session.admitted(answered=number < 3)
+                if not session.accept_batch(batch, pipeline.clock.steady_ms()):
+                    await session.wait_for_room(answered=number < 3)
 
         work = asyncio.get_running_loop().create_task(in_flight())
         await pipeline.clock.advance(5)

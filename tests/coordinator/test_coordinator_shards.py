@@ -51,9 +51,11 @@ async def test_where_a_shard_begins_is_durable_before_its_first_record_and_moves
         session.begin(S(0, 7))
         assert session.after == S(0, 7)
         await session.drain()
-        assert pipeline.coordinator.shards.seen().shards["a"].position is None  # as the cycle found it
+        assert (
+            pipeline.coordinator.shards.ledger_snapshot().shards["a"].position is None
+        )  # as the cycle found it
         await pipeline.cycle()
-        assert pipeline.coordinator.shards.seen().shards["a"].position == S(0, 7)
+        assert pipeline.coordinator.shards.ledger_snapshot().shards["a"].position == S(0, 7)
         await pipeline.give(session, [(5, 1000)])
         session.begin(S(0, 9))
         assert session.after == S(5)
@@ -65,7 +67,7 @@ async def test_a_source_sees_who_has_which_shard_and_loses_what_another_server_o
     async with pipeline.life():
         session = await pipeline.open("a")
         await pipeline.cycle()
-        seen = pipeline.coordinator.shards.seen()
+        seen = pipeline.coordinator.shards.ledger_snapshot()
         assert (seen.server_id, seen.servers, seen.shards["a"].owner) == ("one", {"one"}, "one")
         assert session.alive
         other = pipeline.ledger.store
@@ -174,7 +176,7 @@ async def test_a_connection_whose_rows_were_left_out_cannot_claim_the_shards_end
 
 async def test_of_two_openings_at_once_the_later_one_owns_the_shard(pipeline: Pipeline) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.shards.know({"p": (), "a": ("p",)})
+        coordinator.shards.add_listing({"p": (), "a": ("p",)})
         waiting = asyncio.Event()
         real = coordinator._ledger.store.end_shards
         first: list[asyncio.Task[Any]] = []
@@ -204,7 +206,7 @@ async def test_a_ledger_that_cannot_note_proved_ends_leaves_the_shard_missing_an
     pipeline: Pipeline,
 ) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.shards.know({"p": (), "a": ("p",)})
+        coordinator.shards.add_listing({"p": (), "a": ("p",)})
         fail(pipeline, "end_shards", lambda: LedgerError("disk full"))
         with pytest.raises(LedgerError):
             await pipeline.open("a")
@@ -362,7 +364,7 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
 
     async def ask() -> bool:
         asked.append(len(asked))
-        pipeline.coordinator.shards.know({"parent": (), "child": ("parent",)})
+        pipeline.coordinator.shards.add_listing({"parent": (), "child": ("parent",)})
         return True
 
     pipeline = Pipeline(tmp_path, ask_stream=ask)
@@ -392,7 +394,7 @@ class Stream:
     async def ask(self) -> bool:
         await self.pipeline.clock.sleep(self.seconds)
         if self.answers:
-            self.pipeline.coordinator.shards.know(self.listing)
+            self.pipeline.coordinator.shards.add_listing(self.listing)
         return self.answers
 
     def pipe(self, out: Path, **changes: Any) -> Pipeline:
@@ -448,7 +450,7 @@ async def test_a_shard_that_a_reshard_has_just_made_is_found_by_asking_again(tmp
     stream = Stream({"a": ()})
     pipeline = stream.pipe(tmp_path)
     async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
-        coordinator.shards.know(stream.listing)
+        coordinator.shards.add_listing(stream.listing)
         stream.listing |= {"b": ("a",)}
         opening = group.create_task(pipeline.open("b"))
         await pipeline.clock.advance(2)
@@ -492,7 +494,7 @@ async def test_a_shard_that_is_removed_from_the_ledger_holds_nothing_in_a_server
             session.disconnected()
         await pipeline.give(sessions[0], [(1, 1000), (2, 25_000)])
         await pipeline.cycle()
-        coordinator.shards.know(stream.listing)
+        coordinator.shards.add_listing(stream.listing)
         assert missing(coordinator) == ("made-up", "listed")
         assert await pipeline.ledger.forget_shards(frozenset(names)) == {"made-up", "listed"}
         await pipeline.cycle()

@@ -60,7 +60,7 @@ async def test_a_pipeline_that_had_shards_and_has_none_connected_says_so_after_t
     pipeline = Pipeline(tmp_path, rules=replace(RULES, missing_limit_ms=limit_ms))
     grace = grace_ms / 1000
     async with pipeline.life() as coordinator:
-        coordinator.shards.know({"a": (), "b": ()})
+        coordinator.shards.add_listing({"a": (), "b": ()})
         await pipeline.clock.advance(700)
         assert coordinator.status().unread_shards == 0, "there was no daemon yet"
         one, two = await pipeline.open("a"), await pipeline.open("b")
@@ -119,8 +119,8 @@ async def test_shards_that_the_stream_lists_are_waited_for(pipeline: Pipeline) -
     async with pipeline.life() as coordinator:
         session = await pipeline.open("a")
         await pipeline.clock.advance(2)
-        assert coordinator.shards.know({"a": (), "b": (), "c": ("b",)}) == ("b", "c")
-        assert coordinator.shards.know({"a": (), "b": (), "c": ("b",)}) == ()
+        assert coordinator.shards.add_listing({"a": (), "b": (), "c": ("b",)}) == ("b", "c")
+        assert coordinator.shards.add_listing({"a": (), "b": (), "c": ("b",)}) == ()
         assert coordinator.lineage.nodes["c"].parents == ("b",)
         await pipeline.give(session, [(1, 1000), (2, 25_000)])
         await pipeline.clock.advance(3)
@@ -208,7 +208,7 @@ async def test_a_watermark_that_rows_wait_for_too_long_is_said_to_be_stuck_until
         hung, there = await pipeline.open("hung"), await pipeline.open("there")
         began_ms = pipeline.clock.now_ms()
         await pipeline.give(hung, [(1, began_ms)])
-        hung.began()  # and its handler hangs
+        hung.batch_began()  # and its handler hangs
         stuck = []
         for second in range(limit + 20):
             await pipeline.give(there, [(second + 1, began_ms + 1000 * second)])
@@ -234,7 +234,7 @@ async def test_a_watermark_is_stuck_too_where_shards_wait_for_disk_though_no_win
         began_ms = pipeline.clock.now_ms()
         given = [group.create_task(pipeline.give(hung, [(1, began_ms)]))]
         await pipeline.cycle()
-        hung.began()  # and its handler hangs
+        hung.batch_began()  # and its handler hangs
         given += [group.create_task(pipeline.give(there, [(1, began_ms + 9000)]))]
         await pipeline.clock.advance((rules.missing_limit_ms + rules.idle_time_ms) / 1000 + 10)
         assert (coordinator.status().held_by, coordinator.status().stuck) == ("hung", True)

@@ -22,7 +22,7 @@ YEAR_2096 = 4_000_000_000_000
 
 async def give(pipeline: Pipeline, session: IntakeSession, number: int, event_ms: int) -> None:
     """Deliver a record that arrives now, and whose event is of another time."""
-    session.began()
+    session.batch_began()
     columns = {
         "value": pa.array([number], pa.int64()),
         "at": pa.array([event_ms], pa.timestamp("ms", tz="UTC")),

@@ -37,7 +37,7 @@ async def give(
         rows=[],
         letters=letters,
     )
-    session.began()
+    session.batch_began()
     kept = replace(made, keeps_position=True, position=None if position is None else S(position))
     await accept(session, kept)
 

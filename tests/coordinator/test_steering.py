@@ -73,7 +73,7 @@ async def test_what_is_answered_already_is_worked_on_to_its_end_whatever_is_paus
         session = await pipeline.open("a")
         await carried_out(pipeline, "pause")
         async with asyncio.timeout(800):
-            await session.admitted(answered=True)
+            await session.wait_for_room(answered=True)
 
 
 async def test_no_window_closes_past_a_paused_shard_whose_daemon_waits(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ async def test_a_drained_shard_is_durable_and_checkpointed_before_its_daemon_wai
 
 
 async def _handed_in(pipeline: Pipeline, session: IntakeSession, checkpoint: Any) -> None:
-    session.began()
-    assert not session.take(outcome("a", [(1, 1000)]), pipeline.clock.steady_ms())
-    await session.admitted(checkpoint=checkpoint)
+    session.batch_began()
+    assert not session.accept_batch(outcome("a", [(1, 1000)]), pipeline.clock.steady_ms())
+    await session.wait_for_room(checkpoint=checkpoint)
 
 
 async def test_a_shard_that_is_paused_already_can_be_drained_and_a_checkpoint_that_fails_is_told(

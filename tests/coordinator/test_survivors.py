@@ -209,8 +209,8 @@ async def test_what_comes_during_the_sync_waits_for_the_next_cycle(tmp_path: Pat
     def hook(name: str, after: bool) -> None:
         if name == "sync" and after and not given:
             made = outcome("a", [(2, 2000)], after=session.after)
-            session.began()
-            given.append(session.take(made, pipeline.clock.steady_ms()))
+            session.batch_began()
+            given.append(session.accept_batch(made, pipeline.clock.steady_ms()))
         elif name == "register" and after:
             durable.append(pipeline.state().shards["a"].position)
 

@@ -181,7 +181,7 @@ class CountsTwice(SqliteStore):
 class Impatient(IntakeSession):
     """Takes a daemon for silent that stores a checkpoint."""
 
-    def busy(self) -> None:
+    def request_began(self) -> None:
         pass
 
 

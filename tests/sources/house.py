@@ -128,15 +128,15 @@ class FakeShard:
     working: bool = False
     asked: bool = False
 
-    def began(self, received_ms: int | None = None) -> None:
+    def batch_began(self, received_ms: int | None = None) -> None:
         self.calls.append("began")
         self.received.append(received_ms)
         self.working = True
 
-    def busy(self) -> None:
+    def request_began(self) -> None:
         self.asked = True
 
-    def answered(self) -> None:
+    def request_ended(self) -> None:
         self.asked = False
 
     @property
@@ -144,7 +144,7 @@ class FakeShard:
         """Whether its silence counts."""
         return not self.working and not self.asked
 
-    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+    def accept_batch(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         self.calls.append("accept")
         self.last = outcome.outline.last or self.after
         if self.gate.is_set():
@@ -154,7 +154,7 @@ class FakeShard:
 
     paused: bool = False
 
-    async def admitted(
+    async def wait_for_room(
         self, *, answered: bool = False, checkpoint: Callable[[], Awaitable[object]] | None = None
     ) -> None:
         await self.gate.wait()

@@ -278,7 +278,7 @@ async def test_behind_one_that_cannot_be_taken_nothing_is(
 ) -> None:
     await stream.warm_up()
     await stream.ahead(2, 3)
-    take, tried = stream.shard.take, []
+    take, tried = stream.shard.accept_batch, []
 
     def fails_once(outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         tried.append(outcome.outline.last)
@@ -286,7 +286,7 @@ async def test_behind_one_that_cannot_be_taken_nothing_is(
             raise MemoryError("no room")
         return take(outcome, now_ms, received_ms)
 
-    stream.shard.take = fails_once  # type: ignore[method-assign]  # the double of the double
+    stream.shard.accept_batch = fails_once  # type: ignore[method-assign]  # the double of the double
     for number in (2, 3):
         stream.begun[number - 1].set_result(outcome_of(number))
     await stream.daemon.sees_the_end()
@@ -457,7 +457,7 @@ async def test_whatever_becomes_of_them_each_is_taken_once_and_in_order(stream: 
     dice = random.Random(seed)
     await stream.warm_up()
     last, taken, shard = 40, [1], stream.shard
-    take = shard.take
+    take = shard.accept_batch
 
     def noted(outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         assert outcome.outline.last is not None
@@ -466,7 +466,7 @@ async def test_whatever_becomes_of_them_each_is_taken_once_and_in_order(stream: 
             shard.durable = shard.after  # a checkpoint is due
         return take(outcome, now_ms, received_ms)
 
-    shard.take = noted  # type: ignore[method-assign]  # the double of the double
+    shard.accept_batch = noted  # type: ignore[method-assign]  # the double of the double
     numbers = iter(range(2, last + 1))
     of_future: dict[int, int] = {0: 1}
 

@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 async def accept(session: IntakeSession, outcome: BatchOutcome) -> None:
     """Hand a batch in; return when its daemon may be answered."""
-    if not session.take(outcome, session._shards.clock.steady_ms()):
-        await session.admitted()
+    if not session.accept_batch(outcome, session._shards.clock.steady_ms()):
+        await session.wait_for_room()
