@@ -19,28 +19,31 @@ class LineSplitter:
         self._cut = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete, without their ends."""
+        """Return the lines that ``data`` completes, without their line ends; keep the unfinished rest."""
+        # All parts but the first follow a line end, which completes the line before them.
         first, *others = data.split(b"\n")
         self._add(first)
         lines = []
         for part in others:
-            lines += self._end()
+            lines.append(self._complete_line())
             self._add(part)
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line if it has no end."""
-        return self._end() if self._begun else []
+        """Return the unfinished last line, or an empty list if there is none."""
+        return [self._complete_line()] if self._begun else []
 
     def _add(self, part: bytes) -> None:
+        """Append to the unfinished line as many bytes as it may have; note whether bytes were dropped."""
         room = None if self._longest is None else self._longest - len(self._begun)
         self._cut |= room is not None and len(part) > room
         self._begun += part[:room]
 
-    def _end(self) -> list[bytes]:
+    def _complete_line(self) -> bytes:
+        """Return the unfinished line, marked if it was cut, and begin an empty one."""
         line = bytes(self._begun).removesuffix(b"\r") + (_CUT if self._cut else b"")
         self._begun, self._cut = bytearray(), False
-        return [line]
+        return line
 
 
 class TextLines(LineSplitter):
@@ -50,9 +53,9 @@ class TextLines(LineSplitter):
         super().__init__(LONGEST_LINE)
 
     def feed_text(self, data: bytes) -> list[str]:
-        """Return the lines that are complete, without their ends."""
+        """Return the lines that ``data`` completes, as ``feed``; invalid UTF-8 is replaced."""
         return [line.decode("utf-8", "replace") for line in self.feed(data)]
 
     def finish_text(self) -> list[str]:
-        """Return the last line if it has no end."""
+        """Return the unfinished last line, or an empty list if there is none."""
         return [line.decode("utf-8", "replace") for line in self.finish()]

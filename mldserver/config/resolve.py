@@ -38,12 +38,15 @@ def resolve(
     handler_required: bool = True,
     leave_out: Collection[str] = (),
 ) -> Settings:
-    """Return the settings, each with its origin.
+    """Return the checked settings, each with its origin. Precedence: command line, environment, file, default.
 
-    ``command_line`` holds raw values by setting name; None means not given. The TOML file is ``config``, else the
-    one that ``MLDSERVER_CONFIG`` names, else ``mldserver.toml`` in ``folder`` if there is one. Variables that are
-    empty count as not set. ``handler_required``: False for tools, which run none. ``leave_out`` names settings that
-    have their defaults, whatever file and variables say.
+    - ``command_line``: raw values by setting name. None means that the option was not given.
+    - ``environ``: an empty variable counts as not set.
+    - ``folder``: the directory of ``mldserver.toml``, which may be missing.
+    - ``config``: the file to read instead; without it, the file that ``MLDSERVER_CONFIG`` names. It must exist.
+    - ``handler_required``: False for tools that run no handler: a missing handler and listening without TLS are
+      then no errors.
+    - ``leave_out``: settings to ignore in the file and the environment.
 
     Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
     """
@@ -53,7 +56,7 @@ def resolve(
     raw = _from_file(file, required=config is not None)
     raw |= _from_environment(environ)
     raw = {name: value for name, value in raw.items() if name not in leave_out}
-    # A parameter that would be a word of Python's ends with an underscore.
+    # A parameter named like a Python keyword has a trailing underscore.
     options = {name.removesuffix("_"): value for name, value in command_line.items() if value is not None}
     raw |= {name: _Raw(value, f"command line {specs()[name].option}") for name, value in options.items()}
     values = {specs()[name].field: _parsed(name, value) for name, value in raw.items()}
@@ -74,6 +77,10 @@ def resolve(
 
 
 def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
+    """Return the values of the TOML file by setting name; none if the file is missing and not ``required``.
+
+    Raises ConfigError for an unreadable file, invalid TOML, and an unknown key.
+    """
     try:
         if not required and not path.exists():
             return {}
@@ -106,6 +113,10 @@ def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
+    """Return the values of the ``MLDSERVER_`` variables by setting name, without empty ones.
+
+    Raises ConfigError for a variable with that prefix that names no setting.
+    """
     by_variable = {spec.variable: spec.name for spec in specs().values()}
     raw = {}
     for variable, value in environ.items():
@@ -134,6 +145,7 @@ def _unknown(place: str, written: str, known: Iterable[str]) -> ConfigError:
 
 
 def _parsed(name: str, raw: _Raw) -> Any:
+    """Return the value of the setting's type. Raises ConfigError, with secrets redacted, if the value is not allowed."""
     kind, value = specs()[name].kind, raw.value
     try:
         return kind.parse(value)
@@ -174,6 +186,7 @@ def _check(settings: Settings) -> None:
 
 
 def _check_sink(settings: Settings) -> None:
+    """Raise ConfigError if the sink's settings do not fit together, or not the sink's format."""
     sink = sink_of(settings)
     for name in ("sink_table", "sink_options"):
         if sink is None and getattr(settings, name):
@@ -191,6 +204,7 @@ def _check_sink(settings: Settings) -> None:
 
 
 def _check_spark(settings: Settings) -> None:
+    """Raise ConfigError if settings of Spark contradict each other."""
     if "spark.master" in settings.spark_conf:
         raise ConfigError(
             f"spark_conf ({settings.origin('spark_conf')}) contains spark.master.",
@@ -205,7 +219,10 @@ def _check_spark(settings: Settings) -> None:
 
 
 def _check_security(settings: Settings) -> None:
-    """Outside loopback both sides prove who they are, unless the settings say in so many words that they need not."""
+    """Raise ConfigError if the TLS and listening settings do not fit together.
+
+    Outside loopback, client and server must both show certificates, unless ``insecure`` is set.
+    """
     for name, needs in (
         ("tls_key", "tls_certificate"),
         ("tls_client_ca", "tls_certificate"),
@@ -226,9 +243,9 @@ def _check_security(settings: Settings) -> None:
             f"metrics_listen ({settings.origin('metrics_listen')}) means nothing without the admin endpoint.",
             advice="Leave admin = none out: by default it is on loopback.",
         )
-    proven = settings.tls_certificate is not None and settings.tls_client_ca is not None
+    mutual_tls = settings.tls_certificate is not None and settings.tls_client_ca is not None
     for name, address in (("listen", settings.listen), ("admin", settings.admin)):
-        if not (proven or settings.insecure or address is None or is_local(address)):
+        if not (mutual_tls or settings.insecure or address is None or is_local(address)):
             raise ConfigError(
                 f"{name} = {address} ({settings.origin(name)}) is outside loopback, where anyone could connect.",
                 advice="Set tls_certificate and tls_client_ca, so that both sides show certificates; or set "
@@ -237,14 +254,14 @@ def _check_security(settings: Settings) -> None:
 
 
 def sink_of(settings: Settings) -> SinkSpec | None:
-    """Return what the settings of a sink say together."""
+    """Return the sink with its table and options, from the three settings; None if no sink is set."""
     if settings.sink is None:
         return None
     return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
 
 
 def home(settings: Settings) -> Path:
-    """Return the local folder of what never is output: the ledger in SQLite, life locks, Spark's scratch space.
+    """Return the local folder of this server's own files: the ledger in SQLite, life locks, Spark's scratch space.
 
     With a local output folder, return that folder. Otherwise return the ledger's folder, or ``cache_dir`` if the ledger is
     a table: each host then has a separate folder, so that locks show only the servers of one host.

@@ -218,7 +218,7 @@ class SparkEngine:
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Callable[[], None]]:
-        """Take part in what runs at the same time until the block ends, or until what it is given is called."""
+        """Hold one of the slots for concurrent jobs. The block receives a function that frees the slot early."""
         await self._slots.acquire()
         undo = contextlib.ExitStack()
         undo.callback(self._slots.release)
@@ -226,9 +226,12 @@ class SparkEngine:
             yield undo.close
 
     async def _ready(self) -> Life:
-        """Return a driver that a job can be given to. Raises DriverLost when none will come any more."""
+        """Wait for a driver that takes jobs, and return it. Raises DriverLost if the engine has ended.
+
+        If a job of the driver is being cancelled, wait first until it has ended: the driver may be killed for it.
+        """
         while True:
-            # A driver that is dead stays here for as long as it takes to clean up after it.
+            # `_ready_life` still holds a dead driver while the engine cleans up after it.
             while (life := self._ready_life) is None or life.over.is_set():
                 if self._over is not None:
                     error = DriverLost("No Spark driver will come any more.", did=self._over)
@@ -240,11 +243,17 @@ class SparkEngine:
             await life.settled()
 
     def _announce(self, life: Life | None) -> None:
+        """Set the driver that takes jobs (None: none does), and wake the tasks that wait in ``_ready``."""
         self._ready_life = life
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _keep_alive(self, java: Java | None) -> None:
+        """Run one driver after another, with a back-off, until the engine is closing.
+
+        Raises as ``_count_failure_or_raise`` if another driver cannot help.
+        """
+
         async def run_once() -> ChildExit | None:
             reason, exit_code, who, useful = "", None, "driver", False
             try:
@@ -254,7 +263,7 @@ class SparkEngine:
             else:
                 if self._closing.is_set() or life is self._retired:
                     return None
-                self._give_up(life)
+                self._count_failure_or_raise(life)
                 reason, exit_code, useful = life.reason(), life.child.exit_code, life.jobs_done > 0
                 if life.jvm_exit_code is not None:
                     who, exit_code = "jvm", life.jvm_exit_code
@@ -265,36 +274,47 @@ class SparkEngine:
             backoff = Backoff(base=1.0, cap=60.0)
             await supervise(run_once, backoff=backoff, clock=self.clock, stopping=self._closing)
 
-    def _give_up(self, life: Life) -> None:
-        """Raise when another start cannot end better than the last."""
+    def _count_failure_or_raise(self, life: Life) -> None:
+        """Count a driver's failed start; raise if starting another driver cannot help.
+
+        Return without counting if the driver did not report a failed start, or if an earlier driver was ready.
+        Raises HandlerInvalid or HandlerUnready if the handler is at fault, OperatorError if the settings are,
+        and NotThereYet if a local Spark has failed to start ``_FIRST_STARTS`` times for another reason.
+        """
         failed = life.failed
         if self._was_ready or failed is None:
             return
         if failed.fault == "handler":
-            of_handler = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
-            raise of_handler(failed.message, handler=self.setup.handler, traceback=failed.traceback)
+            handler_error = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
+            raise handler_error(failed.message, handler=self.setup.handler, traceback=failed.traceback)
         self._failed_starts += 1
-        if failed.fault != "operator" and not (
-            is_local(self.setup.master) and self._failed_starts >= _FIRST_STARTS
-        ):
+        local_starts_exhausted = is_local(self.setup.master) and self._failed_starts >= _FIRST_STARTS
+        if failed.fault != "operator" and not local_starts_exhausted:
             return
-        for told in (OperatorError, NotThereYet):
-            if failed.error == told.__name__:
-                raise told(failed.message)  # it has said all there is, and what to do
-        advice = "Look at the settings spark_master and spark_conf."
-        if failed.error == "PySparkImportError" or "grpc" in failed.message:
+        for error_type in (OperatorError, NotThereYet):
+            if failed.error == error_type.__name__:
+                raise error_type(failed.message)  # the driver's own message already contains the advice
+        # An unreachable Connect server has the fault "spark" and is not local: the check above has returned.
+        lacks_connect_packages = failed.error == "PySparkImportError" or "grpc" in failed.message
+        if lacks_connect_packages:
             advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
-        # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
-        kind = OperatorError if failed.fault == "operator" else NotThereYet
+        else:
+            advice = "Look at the settings spark_master and spark_conf."
+        # Without a fault of the operator: the metastore or memory may be available at the next start.
+        final_error = OperatorError if failed.fault == "operator" else NotThereYet
         master = redacted(self.setup.master)
-        raise kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
+        raise final_error(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
 
     async def _one_life(self, java: Java | None) -> Life:
-        """Start a driver and see it through to its end. Raises OSError when there is none to start."""
+        """Start a driver, wait until it is dead, and return it. Raises OSError if no process can be started.
+
+        Always remove the driver's scratch directory. If the driver died before any job succeeded, also remove
+        the class archive that it used.
+        """
         self._starts += 1
         self._outdated.clear()
         began = time.monotonic()
-        start, around, wanted = await asyncio.to_thread(self._plan, java)
+        start, driver_environment, missing_archive = await asyncio.to_thread(self._plan, java)
         log.info(
             "spark.starting",
             master=redacted(self.setup.master),
@@ -304,7 +324,7 @@ class SparkEngine:
         try:
             self._life = life = await Life.begin(
                 self.command,
-                around,
+                driver_environment,
                 start,
                 self.clock,
                 cancel_grace=self.cancel_grace,
@@ -313,10 +333,10 @@ class SparkEngine:
             if self._closing.is_set():
                 life.kill("The engine is closing.")
             async with asyncio.TaskGroup() as tasks:
-                follow = tasks.create_task(self._follow(life, began, java, wanted))
+                report_ready = tasks.create_task(self._report_ready(life, began, java, missing_archive))
                 retire = tasks.create_task(self._retire(life))
                 await life.live(self.start_deadline)
-                follow.cancel()
+                report_ready.cancel()
                 retire.cancel()
         finally:
             if self._life is not None and self._life is not self._retired:
@@ -324,17 +344,18 @@ class SparkEngine:
             self._life = None
             self._announce(None)
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
-        meant = self._closing.is_set() or life is self._retired
-        if start.archive is not None and not life.jobs_done and not meant:
-            # A truncated file was seen to crash the JVM instead of being declined: the next start goes without.
+        stopped_by_engine = self._closing.is_set() or life is self._retired
+        if start.archive is not None and life.jobs_done == 0 and not stopped_by_engine:
+            # The archive may be truncated, which can crash the JVM: the next driver starts without an archive.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(Path(start.archive).unlink, missing_ok=True)
         return life
 
     async def _retire(self, life: Life) -> None:
-        """Once the driver is outdated, stop it as soon as it runs no job."""
+        """When the handler's code has changed, stop the driver as soon as it runs no job; kill it after the grace."""
         await self._outdated.wait()
         async with contextlib.AsyncExitStack() as slots:
+            # Holding every slot means that no job runs, and that no job can begin.
             for _ in range(self.setup.concurrency):
                 await slots.enter_async_context(self._slots)
             self._retired = life
@@ -343,8 +364,13 @@ class SparkEngine:
             life.kill("Spark did not stop in time.")
             await life.over.wait()
 
-    async def _follow(self, life: Life, began: float, java: Java | None, wanted: Path | None) -> None:
-        """Say when the driver is ready; later, make the class archive that is ``wanted``."""
+    async def _report_ready(
+        self, life: Life, began: float, java: Java | None, missing_archive: Path | None
+    ) -> None:
+        """Wait until the driver is warm, admit jobs and log ``spark.ready``; later, make the missing class archive.
+
+        ``began``: when the start began, on ``time.monotonic``. ``missing_archive``: None if no archive must be made.
+        """
         await life.warm.wait()
         self._was_ready = True
         self._lost = None
@@ -357,28 +383,29 @@ class SparkEngine:
             spark_version=started.spark_version if started else None,
             ui=started.ui if started else None,
         )
-        if wanted is None or self.archive_after is None:
+        if missing_archive is None or self.archive_after is None:
             return
         await self.clock.sleep(self.archive_after)
         try:
-            start, around, _ = await asyncio.to_thread(self._plan, java, train=wanted)
+            start, driver_environment, _ = await asyncio.to_thread(self._plan, java, train=missing_archive)
         except OSError as error:  # a full disk must not end a working driver
             log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
         else:
-            await train(start, self.command, around, self.clock)
+            await train(start, self.command, driver_environment, self.clock)
 
     def _plan(
         self, java: Java | None, *, train: Path | None = None
     ) -> tuple[StartSession, dict[str, str], Path | None]:
-        """Return how to start a driver, its environment, and the class archive that is wanted but not there yet.
+        """Return the start message of a driver, its environment, and the path of the missing class archive.
 
-        ``train``: the archive that the driver is only to make. Raises OSError when its files cannot be written.
+        The path is None if the archive exists, or if none is used. With ``train``, the driver only makes the archive
+        at that path and runs no job. Makes the driver's scratch directory; raises OSError if that fails.
         """
-        archive, wanted = train, None
+        archive, missing_archive = train, None
         if archive is None and java is not None and self.cache_dir is not None:
             path = archive_path(self.cache_dir, java, self.setup.conf, os.environ, quick=self.setup.quick)
-            # None, too, where it cannot be looked for: in a home that a service's unit file hides.
-            archive, wanted = (path, None) if os.path.isfile(path) else (None, path)  # noqa: PTH113  # Path's own would raise
+            # `os.path.isfile` is also False if a systemd unit hides the home directory: `Path.is_file` would raise.
+            archive, missing_archive = (path, None) if os.path.isfile(path) else (None, path)  # noqa: PTH113  # see above
         if self._work is not None:
             self._work.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work)
@@ -400,7 +427,7 @@ class SparkEngine:
                 out="",
                 code={},
             )
-        return start, environment(start, os.environ, java_home=java.home if java else None), wanted
+        return start, environment(start, os.environ, java_home=java.home if java else None), missing_archive
 
     def _sweep(self) -> None:
         """Remove scratch directories of drivers whose server was killed. The directory is this server's own."""
@@ -418,9 +445,9 @@ def make_engine(handler: str, schema: str, **options: Any) -> SparkEngine:
 async def train(
     start: StartSession, command: Sequence[str], environment: Mapping[str, str], clock: Clock
 ) -> None:
-    """Make the class archive ``start.archive``: a driver of its own starts, warms up, and exits.
+    """Make the class archive ``start.archive``: start a separate driver, wait until it is warm, and stop it.
 
-    Whatever goes wrong is logged only: nothing needs the file.
+    The JVM writes the archive when it exits. A failure is only logged, since drivers also start without the archive.
     """
     assert start.archive is not None
     wanted = Path(start.archive)
