@@ -83,15 +83,16 @@ class DirectSource:
         self._arn = ""
         self._listing = StreamListing(self._api, "", clock=clock)
         self._first = False
-        """Whether nothing was read yet when this server began."""
+        """Whether the pipeline had read no record when this server began."""
         self._first_ms = 0  # the time of day at which it began, at the earliest
         self._placing: set[str] = set()
-        """Shards of the beginning whose place is not durable yet."""
+        """The shards that this server began with and whose start is not durable yet."""
         self._placed = asyncio.Event()
+        """Set once ``_placing`` is empty: records may be delivered."""
         self._reading: dict[str, Reading] = {}
         self._failed: dict[str, tuple[Backoff, int]] = {}
         """Shards that failed, and the steady time at which they may be begun again."""
-        self._in_hand = 0  # how many pages are being worked on
+        self._in_hand = 0  # pages that are being processed
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -99,7 +100,7 @@ class DirectSource:
         self._started = asyncio.Event()
         self._listed = False
         self._lost: str | None = None
-        """Why no change of the table comes any more."""
+        """Why no more changes of the table can come; None: they can."""
         self._lost_logged: tuple[str, str | None] | None = None
         """The stream and its successor, as logged last."""
 
@@ -107,13 +108,13 @@ class DirectSource:
 
     @property
     def waits_for(self) -> str | None:
-        """AWS, until the stream's shards are listed; an enabled stream, once this one is not any more."""
+        """Why no shard can come now: the shards are not listed yet, the stream was disabled, or the server stops. Else None."""
         if self._stopping.is_set():
             return "no shard is taken any more"
         return self._lost if self._listed else "DynamoDB has not listed the stream's shards yet"
 
     def status(self) -> SourceStatus:
-        """Return what is read, and since when the page in hand of each shard is there."""
+        """Return the stream's ARN, the counts, and since when each shard's current page is being processed."""
         return SourceStatus(
             self._arn if self._listed and not self._stopping.is_set() else None,
             since_ms={
@@ -171,7 +172,7 @@ class DirectSource:
         return self._listing.tree
 
     async def _find(self) -> None:
-        """Find the stream and its shards, and see whether they are those that the ledger knows."""
+        """Find the stream and its shards. Raises OperatorError if the ledger has shards, but none of this stream's."""
         self._arn = await self._api.resolve(self._stream)
         # By AWS's clock, which stamps the records: no record from now on is earlier.
         self._first_ms = self._api.now_ms() - CLOCKS_APART_MS
@@ -184,7 +185,7 @@ class DirectSource:
             if (token := self._beginning.token) is not None:
                 token.require(self._arn)
             self._beginning.mark(listing.tree)
-            # All shards without a place in a token begin together: see ``_placing``.
+            # Without a token all shards begin together (see ``_placing``), so all must be known.
             while token is None and listing.tree.unresolved():
                 await self._clock.sleep(AGAIN_SECONDS)
                 await listing.refresh()
@@ -203,14 +204,20 @@ class DirectSource:
         self._started.set()
         log.info("server.listening", address=self._arn)
 
-    def _learn(self, new: tuple[str, ...]) -> None:
+    def _listing_changed(self, new: tuple[str, ...]) -> None:
+        """Pass the listing on to the coordinator. If there are new shards, plan at once which to read here."""
         if new:
             self._wake.set()
         self._intake.add_listing(self._tree.listing())
 
     async def _list(self) -> None:
-        # A stream that is named by its ARN may be one that has ended: what is left of it is wanted.
-        ends, over = self._stream == self._arn and self._listing.status not in READABLE, 0
+        """List the shards again and again, until cancelled. Report when the stream was disabled or deleted.
+
+        ``over`` counts listings in a row after which nothing is left to read.
+        """
+        # A stream that is named by its ARN may be disabled already: then the remaining records are read, and no other stream.
+        ended_before = self._stream == self._arn and self._listing.status not in READABLE
+        over = 0
         refused = False
         while True:
             unresolved = self._tree.unresolved()
@@ -218,7 +225,7 @@ class DirectSource:
             await self._clock.sleep(AGAIN_SECONDS if soon else self._list_seconds)
             refused = False
             try:
-                self._learn(await self._listing.refresh() or unresolved)
+                self._listing_changed(await self._listing.refresh() or unresolved)
             except NoStream:
                 over += 1
                 if over >= _SURE:
@@ -227,24 +234,24 @@ class DirectSource:
                 refused = True
                 log.warning("stream.unlisted", stream=self._arn, **error.told())
             else:
-                if ends or (status := self._listing.status) in READABLE:
+                if ended_before or (status := self._listing.status) in READABLE:
                     over, self._lost = 0, None
                     continue
-                is_read = not (self._reading or self._tree.readable() or self._tree.unresolved())
-                over = over + 1 if is_read else 0
+                is_read_out = not (self._reading or self._tree.readable() or self._tree.unresolved())
+                over = over + 1 if is_read_out else 0
                 await self._replace(status=status, is_over=over >= _SURE)
 
     async def _replace(self, *, status: str, is_over: bool) -> None:
-        """Report that the stream was disabled or deleted. Where a gap is accepted, go on with the table's new one.
+        """Log that the stream was disabled or deleted. If gaps are accepted, continue with the table's new stream.
 
-        ``is_over``: nothing more can be read of the old one.
+        ``status``: the stream's; empty if it does not exist. ``is_over``: the old stream has no more records to read.
         """
         try:
             newest = await self._api.successor(self._arn)
         except OperatorError as error:
             log.warning("stream.unlisted", stream=self._arn, **error.told())
             return
-        if newest == self._arn:  # the answer about its state was an old one
+        if newest == self._arn:  # it is enabled: the answer that it was disabled is outdated
             return
         follows = self._accept_gap and self._stream != self._arn
         state = "was disabled" if status else "does not exist any more"
@@ -272,19 +279,19 @@ class DirectSource:
             if await listing.refresh():
                 log.warning("stream.gap_accepted", stream=self._arn, newest=newest)
                 self._arn, self._listing = newest, listing
-                self._learn(tuple(listing.tree.listing()))
+                self._listing_changed(tuple(listing.tree.listing()))
                 log.info("server.listening", address=newest)
 
     async def _share(self, group: asyncio.TaskGroup) -> None:
-        """Take and give up shards as the ledger and the listing change, until the stop."""
+        """Start and stop to read shards as the ledger and the listing change, until ``stop_accepting``."""
         begun = False
         while not self._stopping.is_set():
             self._wake.clear()
             plan = self._plan(self._intake.ledger_snapshot())
             if not begun:
                 begun, self._placing = True, set(plan.take) if self._first else set()
-                self._is_placed("")
-            for shard_id in plan.take:  # before anything is awaited: a stop would not know of them
+                self._set_placed("")  # no shard: if there are none to wait for, reading starts at once
+            for shard_id in plan.take:  # before any await: a stop must find them in ``_reading``
                 consumer = Consumer(self._parts, counts=self._counts, log=log.bind(shard=shard_id))
                 reading = self._reading[shard_id] = Reading(shard_id, consumer)
                 self._idle.clear()
@@ -294,27 +301,30 @@ class DirectSource:
             await first_of(self._wake.wait(), self._clock.sleep(self._look_seconds))
 
     def _plan(self, seen: LedgerSnapshot) -> Plan:
-        """Return what to take now, and what to give up."""
+        """Return the shards to start reading here now, and those to give up.
+
+        A shard that failed waits for its back-off. A shard that this server took lately because no server read it is kept.
+        """
         tree, me, now_ms = self._tree, seen.server_id, self._clock.steady_ms()
-        # A shard that AWS does not list any more is ended by reading it, or it would hold the windows.
+        # Also shards that AWS no longer lists: reading finds their end. Otherwise they would hold the windows open.
         begun = [name for name, shard in seen.shards.items() if not shard.ended or name in tree]
         tree.begin(map(StreamShard, begun))
         for name in begun:
             if seen.shards[name].ended:
                 tree.finished(name)
         readable = tree.readable()
-        known = {name: seen.shards[name].owner for name in readable if name in seen.shards}
-        owners = dict.fromkeys(readable) | known | dict.fromkeys(self._reading, me)
+        ledger_owners = {name: seen.shards[name].owner for name in readable if name in seen.shards}
+        owners = dict.fromkeys(readable) | ledger_owners | dict.fromkeys(self._reading, me)
         unread = {name for name, owner in owners.items() if owner in {None, me} and name not in self._reading}
         forsaken = self._unread.look(unread, now_ms)
         leaving = {name for name, reading in self._reading.items() if reading.leaving.is_set()}
-        plan = share(
-            owners | dict.fromkeys(forsaken), seen.servers, me, leaving=leaving | unread, forsaken=forsaken
-        )
-        staying = leaving | unread | self._unread.kept_until_ms.keys()
+        # For the sharing, forsaken shards have no owner: any server may take them.
+        owners |= dict.fromkeys(forsaken)
+        plan = share(owners, seen.servers, me, leaving=leaving | unread, forsaken=forsaken)
+        not_given_up = leaving | unread | self._unread.kept_until_ms.keys()
         return Plan(
             tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
-            tuple(name for name in plan.give_up if name not in staying),
+            tuple(name for name in plan.give_up if name not in not_given_up),
         )
 
     async def _find_children(self, shard_id: str) -> None:
@@ -324,7 +334,7 @@ class DirectSource:
             log.warning("stream.unlisted", stream=self._arn, **error.told())
 
         await self._listing.find_children(shard_id, failed, leave=self._stopping.is_set)
-        self._learn(self._tree.children(shard_id))
+        self._listing_changed(self._tree.children(shard_id))
 
     # One shard.
 
@@ -338,11 +348,18 @@ class DirectSource:
             failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
             delay, error = failures.failed(self._random()), next(leaves(errors))
             self._failed[shard_id] = failures, self._clock.steady_ms() + round(delay * 1000)
-            told = error if isinstance(error, MldserverError) else InternalError(f"Unexpected {error!r}")
-            seconds, bug = round(delay, 3), None if told is error else error
-            log.error("shard.failed", shard=shard_id, delay_seconds=seconds, exc_info=bug, **told.told())
+            # A traceback only for a bug: errors of our own classes explain themselves.
+            is_bug = not isinstance(error, MldserverError)
+            logged = error if isinstance(error, MldserverError) else InternalError(f"Unexpected {error!r}")
+            log.error(
+                "shard.failed",
+                shard=shard_id,
+                delay_seconds=round(delay, 3),
+                exc_info=error if is_bug else None,
+                **logged.told(),
+            )
         finally:
-            self._is_placed(shard_id)
+            self._set_placed(shard_id)
             await reading.consumer.forget()
             del self._reading[shard_id]
             if not self._reading:
@@ -350,14 +367,14 @@ class DirectSource:
             self._wake.set()
 
     async def _read(self, reading: Reading) -> bool:
-        """Open a shard and deliver its pages; return whether it has ended, durably."""
+        """Open a shard and deliver its pages; return whether its end was reached and is durable."""
         consumer = reading.consumer
         await first_of(self._open(reading), reading.leaving.wait())
         if (reader := reading.reader) is None or not consumer.is_open:
             return False
         await self._placed.wait()
         if await self._deliver_pages(reading, reader):
-            # Before the shard ends: its children must hold the windows from then on.
+            # Find the children before the shard is marked as ended: they must hold the windows from then on.
             await first_of(self._find_children(reading.shard_id), reading.leaving.wait())
             if not reading.leaving.is_set():
                 return await consumer.end()
@@ -369,20 +386,23 @@ class DirectSource:
         return False
 
     async def _open(self, reading: Reading) -> None:
-        """Open a shard, with a reader at its place, which is durable by then where it could be decided otherwise later."""
+        """Open a shard, and make a reader at the place where the shard is read on (see ``_place``)."""
         parents = self._tree.parents(reading.shard_id)
         opening = ShardOpening(reading.shard_id, None, tells_lag=True, parents=parents, polled=True)
         await reading.consumer.open(opening, partial(self._place, reading))
 
     async def _place(self, reading: Reading, shard: ShardIntake) -> Shard:
-        """Find the place at which an opened shard is read on, and make it durable if a later start could decide otherwise."""
+        """Make a reader at the place where an opened shard is read on; return the shard for the handler.
+
+        If the ledger has no position and a restart could choose another start, the chosen one is made durable first.
+        """
         shard_id = reading.shard_id
         known, parents = self._intake.ledger_snapshot().shards, self._tree.parents(shard_id)
         if shard.after is not None:
             start = stored(shard.after)
         elif not self._first or any(known[parent].position for parent in parents if parent in known):
             start = inherited(parents, known)
-        else:
+        else:  # the pipeline begins here
             late = shard_id not in self._placing
             start = self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
         reading.reader = reader = ShardReader(
@@ -396,23 +416,26 @@ class DirectSource:
             longest_seconds=self._poll_seconds * _LONGEST_POLLS,
         )
         if start is LATEST:
-            await reader.heartbeat()  # from here on it knows its place: what comes is read
+            await reader.heartbeat()  # gets an iterator: every record from now on is read
         if shard.after is None and (position := storable(start, self._first_ms)) is not None:
             shard.begin(position)
             await shard.drain()
-        self._is_placed(shard_id)
+        self._set_placed(shard_id)
         return Shard(
             shard_id, str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
         )
 
-    def _is_placed(self, shard_id: str) -> None:
-        """Note that a shard's place is durable. When it is of all that this server begins with, they are read."""
+    def _set_placed(self, shard_id: str) -> None:
+        """Note that a shard's start is durable, or that the shard failed. After the last one, all shards may deliver records."""
         self._placing.discard(shard_id)
         if not self._placing:
             self._placed.set()
 
     async def _deliver_pages(self, reading: Reading, reader: ShardReader) -> bool:
-        """Deliver each page while fetching the next, until the shard must be left. True: the shard's end was reached."""
+        """Deliver each page while the next is fetched. Return True at the shard's end, False if the shard must be left before.
+
+        If many pages are being processed (``_PAGES_AHEAD``), the next page is fetched only after the current one.
+        """
         consumer = reading.consumer
         async with asyncio.TaskGroup() as group:
             leaving, page = group.create_task(reading.leaving.wait()), None
@@ -422,15 +445,15 @@ class DirectSource:
                 if leaving.done() or not consumer.alive:
                     break
                 page = fetch.result()
-                ahead = self._in_hand < _PAGES_AHEAD and not page.end
-                if ahead:
+                fetch_ahead = self._in_hand < _PAGES_AHEAD and not page.end
+                if fetch_ahead:
                     fetch = group.create_task(reader.next())
                 self._in_hand += 1
                 try:
                     await self._deliver(consumer, page)
                 finally:
                     self._in_hand -= 1
-                if not ahead and not page.end:
+                if not fetch_ahead and not page.end:
                     fetch = group.create_task(reader.next())
             leaving.cancel()
             fetch.cancel()
@@ -438,13 +461,13 @@ class DirectSource:
         return page is not None and page.end
 
     async def _deliver(self, consumer: Consumer, page: Page) -> None:
-        """Deliver a page; return when the next one may follow."""
+        """Deliver a page to the consumer; return when the next page may be delivered. Empty pages count only at the tip."""
         if not page.records:
             if page.at_tip:
                 await consumer.at_tip(page.began_ms)
             return
         aws_ms = self._api.now_ms()
-        # AWS does not report the lag: its clock shows it.
+        # AWS does not report the lag. It is AWS's time now, less the time of the last record; at least 1 ms.
         lag_ms = max(1, aws_ms - (page.records[-1].arrival_ms or aws_ms))
         payload = Records(page.records, lag_ms)
         consumer.deliver(payload, payload.size)

@@ -1,15 +1,16 @@
 """Shards merged into one order. A pure core: no event loop, times are passed in.
 
-An item's *effective time* is the running maximum of times inside its shard, floored by the last of its parent: so the
-order inside a shard, and parents before children, win over times. Items go out by (effective time, clock), where the
-clock counts pages as they are handed over.
+An item's *effective time* is the highest time of its shard so far, and at least the last effective time of the parent
+shard. So the order inside a shard, and parents before children, win over times. Items are returned by (effective time,
+clock). The clock counts the pages in the order in which they came.
 
-An item goes out once no later arrival can belong before it. A shard's future items are not earlier than its last item.
-After a look that found the shard at the stream's tip, they were created after that look began. The caller may pass over
-a shard that does not answer: until it is fed or at its tip again, items go out as if it had none.
+An item is returned once no item that comes later can belong before it. Two facts show that:
+- The next items of a shard are not earlier than its last item.
+- If a request found a shard at the stream's tip, the shard's next items were created after that request began.
+The caller may pass over a shard that does not answer: until the next page or tip of that shard, the merge ignores it.
 
-Pages go through a heap, not items: from the page with the least head, all items not later than the next page's head
-go out at once. DynamoDB's times are whole seconds, so such runs are long.
+The heap holds pages, not items. From the page whose first item is the earliest, all items not later than the next page's
+first item are returned at once. DynamoDB's times are whole seconds, so such runs are long.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _NEVER: Final = -1
 @dataclass(slots=True)
 class _MergeShard:
     last_ms: int
-    """Effective time of the last item that came: no later one has less."""
+    """Effective time of the last item that came. Later items have at least this time."""
     tip_ms: int = _NEVER
-    """What it brings from now on was created after this (steady) time."""
+    """Its next items were created after this steady time."""
     waiting: int = 0
-    """Items that came and did not go out."""
+    """Items that came and were not returned yet."""
     passed_over: bool = False
+    """Whether the merge does not wait for its next items."""
 
 
 @dataclass(slots=True)
@@ -43,11 +45,11 @@ class _MergePage(Generic[_T]):
     shard: _MergeShard
     items: Sequence[_T]
     times: list[int]
-    """Their effective times, in order."""
+    """The items' effective times, in order."""
     came_ms: int
-    """Steady time at which it was here: its items were created before."""
+    """Steady time at which the page came: its items were created before."""
     at: int = 0
-    """The first item that did not go out."""
+    """Index of the first item that was not returned yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,13 +62,16 @@ class Merge(Generic[_T]):
     _clock: int = 0
 
     def open(self, shard_id: str, *, floor_ms: int | None = None) -> None:
-        """Add a shard: nothing beyond ``floor_ms`` (its parent's last) goes out until it is fed or at its tip."""
+        """Add a shard. Until its first page or tip, no item later than ``floor_ms`` is returned.
+
+        ``floor_ms``: the parent's last effective time; None: there is no parent.
+        """
         self._shards[shard_id] = _MergeShard(0 if floor_ms is None else floor_ms)
 
     def feed(self, shard_id: str, items: Sequence[_T], times: list[int], *, now_ms: int) -> None:
         """Take a page of an open shard in: at least one item, with their times (ms). ``now_ms``: steady time."""
         shard = self._shards[shard_id]
-        # Most pages are in order as they are, which costs little to see.
+        # Most pages are in order already, and this check is cheap.
         if times[0] < shard.last_ms or times != sorted(times):
             times = list(accumulate(times, max, initial=shard.last_ms))[1:]
         shard.last_ms, shard.passed_over = times[-1], False
@@ -101,22 +106,24 @@ class Merge(Generic[_T]):
         return self._shards[shard_id].waiting
 
     def take(self, limit: int) -> list[_T]:
-        """Return what may go out next: not much more than ``limit`` items, none if all must wait."""
+        """Return the next items in order; an empty list if all must wait. A run of equal times may exceed ``limit``."""
         items: list[_T] = []
         heads = self._heads
         awaited = [shard for shard in self._shards.values() if not shard.passed_over]
+        # No shard can bring an item earlier than this.
         sure_ms = min((shard.last_ms for shard in awaited), default=math.inf)
         while heads and len(items) < limit:
             head_ms, clock, page = heads[0]
             until_ms = sure_ms
             if head_ms > sure_ms:
-                # A shard whose tip was seen since the page came has nothing that belongs before it.
-                others = (shard.last_ms for shard in awaited if shard.tip_ms <= page.came_ms)
-                until_ms = min(others, default=math.inf)
+                # A shard that was at its tip after this page came cannot bring items that belong before the page's.
+                not_at_tip = (shard.last_ms for shard in awaited if shard.tip_ms <= page.came_ms)
+                until_ms = min(not_at_tip, default=math.inf)
             if head_ms > until_ms:
                 break
+            # The second page in order is one of the heap's next two entries.
             next_ms, next_clock = min(heads[1:3], default=(math.inf, 0))[:2]
-            # Of equal times, the page that came first goes first.
+            # Of items with equal times, those of the page that came first are returned first.
             if next_ms > until_ms or clock < next_clock:
                 stop = bisect_right(page.times, min(next_ms, until_ms), page.at)
             else:

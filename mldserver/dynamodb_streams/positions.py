@@ -1,12 +1,12 @@
-"""Where reading a stream starts: ``trim_horizon``, ``latest``, a time, or a token; and what that is for a shard. Pure.
+"""Where reading a stream starts: ``trim_horizon``, ``latest``, a time, or a token; and where each shard starts then. Pure.
 
-A token says where every shard was read up to, in JSON that people can read. It holds no iterator: those live for
-15 minutes only.
+A token is readable JSON that names the last record read from every shard. It contains no iterators: they expire after
+15 minutes.
 
-Where the pipeline begins for the first time, the operator says where. ``latest`` and times become a time there and then.
-The ledger keeps it as a position before every record, so that a crash does not change it. It is durable for all shards
-that a server begins with before any record of them is handed over. Later, a shard is read from its oldest
-record: it is a child of one that was read, or a root that is new.
+When a pipeline begins for the first time, the operator chooses the position. ``latest`` and times are turned into a time
+at once. The ledger stores that time as a position before every record, so that a crash does not change it. The server
+makes it durable for all shards that it begins with before it delivers a record of them. Shards that appear later are
+read from their oldest record: they are children of shards that were read, or new roots.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mldserver.errors import ConfigError
 from mldserver.records import Sequence
 
 VERSION: Final = 1
-"""Of tokens, as this program writes them; it reads no other."""
+"""The version of the tokens that this program writes. It reads no other version."""
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
@@ -51,23 +51,27 @@ class ReadPosition(NamedTuple):
     id: str
     parent: str | None
     start: Sentinel | At | After | Since
-    """Where to go on; never LATEST, which means another place later."""
+    """Where to continue; never LATEST, which would mean a different place later."""
     effective_ms: int | None = None
-    """Effective time of what was handed over last, here or in the parent: no later record counts as earlier."""
+    """Effective time of the last delivered record of the shard or its parent. Later records get at least this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Where a stream was read up to. ``str`` of it is what ``parse_position`` reads."""
+    """Where a stream was read up to. ``parse_position`` reads ``str(token)``."""
 
     stream: str
-    """The stream's ARN. A table whose stream is disabled and enabled again has another."""
+    """The stream's ARN. A stream that is disabled and enabled again gets a new ARN."""
     shards: tuple[ReadPosition, ...]
-    """Those that are being read; all others are their ancestors, have yet to be, or are new."""
+    """The shards that are being read. Other shards are finished ancestors, wait for their parent, or are new."""
     since_ms: int | None = None
-    """The time at which reading began, if it did at one: shards that turn up later count from there."""
+    """The time that reading began at, if it began at a time. Shards that appear later start at this time too."""
 
     def __str__(self) -> str:
+        """Return the token as JSON, which ``parse_position`` reads.
+
+        A shard's ``time`` is the time to start at for the iterator AT_TIMESTAMP, else its ``effective_ms``.
+        """
         shards = []
         for shard in self.shards:
             entry: dict[str, Any] = {"id": shard.id, "parent": shard.parent}
@@ -81,7 +85,9 @@ class Token:
                 case After(number):
                     entry |= {"iterator": "AFTER_SEQUENCE_NUMBER", "sequence_number": str(number)}
                 case _:
-                    assert shard.start is not LATEST, "what is latest moves"
+                    assert shard.start is not LATEST, (
+                        "LATEST cannot be saved: it would mean another place when read back"
+                    )
                     entry |= {"iterator": "TRIM_HORIZON"}
             shards.append(entry | {"time": _text(time_ms)})
         since = _text(self.since_ms)
@@ -104,9 +110,9 @@ Position: TypeAlias = Sentinel | Since | Token
 
 
 def parse_position(position: object) -> Position:
-    """Return what a user gave: a name in any case, an aware datetime or its ISO text, a token or its JSON.
+    """Parse a position: ``trim_horizon`` or ``latest`` in any case, an aware datetime or its ISO text, a token or its JSON.
 
-    A position that was parsed is one. Raises ConfigError for all else, a datetime without an offset among it.
+    A ``Position`` is returned unchanged. Raises ConfigError for any other value, also for a datetime without an offset.
     """
     match position:
         case Token() | Sentinel() | Since():
@@ -137,6 +143,7 @@ def _since(time: datetime) -> Since:
 
 
 def _parse_token(text: str) -> Token:
+    """Return the token of a JSON text. Raises ConfigError if the token is malformed."""
     try:
         token = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -155,6 +162,7 @@ def _parse_token(text: str) -> Token:
 
 
 def _parse_shard(entry: Any) -> ReadPosition:
+    """Return the position of one entry of a token's ``shards``. Raises ConfigError if the entry is malformed."""
     if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
         raise _damaged(f"{entry!r} is no shard")
     shard_id, parent, time_ms = entry["id"], entry.get("parent"), _ms(entry.get("time"))
@@ -177,14 +185,16 @@ def _parse_shard(entry: Any) -> ReadPosition:
 
 
 def _text(ms: int | None) -> str | None:
+    """Return a time in milliseconds since the epoch as ISO text; None for None."""
     return None if ms is None else (_EPOCH + ms * _MS).isoformat(timespec="milliseconds")
 
 
 def _ms(text: object) -> int | None:
+    """Return a token's ISO time in milliseconds since the epoch; None for None. Raises ConfigError for any other value."""
     if text is None:
         return None
     try:
-        return _since(datetime.fromisoformat(text)).ms  # type: ignore[arg-type]  # that it is none is what is asked
+        return _since(datetime.fromisoformat(text)).ms  # type: ignore[arg-type]  # fromisoformat raises TypeError if it is not a text
     except (TypeError, ValueError, ConfigError):
         raise _damaged(f"{text!r} is not a time with an offset") from None
 
@@ -199,55 +209,67 @@ def _damaged(why: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a pipeline begins that was never there."""
+    """Where a pipeline begins that has no positions yet."""
 
     everywhere: Start = TRIM_HORIZON
+    """Where a shard begins that ``shards`` does not name."""
     shards: Mapping[str, Start] = field(default_factory=dict)
-    """Of a token: so its shards, and none of their ancestors."""
+    """Where each shard of the token begins; empty without a token. Ancestors of these shards are not read."""
     token: Token | None = None
 
     @classmethod
     def of(cls, position: Position) -> Beginning:
-        """Begin at a position."""
+        """Return the beginning that a position means for each shard."""
         if not isinstance(position, Token):
             return cls(position)
         new = TRIM_HORIZON if position.since_ms is None else Since(position.since_ms)
         return cls(new, {shard.id: shard.start for shard in position.shards}, position)
 
     def mark(self, tree: ShardTree) -> None:
-        """Note in the tree where reading begins: in a token's shards; for ``latest`` in all open ones."""
+        """Mark in the tree the shards in which reading begins: a token's shards; for ``latest`` the open shards.
+
+        For ``latest``, closed shards count as finished.
+        """
         tree.begin([StreamShard(shard.id, shard.parent) for shard in self.token.shards] if self.token else ())
         if self.everywhere is LATEST:
             for _, shard in tuple(tree.walk()):
-                if shard.last is None:
+                if shard.last is None:  # the shard is open
                     tree.begin([shard])
                 else:
                     tree.finished(shard.id)
 
     def is_ahead(self, known: Mapping[str, KnownShard]) -> bool:
-        """Whether nothing was read yet: no shard has a position, except a token's places that were stored before a crash.
+        """Return whether the pipeline has not read any record yet, by the ledger's shards ``known``.
 
-        That a shard has ended says nothing: where its child is opened, it has, unread.
+        Then no shard has a position, except one that a server stored from the token before it crashed. ``ended`` proves
+        nothing: opening a child marks its parent as ended, also if the parent was never read.
         """
-        places = {shard_id: storable(start, 0) for shard_id, start in self.shards.items()}
-        return all(shard.position in {None, places.get(name)} for name, shard in known.items())
+        from_token = {shard_id: storable(start, 0) for shard_id, start in self.shards.items()}
+        return all(shard.position in {None, from_token.get(name)} for name, shard in known.items())
 
     def start(self, shard_id: str, *, found_ms: int | None) -> Start:
-        """Return where a shard without a known parent begins.
+        """Return where a shard begins that has no parent with a position.
 
-        ``found_ms``: when the pipeline began, for a shard that appeared later: all that was created since is wanted.
+        ``found_ms``: for a shard that appeared after the pipeline began, the time at which it began; else None. With
+        ``latest``, such a shard is read from that time on.
         """
         start = self.shards.get(shard_id, self.everywhere)
         return Since(found_ms) if start is LATEST and found_ms is not None else start
 
 
 def stored(position: Sequence) -> Start:
-    """Return where to go on from the ledger's position."""
+    """Return where to continue after a position of the ledger; ``storable`` is the inverse.
+
+    The sequence number 0 stands for "no record yet": the sub-sequence is then a time in milliseconds.
+    """
     return After(position.number) if position.number else Since(position.sub)
 
 
 def storable(start: Start, now_ms: int) -> Sequence | None:
-    """Return the position that keeps a beginning in the ledger; None: a shard without one begins there anyway."""
+    """Return ``start`` as a position for the ledger; None for TRIM_HORIZON, where a shard without a position begins anyway.
+
+    LATEST is stored as the time ``now_ms``.
+    """
     match start:
         case After(number):
             return Sequence(number)
@@ -259,13 +281,13 @@ def storable(start: Start, now_ms: int) -> Sequence | None:
 
 
 def inherited(parents: Iterable[str], known: Mapping[str, KnownShard]) -> Start:
-    """Return where a shard without a position begins where others have one.
+    """Return where a shard without a position begins in a pipeline that has begun: at the oldest record, or at a time.
 
-    Where the parent has had no record since a time, its child may have some from before. So may, where another server
-    begins just now, a shard without a parent.
+    If a parent's position is still the time that the pipeline began at, the parent had no record after that time. The
+    shard may then have older records, so it begins at that time too. Without known parents, all shards are looked at:
+    another server may be beginning right now.
     """
-    read = [known[parent] for parent in parents if parent in known]
-    positions = [shard.position for shard in read or known.values() if shard.position is not None]
-    return (
-        Since(min(times)) if (times := [each.sub for each in positions if not each.number]) else TRIM_HORIZON
-    )
+    relatives = [known[parent] for parent in parents if parent in known] or known.values()
+    positions = [shard.position for shard in relatives if shard.position is not None]
+    times = [position.sub for position in positions if not position.number]  # see ``stored``
+    return Since(min(times)) if times else TRIM_HORIZON

@@ -1,4 +1,4 @@
-"""One shard, read page by page: iterators renewed, gaps told, never faster than AWS allows.
+"""Read one shard page by page: renew iterators, log gaps, and stay below AWS's request limits.
 
 After a page with records the reader requests the next one at once. Five empty pages in a row cross any gap of an open
 shard: the fifth, and only the fifth, proves that the reader is at the tip. Until then it requests them without a pause.
@@ -9,9 +9,9 @@ A reader counts as caught up if it was at the tip within the last minute, or has
 the last minute (where changes never pause for long, five empty pages in a row never come). No long gap can lie before it, so
 it pauses after the first empty page already.
 
-An iterator lives for 15 minutes. It is renewed behind the last sequence number that was read; before the first one,
-reading begins again where it began, and loses nothing by that. Only ``LATEST`` means another place later: there the
-reader goes on with what was created since it last looked.
+An iterator expires after 15 minutes. The new one starts after the last sequence number that was read. Before the first
+record it starts where reading began, which loses nothing. Only ``LATEST`` would mean a different place by then: the
+reader continues with the records that were created since its last request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mldserver.records import Record
 log = structlog.get_logger("mldserver")
 
 _AT_TIP: Final = 5
-"""Empty pages in a row."""
+"""Empty pages in a row that prove the tip of an open shard."""
 _CALLS_PER_SECOND: Final = 4.0
 """GetRecords of one shard. AWS throttles beyond five in any second, for all readers of the shard together."""
 _SHORT_GAP_MS: Final = 60_000
@@ -53,26 +53,26 @@ _UNKNOWN_LOGGED_MS: Final = 60_000
 
 
 class Page(NamedTuple):
-    """What was read at a time."""
+    """One answer to a request for records."""
 
     records: list[Record]
     end: bool
-    """The shard is closed and read to its end: these are its last records, if any."""
+    """Whether the shard is closed and read to its end: ``records`` are its last ones, if any."""
     at_tip: bool
-    """No records, for the fifth time in a row or more: there was nothing when the request began."""
+    """Whether this is at least the fifth empty page in a row: no record was left when the request began."""
     began_ms: int
     """Steady time at which the request began."""
     gap: bool
-    """Records before these were trimmed before they could be read. It is logged; the caller counts it."""
+    """Whether earlier records were trimmed unread. The reader has logged it; the caller counts it."""
 
 
 @dataclass(slots=True)
 class _Unknown:
-    """Answers in a row that a shard does not exist."""
+    """The state of a shard for which AWS answers that it does not exist."""
 
     logged_ms: int
     since_ms: int | None = None
-    """Since when it is not listed either."""
+    """Steady time since which the listing lacks the shard too; None: the latest listing has it."""
     backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 5.0))
 
 
@@ -120,23 +120,23 @@ class ShardReader:
         self._record_ms = clock.steady_ms()
         """Steady time of the latest page with records."""
         self._looked_ms = api.now_ms()
-        """Time of day of the last look: all that was there then was read, or is not wanted."""
+        """Time of day of the latest request: every record that existed then was read, or is not wanted."""
         self._since_ms = start.ms if isinstance(start, Since) else None
-        """Until the first record that was created then or later."""
+        """Skip records until the first that was created at this time or later; None: skip none."""
         self.asked_ms: int | None = None
         """Steady time since which the reader has been without an answer; None: the latest request was answered."""
         self.gaps = 0
         """How often something was trimmed before it could be read."""
         self._gap = False
+        """Whether the next page comes after a gap."""
         self._ended = False
         self._held: Page | None = None
-        """What a heartbeat has read."""
+        """The page that a heartbeat has read, for ``next``."""
 
     async def next(self) -> Page:
         """Return the next page: with records, or an empty one at the tip, or the end.
 
-        Waits as long as the poll interval and AWS's limits want. Raises OperatorError. May be cancelled and called
-        again: nothing is lost.
+        Waits as the poll interval and AWS's limits demand. Raises OperatorError. A cancelled call loses no records.
         """
         page, self._held = self._held, None
         while page is None or not (page.records or page.end or page.at_tip):
@@ -159,16 +159,19 @@ class ShardReader:
         return self._tip_ms is not None and now_ms - self._tip_ms < _SHORT_GAP_MS
 
     async def heartbeat(self) -> None:
-        """Keep the place of a reader that is not read from: call it every 12 minutes, or any time.
+        """Keep the place of a reader that has read no record yet, while ``next`` is not called.
 
-        What it finds is returned by ``next``.
+        Call it at least every 12 minutes, since the iterator expires after 15. ``next`` returns the page that it reads.
         """
         if self._held is None and self.after is None and not self._ended:
             page = await self._read()
             self._held = page if page.records or page.end else None
 
     async def _read(self) -> Page:
-        """Return the next page, even without records."""
+        """Request the next page, and return it even if it is empty.
+
+        Renews the iterator if it expired or its place was trimmed. Waits while AWS does not know the shard.
+        """
         unknown = _Unknown(self._clock.steady_ms())
         while not self._ended:
             await self._clock.sleep(self._bucket.reserve(self._clock.steady_ms()))
@@ -181,19 +184,20 @@ class ShardReader:
             except (IteratorExpired, Trimmed) as error:
                 self._iterator = None
                 if self._place is LATEST:
+                    # A new LATEST would skip what was created since: start at the oldest record, and skip up to this time.
                     self._since_ms = self._looked_ms - CLOCKS_APART_MS
                     self._place = Since(self._since_ms)
                 elif isinstance(error, Trimmed):
-                    self._tell_gap("stream.gap", "Reading goes on at the oldest record that is still there.")
+                    self._log_gap("stream.gap", "Reading goes on at the oldest record that is still there.")
                     self._place = TRIM_HORIZON
             except ShardGone:
                 self._iterator = None
                 await self._wait_while_unknown(unknown, began_ms)
             else:
-                records = self._wanted(raw)
+                records = self._take_records(raw)
                 self._looked_ms, self.asked_ms = now_ms, None
                 self._iterator, self._ended = following, following is None
-                at_tip = self._is_tip(raw, began_ms, now_ms) and not self._ended
+                at_tip = self._count_page(raw, began_ms, now_ms) and not self._ended
                 return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 
@@ -204,8 +208,8 @@ class ShardReader:
             self.asked_ms = began_ms
         return began_ms, self._api.now_ms()
 
-    def _is_tip(self, raw: list[dict[str, Any]], began_ms: int, now_ms: int) -> bool:
-        """Count a page, and return whether it proves the tip."""
+    def _count_page(self, raw: list[dict[str, Any]], began_ms: int, now_ms: int) -> bool:
+        """Count empty pages in a row, note when the reader was at the tip last, and return whether this page proves the tip."""
         if raw:
             self._empty, self._record_ms = 0, began_ms
             if now_ms - (self._arrival_ms or 0) < _SHORT_GAP_MS:
@@ -216,11 +220,11 @@ class ShardReader:
             self._tip_ms = began_ms
         return self._empty >= _AT_TIP
 
-    def _wanted(self, raw: list[dict[str, Any]]) -> list[Record]:
-        """Return the records of a page to hand over, and advance past the page.
+    def _take_records(self, raw: list[dict[str, Any]]) -> list[Record]:
+        """Return a page's records that must be delivered, and move the reader's place after the page.
 
-        For a reader that begins at a time, from the first on that was created then or later: order inside a shard wins
-        over times.
+        A reader that begins at a time delivers every record after the first that was created at that time or later, also
+        records with an earlier time: the order inside a shard wins over times.
         """
         records = [to_record(self.shard_id, each) for each in raw]
         if self.after is not None and records and records[0].sequence_number <= self.after:
@@ -232,7 +236,7 @@ class ShardReader:
             self._arrival_ms = records[-1].arrival_ms
         if (since_ms := self._since_ms) is None:
             return records
-        # AWS cuts times to whole seconds: one that is cut may have been in any part of its second.
+        # AWS cuts times to whole seconds: a record with such a time may have been created at any moment of that second.
         second_ms = since_ms - since_ms % 1000
         for place, record in enumerate(records):
             created_ms = record.arrival_ms
@@ -242,9 +246,10 @@ class ShardReader:
         return []
 
     async def _wait_while_unknown(self, unknown: _Unknown, began_ms: int) -> None:
-        """Wait after an answer that the shard does not exist, or end it.
+        """Wait after an answer that the shard does not exist, or end the shard.
 
-        Only that and its absence from the listing end a shard, both for a while: either answer is wrong at times.
+        The shard ends only if the listing has lacked it for 15 seconds too: each of the two answers can be wrong for a
+        while.
         """
         delay = unknown.backoff.failed(self._random())
         if await self._api.lists(self._arn, self.shard_id):
@@ -252,7 +257,7 @@ class ShardReader:
         elif unknown.since_ms is None:
             unknown.since_ms = began_ms
         elif began_ms - unknown.since_ms >= _GONE_SECONDS * 1000:
-            self._tell_gap("stream.shard_gone", "The shard ends here; reading goes on with its children.")
+            self._log_gap("stream.shard_gone", "The shard ends here; reading goes on with its children.")
             self._ended = True
             return
         if began_ms - unknown.logged_ms >= _UNKNOWN_LOGGED_MS:
@@ -271,7 +276,8 @@ class ShardReader:
             advice="If this lasts, ask AWS why GetRecords does not know a shard that DescribeStream lists.",
         )
 
-    def _tell_gap(self, event: str, did: str) -> None:
+    def _log_gap(self, event: str, did: str) -> None:
+        """Count and log that records were lost; the next page reports the gap."""
         self._gap = True
         self.gaps += 1
         log.error(
@@ -286,7 +292,7 @@ class ShardReader:
 
 
 def to_record(shard_id: str, raw: dict[str, Any]) -> Record:
-    """Return a record of GetRecords, its data as Lambda gets it: JSON, with binaries as base64."""
+    """Return a record of GetRecords. Its data is JSON as Lambda gets it, with binaries as base64."""
     change = dict(raw["dynamodb"])
     created: datetime | float | None = change.get("ApproximateCreationDateTime")
     arrival_ms = None
@@ -322,6 +328,6 @@ class Reading:
     reader: ShardReader | None = None
 
     async def leave(self) -> None:
-        """Leave after the page in hand, or at once if the shard is still being opened: no page was taken."""
+        """Stop reading after the current page, or at once if the shard is still being opened."""
         self.leaving.set()
         await self.consumer.stop_throttling()
