@@ -165,6 +165,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
 
 
 def _sweep(store: OutputStore, gone: list[str], strangers: list[str], *, quarantine: str) -> None:
+    """Delete ``gone`` with folders that are then empty; move ``strangers``, files of other ledgers, to ``quarantine``."""
     for path in gone:
         store.delete(path)
     for folder in {path.rpartition("/")[0] for path in gone} | set(store.folders(SEGMENTS)):

@@ -381,10 +381,10 @@ class Flusher:
         open_windows = self.open_windows or ()
         self._small = {window: paths for window, paths in self._small.items() if window in open_windows}
         paths = max(self._small.values(), key=len, default=[])
-        if len(paths) < joined.TOGETHER:
+        if len(paths) < joined.SEGMENTS_PER_FILE:
             return
-        members = paths[: joined.TOGETHER]
-        del paths[: joined.TOGETHER]
+        members = paths[: joined.SEGMENTS_PER_FILE]
+        del paths[: joined.SEGMENTS_PER_FILE]
         # If the join fails, Spark reads the small segments. The next flush reports a failing disk, and the window a
         # damaged segment.
         with contextlib.suppress(OSError, pa.ArrowException):

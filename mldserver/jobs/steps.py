@@ -160,7 +160,7 @@ class WindowSteps:
         return Committed(now, output, 0.0, self.clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
-        """Make committed windows visible, and free what is not needed any more. Repeatable.
+        """Make committed windows visible, and delete the files that they no longer need. May be repeated.
 
         Raises OSError and LedgerError; for a table also what the engine raises.
         """
@@ -171,32 +171,33 @@ class WindowSteps:
         else:
             await asyncio.to_thread(self.publisher.publish, outputs)
         kill_point("window.visible")
-        # By attempt: this may be a repetition, when the window has gone on to another server's revision.
-        free = await self.ledger.published(
+        # Pass the attempt: on a retry another server may already have revised the window; then only our attempt is marked.
+        unneeded = await self.ledger.published(
             {output.window_id: output.attempt for output in outputs}, retain=self.retain
         )
         kill_point("window.published")
-        # Readers of a table do not read files that a revision replaces.
-        at_once = tuple(output for output in outputs if output.revision == 1 or table)
-        # The ledger lists these once. If deleting them fails now, publishing is retried and deletes them.
-        self.garbage.add(free)
+        # Delete now what nobody can be reading: a first revision replaces nothing, and a table's readers open no files.
+        deletable_now = tuple(output for output in outputs if output.revision == 1 or table)
+        # The ledger returns each segment only once, so remember them in ``garbage`` before deleting.
+        self.garbage.add(unneeded)
 
         def clean() -> int:
-            self.store.for_each(self.publisher.clean, at_once)
+            self.store.for_each(self.publisher.clean, deletable_now)
             kill_point("window.cleaning")
             for window in committed:
-                if len(window.entry.segments) >= joined.TOGETHER:
+                if len(window.entry.segments) >= joined.SEGMENTS_PER_FILE:
                     self.garbage.add_unfinished(*joined.files(self.store, window.entry.window_id))
             return self.garbage.delete_now()
 
         freed_bytes = await asyncio.to_thread(clean)
         for output in outputs:
-            if output not in at_once:
+            if output not in deletable_now:
                 self._replaced.put_nowait((self.clock.steady_ms() + _READING_MS, output))
         kill_point("window.cleaned")
         self.freed(freed_bytes)
 
     async def _into_table(self, committed: Sequence[Committed]) -> None:
+        """Let the engine write each window into the table. Raises FileNotFoundError if a window's output is gone."""
         for entry, output in ((window.entry, window.output) for window in committed):
             first = f"{output.staging}/{output.files[0]}" if output.files else None
             if first is not None and not await asyncio.to_thread(self.store.exists, first):

@@ -19,8 +19,8 @@ from mldserver.ledger.contract import Segment
 from mldserver.output.layout import JOINED, SEGMENTS, is_joined
 from mldserver.output.store import OutputStore
 
-TOGETHER: Final = 64
-"""Segments that a joined file stands for."""
+SEGMENTS_PER_FILE: Final = 64
+"""How many segments the server joins in one file. A window with fewer segments has no joined file."""
 
 SMALL_BYTES: Final = 128 * 1024
 """Larger segments are not joined: their rows cost more than their file does. So a joined file has 8 MiB at most."""
@@ -53,7 +53,7 @@ def join(store: OutputStore, segments: Sequence[str]) -> None:
 def to_read(store: OutputStore, window_id: str, segments: Sequence[Segment]) -> dict[str, int]:
     """Return the files that hold the rows of these segments, and each one's bytes. Raises OSError."""
     left = {segment.path: segment.bytes for segment in segments}
-    if len(left) < TOGETHER:
+    if len(left) < SEGMENTS_PER_FILE:
         return left
     joined = files(store, window_id)
     found: dict[str, int] = {}

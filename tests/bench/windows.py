@@ -123,8 +123,8 @@ class Bench:
             size = store.write(path, rows.slice(first, last - first))
             written.append(Segment(path, window, last - first, size))
         small = [segment.path for segment in written if segment.bytes <= joined.SMALL_BYTES]
-        for place in range(0, len(small) - joined.TOGETHER + 1, joined.TOGETHER):
-            joined.join(store, small[place : place + joined.TOGETHER])
+        for place in range(0, len(small) - joined.SEGMENTS_PER_FILE + 1, joined.SEGMENTS_PER_FILE):
+            joined.join(store, small[place : place + joined.SEGMENTS_PER_FILE])
         return [self._folder / path for path in joined.to_read(store, window, written)]
 
     async def job(self, segments: Sequence[Path], window_id: str = ID) -> float:

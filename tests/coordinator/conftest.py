@@ -32,4 +32,4 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def joins_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every two small segments of a window are joined: short runs have no more of them."""
-    monkeypatch.setattr(joined, "TOGETHER", 2)
+    monkeypatch.setattr(joined, "SEGMENTS_PER_FILE", 2)

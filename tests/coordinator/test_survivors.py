@@ -262,7 +262,7 @@ async def test_joined_files_go_when_their_window_is_published(tmp_path: Path) ->
 
     async with pipeline.life():
         session = await pipeline.open("a")
-        for number in range(1, 2 * joined.TOGETHER + 1):
+        for number in range(1, 2 * joined.SEGMENTS_PER_FILE + 1):
             await pipeline.give(session, [(number, 1000 + number)])
             await pipeline.cycle()
         assert joined_now()

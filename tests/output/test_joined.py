@@ -44,10 +44,10 @@ def read(store: OutputStore, path: str) -> pa.Table:
 
 
 def test_a_window_of_many_segments_is_read_from_few_files_with_the_same_rows(store: OutputStore) -> None:
-    own = segments(store, 2 * joined.TOGETHER + 5)
+    own = segments(store, 2 * joined.SEGMENTS_PER_FILE + 5)
     assert joined.to_read(store, "w", own) == {segment.path: segment.bytes for segment in own}
-    for begin in (0, joined.TOGETHER):
-        joined.join(store, paths(own[begin : begin + joined.TOGETHER]))
+    for begin in (0, joined.SEGMENTS_PER_FILE):
+        joined.join(store, paths(own[begin : begin + joined.SEGMENTS_PER_FILE]))
     files = joined.to_read(store, "w", own)
     assert len(files) == 2 + 5
     assert files == {path: store._fs.get_file_info(store._absolute(path)).size for path in files}
@@ -66,7 +66,7 @@ def test_a_joined_file_is_told_from_others_as_its_first_segment_is(store: Output
 
 
 def test_rows_that_an_attempt_is_not_to_read_are_not_read(store: OutputStore) -> None:
-    own = segments(store, joined.TOGETHER + 1)
+    own = segments(store, joined.SEGMENTS_PER_FILE + 1)
     joined.join(store, paths(own)[1:])
     without_last = own[:-1]
     assert list(joined.to_read(store, "w", without_last)) == paths(without_last)
@@ -74,12 +74,12 @@ def test_rows_that_an_attempt_is_not_to_read_are_not_read(store: OutputStore) ->
 
 
 def test_rows_are_read_once_though_two_joined_files_hold_them(store: OutputStore) -> None:
-    own = segments(store, joined.TOGETHER)
+    own = segments(store, joined.SEGMENTS_PER_FILE)
     joined.join(store, paths(own)[:40])
     joined.join(store, paths(own)[20:])
     files = joined.to_read(store, "w", own)
     assert sorted(pa.concat_tables(read(store, path) for path in files)["_clock"].to_pylist()) == list(
-        range(2 * joined.TOGETHER)
+        range(2 * joined.SEGMENTS_PER_FILE)
     )
 
 
@@ -87,7 +87,7 @@ def test_a_joined_file_has_its_name_only_once_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = OutputStore(str(tmp_path))
-    own = segments(store, joined.TOGETHER)
+    own = segments(store, joined.SEGMENTS_PER_FILE)
 
     def dies(_store: OutputStore, *_paths: str) -> None:
         raise KeyboardInterrupt
@@ -103,7 +103,7 @@ def test_a_joined_file_has_its_name_only_once_it_is_on_disk(
 
 @pytest.mark.parametrize("left", [0, 4, 700])
 def test_a_joined_file_that_was_never_finished_is_not_read(store: OutputStore, left: int) -> None:
-    own = segments(store, joined.TOGETHER)
+    own = segments(store, joined.SEGMENTS_PER_FILE)
     joined.join(store, paths(own))
     (path,) = joined.files(store, "w")
     with store._fs.open_input_stream(store._absolute(path)) as stream:
@@ -113,7 +113,7 @@ def test_a_joined_file_that_was_never_finished_is_not_read(store: OutputStore, l
 
 
 def test_a_file_that_names_no_segments_is_not_read(store: OutputStore) -> None:
-    own = segments(store, joined.TOGETHER)
+    own = segments(store, joined.SEGMENTS_PER_FILE)
     store.write(f"{SEGMENTS}/w/joined-x.parquet", pa.table({"name": ["a"]}))
     assert list(joined.to_read(store, "w", own)) == paths(own)
 

@@ -161,16 +161,20 @@ def buffered(
         rows = rows.set_column(rows.schema.get_field_index("_time"), "_time", pa.array(times, pa.int64()))
         if column is not None:
             event = milliseconds(rows.column(column))
-            latest, ahead = _latest(event, times, rows, max_ahead_ms)
+            latest, ahead = _latest_plausible(event, times, rows, max_ahead_ms)
     effects = msgspec.structs.replace(effects, rows=rows)
     last, size = outcome.outline.last, effects.nbytes
     return BufferedBatch(shard_id, epoch, effects, event, last, effective, latest, size, ahead=ahead)
 
 
-def _latest(
+def _latest_plausible(
     event: NDArray[np.int64], arrival: NDArray[np.int64], rows: pa.Table, max_ahead_ms: int | None
 ) -> tuple[int | None, Ahead | None]:
-    """Return the latest event time that can be true, and what is ahead of that."""
+    """Return the latest event time that is at most ``max_ahead_ms`` after its arrival, and what was further ahead.
+
+    The event time is None if all rows were further ahead; the second value is None if no row was. With ``max_ahead_ms``
+    None, no row is too far ahead. There must be at least one row.
+    """
     furthest = int(np.argmax(event - arrival))
     ahead_ms = int(event[furthest] - arrival[furthest])
     if max_ahead_ms is None or ahead_ms <= max_ahead_ms:
