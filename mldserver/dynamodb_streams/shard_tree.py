@@ -1,12 +1,12 @@
 """The shards of a stream as a tree, from answers of DescribeStream in any order; and where in a shard to begin. Pure.
 
-What AWS answers may be old, short or empty for a while. So an answer only adds: that a shard is missing from it says
-nothing yet. A shard is forgotten when its records were handed over, or AWS said of this very shard that it is gone, and
-then only after ``FORGOTTEN_AFTER`` answers in a row without it.
+AWS's answers may be outdated, incomplete or empty for a while. So an answer only adds shards: a shard that it lacks may still
+exist. A shard is forgotten only when its records were delivered, or AWS said that this shard is gone, and
+``FORGOTTEN_AFTER`` answers in a row lack it.
 
-A shard is read after its parent. A parent that no answer names has to be resolved first: listed, or ``gone``. Where
-reading began inside shards (a token's, or the ledger's), their ancestors are not read. While one of those ancestors is not
-resolved, any shard may be one: then only these shards and their descendants are read.
+A shard is read after its parent. A parent that no answer names must be resolved first: it is listed, or AWS says that it is
+gone. If reading began inside shards (of a token, or of the ledger), the ancestors of these shards are not read. While such an
+ancestor is unresolved, any shard could be an ancestor too: then only these shards and their descendants are read.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class StreamShard(NamedTuple):
 class _Node:
     shard: StreamShard
     named: bool = False
-    """Whether an answer has named it."""
+    """Whether an answer of AWS has named the shard."""
     begun: bool = False
-    """Whether reading began in it: nothing above it is read."""
+    """Whether reading began in this shard: its ancestors are not read."""
     top: bool = False
-    """Whether its parent, if it has one, needs no resolving: nothing above it is left."""
+    """Whether it is read without waiting for its parent: no ancestor is left to read."""
     finished: bool = False
     absent: int = 0
     """Whole answers in a row without it."""
@@ -96,9 +96,9 @@ class ShardTree:
         return shard_id in self._nodes
 
     def add_listing(self, shards: Iterable[StreamShard], *, whole: bool) -> tuple[str, ...]:
-        """Take in what an answer names; return the shards that were not known, in the order of their ids.
+        """Add the shards of an answer; return the ids that were not known, in order.
 
-        ``whole``: it was read to its last page, and names all shards as far as AWS knows just now.
+        ``whole``: the answer counts as complete, so a shard that it lacks may be forgotten later.
         """
         named = {shard.id: shard for shard in shards}
         new = tuple(sorted(named.keys() - self._nodes.keys()))
@@ -106,27 +106,27 @@ class ShardTree:
             node = self._note(shard)
             node.named, node.absent = True, 0
         if whole and named:
-            self._left_out(named.keys())
+            self._count_absent(named.keys())
         return new
 
     def _note(self, shard: StreamShard) -> _Node:
-        """Add what is said of a shard to its node."""
+        """Add what an answer says about a shard to its node, which is made if it is new; return the node."""
         node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
-        # The first parent that is named stays. One that would make the shard its own ancestor is none.
+        # The first parent that is named stays. Ignore a parent that would make the shard its own ancestor.
         known, parent = node.shard, node.shard.parent or shard.parent
         if known.parent is None and parent is not None:
             if shard.id in (parent, *self.ancestors(parent)):
                 parent = None
             else:
                 self._children.setdefault(parent, set()).add(shard.id)
-        # An old answer does not open a closed shard again.
+        # An outdated answer must not reopen a closed shard.
         first = known.first if shard.first is None else shard.first
         last = known.last if shard.last is None else shard.last
         node.shard = StreamShard(shard.id, parent, first, last)
         return node
 
-    def _left_out(self, named: AbstractSet[str]) -> None:
-        """Count the whole answers that lack a shard. In the end a finished one is forgotten."""
+    def _count_absent(self, named: AbstractSet[str]) -> None:
+        """Count a complete answer for the shards that it lacks. Forget finished shards that 100 answers in a row have lacked."""
         for name in self._nodes.keys() - named:
             node, parent = self._nodes[name], self._nodes[name].shard.parent
             node.absent += 1
@@ -176,28 +176,31 @@ class ShardTree:
         return self._survey()[1]
 
     def _survey(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return ``readable()`` and ``unresolved()`` together: one pass over the tree finds both."""
         nodes = self._nodes
-        before, ends = self._above()
+        ancestors, unresolved_ends = self._ancestors_of_begun()
         readable: list[str] = []
         unresolved: set[str] = set()
         for shard_id, node in sorted(nodes.items()):
-            if node.finished or shard_id in before:
+            if node.finished or shard_id in ancestors:
                 continue
             parent = node.shard.parent
-            if not (node.begun or node.top or parent is None or parent in before):
+            starts_a_lineage = node.begun or node.top
+            if not (starts_a_lineage or parent is None or parent in ancestors):
                 if parent not in nodes:
                     unresolved.add(parent)
                     continue
                 if not nodes[parent].finished:
                     continue
-            if ends and not (node.begun or self._descends(shard_id)):
-                unresolved |= ends
+            # While an ancestor is unresolved, a shard outside these lineages could be an ancestor too.
+            if unresolved_ends and not (node.begun or self._descends(shard_id)):
+                unresolved |= unresolved_ends
                 continue
             readable.append(shard_id)
         return tuple(readable), tuple(sorted(unresolved))
 
-    def _above(self) -> tuple[set[str], set[str]]:
-        """Return the ancestors of what was begun, and where its lineage is unresolved."""
+    def _ancestors_of_begun(self) -> tuple[set[str], set[str]]:
+        """Return the known ancestors of the shards in which reading began, and those of them that no answer has named."""
         before: set[str] = set()
         ends: set[str] = set()
         for shard_id in [name for name, node in self._nodes.items() if node.begun]:
@@ -211,7 +214,7 @@ class ShardTree:
         return before, ends
 
     def _descends(self, shard_id: str) -> bool:
-        """Return whether reading began in an ancestor."""
+        """Return whether reading began in an ancestor of the shard."""
         return any(name in self._nodes and self._nodes[name].begun for name in self.ancestors(shard_id))
 
     def parents(self, shard_id: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Which shards a server reads, where several share a stream. Pure: each server decides for itself, from the same ledger.
 
-All see the same shards, owners and servers sooner or later, and come to the same plan by that. While they do not, two may
-take the same shard: the ledger's epochs leave it to the later one.
+Soon all servers see the same shards, owners and servers, and so compute the same plan. Until then, two servers may take the
+same shard: then the ledger's epochs give it to the server that opened it last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEPT: Final = 10
 
 
 class Plan(NamedTuple):
-    """What one server must do."""
+    """Ids of the shards that one server must start to read (``take``) and stop reading (``give_up``)."""
 
     take: tuple[str, ...]
     give_up: tuple[str, ...]
@@ -30,27 +30,29 @@ def share(
     leaving: AbstractSet[str] = frozenset(),
     forsaken: AbstractSet[str] = frozenset(),
 ) -> Plan:
-    """Return what ``me``, one of ``servers``, must take and give up.
+    """Return the shards that ``me``, one of ``servers``, must take and give up, so that all servers have equally many.
 
-    ``owners``: the owner of every shard to read now; None: no server. ``leaving``: shards that this server is about
-    to give up already. ``forsaken``: those unread for so long that any server may take them.
+    ``owners``: the owner of every shard to read now; None: no server. ``leaving``: shards that this server is already
+    giving up; they count first among those to give up. ``forsaken``: shards unread for so long that any server may
+    take them, not only the server that they are assigned to.
     """
     counts = dict.fromkeys(servers, 0)
     for owner in owners.values():
         if owner in counts:
             counts[owner] += 1
     fair, extra = divmod(len(owners), len(servers))
-    # Those that have most keep the odd ones: nothing moves that need not.
+    # The remainder goes to the servers with the most shards, so that as few shards as possible move.
     by_count = sorted(servers, key=lambda server: (-counts[server], server))
     targets = {server: fair + (place < extra) for place, server in enumerate(by_count)}
     take = []
     for shard_id in sorted(shard_id for shard_id, owner in owners.items() if owner is None):
+        # Assign each unowned shard to the server that lacks most. Every server computes all assignments.
         taker = min(servers, key=lambda server: (counts[server] - targets[server], server))
         counts[taker] += 1
         if taker == me or shard_id in forsaken:
             take.append(shard_id)
     mine = [shard_id for shard_id, owner in owners.items() if owner == me]
-    mine.sort(key=lambda shard_id: (shard_id not in leaving, shard_id))
+    mine.sort(key=lambda shard_id: (shard_id not in leaving, shard_id))  # those in ``leaving`` first
     return Plan(tuple(take), tuple(mine[: max(0, len(mine) - targets[me])]))
 
 
@@ -65,7 +67,7 @@ class Unread:
     _since_ms: dict[str, int] = field(default_factory=dict)
 
     def look(self, unread: AbstractSet[str], now_ms: int) -> frozenset[str]:
-        """Take in the shards unread now, at a steady time; return those that any server may take."""
+        """Note the shards that are unread now (``now_ms``: steady time); return those that any server may take."""
         self._since_ms = {name: self._since_ms.get(name, now_ms) for name in unread}
         forsaken = {
             name for name, since_ms in self._since_ms.items() if now_ms - since_ms >= self.forsaken_ms

@@ -5,9 +5,8 @@
             print(change.kind, change.keys)
             save(stream.token)
 
-Each shard has a separate reader, which is a page or two ahead; ``merge`` puts their records into one order. A position
-excludes records that are not handed over yet: a token moves with each change that is handed over. All shards together
-are at most 64 MiB and one page a shard ahead.
+Each shard has a separate reader, which reads a page or two ahead. ``merge`` puts their records into one order. A token
+covers only the changes that the program has received. All shards together read at most 64 MiB, and one page a shard, ahead.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from mldserver.records import Record
 log = structlog.get_logger("mldserver")
 
 _AHEAD: Final = 1000
-"""Records of a shard that wait to be handed over, from which on it is not read: with the next page, two pages at most."""
+"""A shard with this many undelivered records is not read: with the next page, it holds at most two pages."""
 _AHEAD_BYTES: Final = 64 << 20
-"""Bytes that wait to be handed over, from which on only shards are read that have no record waiting for the merge."""
+"""Above this many undelivered bytes, a shard is read only if the merge has none of its records."""
 _OPEN_SECONDS: Final = 30.0
-"""Time without an answer after which a position is given up; once reading has begun, outages are waited for."""
+"""Time without an answer after which opening a position fails. Once reading has begun, it waits for any outage to end."""
 _SILENT_SECONDS: Final = 60.0
-"""Time without an answer after which a shard holds the others back no longer."""
+"""Time without an answer after which the other shards no longer wait for a shard."""
 _SILENT_LOOK_SECONDS: Final = 10.0
 _TAKEN: Final = 4000
 """Records that are merged at a time; the loop gets a turn between."""
@@ -186,7 +185,7 @@ class _StreamReading:
     ) -> None:
         self.gaps = 0
         self.over = False
-        """A disabled stream was read to its end."""
+        """Whether the stream was disabled and is read to its end."""
         self._api = api
         self._arn = arn
         self._clock = clock
@@ -198,35 +197,35 @@ class _StreamReading:
         self._tree = self._listing.tree
         self._merge: Merge[Record] = Merge()
         self._positions: dict[str, ReadPosition] = {}
-        """Of the shards that are read, and of those that were read to their end and whose children are not open yet."""
+        """Positions of the shards that are read, and of shards that were read to their end and whose children are not open yet."""
         self._since_ms: int | None = None
         self._latest: set[str] = set()
-        """The shards whose newest records it began behind."""
+        """Shards that are read from LATEST."""
         self._readers: dict[str, ShardReader] = {}
         self._looks: dict[str, int] = {}
-        """How often each of them has returned."""
+        """How many pages each reader has returned."""
         self._opened: set[str] = set()
         self._ready: list[Record] = []
-        """Merged, in order."""
+        """Merged records, in order."""
         self._ready_bytes = 0
         self._bytes = 0
-        """Of all records that were read, until those that were merged together are handed over."""
+        """Bytes of the records that were read. Those of ``_ready`` are subtracted when its last record was delivered."""
         self._at = 0
-        """The first of them that was not handed over."""
+        """Index in ``_ready`` of the first record that was not delivered."""
         self._noted = 0
-        """The first of them that is not in the positions."""
+        """Index in ``_ready`` of the first record that ``_positions`` does not cover."""
         self._failure: MldserverError | None = None
         self._news = asyncio.Event()
         self._held: dict[str, asyncio.Event] = {}
-        """Readers that are far enough ahead, or at their shard's end, wait for these."""
+        """An event for each reader that waits: it is far enough ahead, or at its shard's end."""
         self._ending_ms: dict[str, int] = {}
-        """Shards that were handed over to their end, since when their children are asked for."""
+        """Shards whose last record was delivered: the steady time since which their children are looked for."""
         self._task: asyncio.Task[None]
 
     # What the consumer does.
 
     def next(self) -> Record | None:
-        """Hand the next record over, if one is merged."""
+        """Return the next merged record; None if there is none (see ``merge_on``)."""
         if not self.ready():
             return None
         record = self._ready[self._at]
@@ -237,17 +236,17 @@ class _StreamReading:
         return record
 
     def ready(self) -> bool:
-        """Whether a merged record is there."""
+        """Return whether ``next`` has a record."""
         return self._at < len(self._ready)
 
     async def merge_on(self) -> None:
-        """Merge what has come; when nothing may go out yet, wait for news. Raises what a reader failed by.
+        """Merge the records that were read. If none may be delivered yet, wait for news.
 
-        What the others have read goes out before that. The loop has a turn in any case.
+        Raises the error of a reader that failed, once no record of the other readers is left to deliver.
         """
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # give the readers a turn
         if not self.ready():
-            self._note()
+            self._advance_positions()
             self._ready = self._merge.take(_TAKEN)
             self._ready_bytes = _size(self._ready)
             self._at = self._noted = 0
@@ -256,9 +255,10 @@ class _StreamReading:
             await self.changed()
 
     async def changed(self) -> None:
-        """Wait until something was read, found or refused, or reading has ended.
+        """Wait until a page was read, shards were found, a reader failed, or reading has ended.
 
-        Raises what a reader has failed by, once; it is tried again all the same. Or what has ended them all: a bug.
+        Raises a reader's error once; the reader tries again by itself. Raises any other exception, a bug, that ended
+        all readers.
         """
         if self._task.done() and not self._task.cancelled():
             self._task.result()
@@ -270,16 +270,16 @@ class _StreamReading:
             await self._news.wait()
 
     def token(self) -> Token:
-        """Return where the stream was handed over up to."""
-        self._note()
+        """Return the token that covers every delivered record."""
+        self._advance_positions()
         return Token(self._arn, tuple(sorted(self._positions.values())), self._since_ms)
 
     def idle(self) -> dict[str, int]:
-        """Return how often each shard was asked that has brought nothing yet."""
+        """Return how many pages were read of each shard that has had no record yet."""
         return {name: self._looks[name] for name, reader in self._readers.items() if reader.after is None}
 
-    def _note(self) -> None:
-        """Move the positions behind what was handed over."""
+    def _advance_positions(self) -> None:
+        """Move the positions of the shards to the last delivered records."""
         last: dict[str, Record] = {}
         latest_ms: dict[str, int] = {}
         for record in self._ready[self._noted : self._at]:
@@ -294,11 +294,15 @@ class _StreamReading:
             self._positions[shard_id] = position._replace(start=start, effective_ms=effective_ms)
 
     def _let_readers_go(self) -> None:
+        """Wake the readers that are no longer too far ahead."""
         for shard_id in [name for name in self._held if not self._has_enough(name)]:
             self._held.pop(shard_id).set()
 
     def _has_enough(self, shard_id: str) -> bool:
-        """Whether a shard must not be read now. The merge can go on without more from those that have records waiting."""
+        """Return whether a shard must not be read now.
+
+        A shard without a record in the merge is always read: the merge may wait for it.
+        """
         waiting = self._merge.waiting(shard_id)
         return waiting >= _AHEAD or (waiting > 0 and self._bytes >= _AHEAD_BYTES)
 
@@ -322,15 +326,15 @@ class _StreamReading:
             case Since(ms):
                 self._since_ms = ms
             case Sentinel.LATEST:
-                # Later than no record that is wanted, by the clock that stamps them.
+                # No wanted record is earlier than this, by AWS's clock, which stamps the records.
                 self._since_ms = self._api.now_ms() - CLOCKS_APART_MS
                 self._latest = {name for name in self._tree.listing() if not self._tree.children(name)}
-                shards = tuple(map(self._first, self._latest))
+                shards = tuple(map(self._first_position, self._latest))
             case Sentinel.TRIM_HORIZON:
                 pass
         self._tree.begin([StreamShard(shard.id, shard.parent) for shard in shards])
         while not shards and self._tree.unresolved():
-            # A shard whose parent turns up later would be out of order.
+            # If a shard's parent were found only later, their records would be out of order.
             await self._clock.sleep(AGAIN_SECONDS)
             await self._listing.refresh(within=_OPEN_SECONDS)
         self._positions = {shard.id: shard for shard in shards}
@@ -345,11 +349,16 @@ class _StreamReading:
             self._task.result()
 
     async def _run(self, first: list[ShardReader]) -> None:
+        """Run all readers and list new shards, until cancelled or until a disabled stream is read to its end.
+
+        ``first``: readers of the shards to begin with.
+        """
         async with asyncio.TaskGroup() as tasks:
             self._start(first, tasks)
-            passing_over, quiet = tasks.create_task(self._pass_over_the_silent()), 0
+            passing_over = tasks.create_task(self._pass_over_the_silent())
+            read_out_listings = 0  # in a row, of a disabled stream
             while not self.over:
-                soon = quiet or self._tree.unresolved()
+                soon = read_out_listings or self._tree.unresolved()
                 await self._clock.sleep(AGAIN_SECONDS if soon else _LISTED_SECONDS)
                 try:
                     await self._listing.refresh()
@@ -358,8 +367,9 @@ class _StreamReading:
                     continue
                 self._start(self._open_readable(), tasks)
                 read_out = all(map(self._tree.is_finished, self._positions)) and not self._tree.unresolved()
-                quiet = quiet + 1 if read_out and self._listing.status == "DISABLED" else 0
-                self.over = quiet >= _SURE
+                is_last = read_out and self._listing.status == "DISABLED"
+                read_out_listings = read_out_listings + 1 if is_last else 0
+                self.over = read_out_listings >= _SURE
             await self._report_successor()
             passing_over.cancel()
             self._news.set()
@@ -379,11 +389,12 @@ class _StreamReading:
                 )
 
     async def _pass_over_the_silent(self) -> None:
-        """Let shards that do not answer hold the others back for a bounded time only."""
+        """Stop waiting for shards that have not answered for a minute, or whose children were not found for a minute. Runs until cancelled."""
         while True:
             await self._clock.sleep(_SILENT_LOOK_SECONDS)
-            now_ms, asked = self._clock.steady_ms(), {n: r.asked_ms for n, r in self._readers.items()}
-            for shard_id, since_ms in (asked | self._ending_ms).items():
+            now_ms = self._clock.steady_ms()
+            unanswered_ms = {name: reader.asked_ms for name, reader in self._readers.items()}
+            for shard_id, since_ms in (unanswered_ms | self._ending_ms).items():
                 if since_ms is None or now_ms - since_ms < _SILENT_SECONDS * 1000:
                     continue
                 if self._merge.pass_over(shard_id):
@@ -403,9 +414,12 @@ class _StreamReading:
             tasks.create_task(self._read(reader, tasks))
 
     def _open_readable(self) -> list[ShardReader]:
-        """Open every shard whose time has come; return their readers. Children take their parent's place in the positions."""
+        """Open every shard that may be read now; return the new readers.
+
+        Once all children of a finished shard are open, its position is removed: the children's positions replace it.
+        """
         new = [name for name in self._tree.readable() if name not in self._opened]
-        positions = [self._positions.get(name) or self._first(name) for name in new]
+        positions = [self._positions.get(name) or self._first_position(name) for name in new]
         for position in positions:
             self._opened.add(position.id)
             self._positions[position.id] = position
@@ -420,12 +434,13 @@ class _StreamReading:
                 del self._positions[name]
         return [self._readers[name] for name in new]
 
-    def _first(self, shard_id: str) -> ReadPosition:
-        """Return where a shard begins that was never read.
+    def _first_position(self, shard_id: str) -> ReadPosition:
+        """Return where a shard begins that was never read: at its oldest record, or at the time that reading began at.
 
-        A parent that was read and has nothing as late as the time that was asked for leaves that to its children.
+        A child of a shard that was read begins at its oldest record. Only if the parent had no record since that time,
+        the child begins at the time too.
         """
-        # A parent that is not known may turn up yet: it was not read.
+        # An unlisted parent was not read; it may be listed later.
         (parent,) = tuple(filter(self._tree.__contains__, self._tree.parents(shard_id))) or (None,)
         if parent in self._positions:
             before = self._positions[parent]
@@ -437,7 +452,7 @@ class _StreamReading:
     # How one shard is read.
 
     async def _read(self, reader: ShardReader, tasks: asyncio.TaskGroup) -> None:
-        """Read a shard to its end; when all of it was handed over, its children."""
+        """Read a shard to its end. Once all its records are delivered, find its children and start to read them."""
         shard_id, failures, page = reader.shard_id, Backoff(1.0, 60.0), None
         while page is None or not page.end:
             while self._has_enough(shard_id):
@@ -449,14 +464,14 @@ class _StreamReading:
                 await self._clock.sleep(failures.failed(self._random()))
             else:
                 failures.worked()
-                self._take_in(shard_id, page)
+                self._add_page(shard_id, page)
         del self._readers[shard_id], self._looks[shard_id]
         while self._merge.waiting(shard_id) or self.ready():
             await self._held.setdefault(shard_id, asyncio.Event()).wait()
         self._ending_ms[shard_id] = self._clock.steady_ms()
         await self._listing.find_children(shard_id, self._fail)
         del self._ending_ms[shard_id]
-        self._note()
+        self._advance_positions()
         self._tree.finished(shard_id)
         children = self._open_readable()
         self._merge.close(shard_id)
@@ -466,13 +481,14 @@ class _StreamReading:
         self._start(children, tasks)
         self._news.set()
 
-    def _take_in(self, shard_id: str, page: Page) -> None:
+    def _add_page(self, shard_id: str, page: Page) -> None:
+        """Feed a page to the merge, and note the tip or the end of its shard."""
         records, position = page.records, self._positions[shard_id]
         self.gaps += page.gap
         self._looks[shard_id] += 1
         if records:
             if isinstance(position.start, Since):
-                # From here on its place is known, even before any of it is handed over.
+                # From now on the position is a sequence number, which is exact, even before a record is delivered.
                 self._positions[shard_id] = position._replace(start=At(records[0].sequence_number))
             times = [record.arrival_ms or 0 for record in records]
             self._bytes += _size(records)
@@ -484,5 +500,6 @@ class _StreamReading:
         self._news.set()
 
     def _fail(self, error: MldserverError) -> None:
+        """Keep an error for ``changed``, which raises it in the program."""
         self._failure = error
         self._news.set()

@@ -36,11 +36,11 @@ class StreamListing:
         self.arn = arn
         self.tree = ShardTree()
         self.status = ""
-        """The stream's, as the latest answer has it."""
+        """The stream's status in the latest answer; empty before the first."""
         self._api = api
         self._clock = clock
         self._missing_ms: dict[str, int] = {}
-        """Since when each unresolved shard is known to be one (steady time)."""
+        """Steady time since which each unresolved shard (a parent that no answer names) is known."""
 
     async def refresh(self, *, within: float | None = None) -> tuple[str, ...]:
         """Ask for all shards; return those that are new. Raises OperatorError, also if the stream does not exist.
@@ -71,13 +71,16 @@ class StreamListing:
             except MldserverError as error:
                 failed(error)
             else:
-                # Not a whole answer: so many come here that a finished shard would soon be forgotten.
+                # ``whole=False``: these frequent listings must not count for forgetting finished shards.
                 self.tree.add_listing(described.shards, whole=False)
             if not self.tree.children(shard_id):
                 await self._clock.sleep(backoff(attempt, *_CHILD_SECONDS))
 
     async def _resolve(self, api: StreamsApi) -> None:
-        """Find out what became of shards that an answer has just left out again."""
+        """Decide about parents that no answer names: ask AWS for each by its id, once it has been missing for 5 seconds.
+
+        If AWS does not know it, it is gone. If AWS still knows it after two minutes, it is read as a shard without a parent.
+        """
         now_ms = self._clock.steady_ms()
         self._missing_ms = {name: self._missing_ms.get(name, now_ms) for name in self.tree.unresolved()}
         waited = {name: (now_ms - since_ms) / 1000 for name, since_ms in self._missing_ms.items()}
@@ -91,7 +94,7 @@ class StreamListing:
                 self.tree.exists(name)
 
     async def _is_known(self, api: StreamsApi, shard_id: str) -> bool:
-        """Return whether a shard may exist. Expired credentials, or no answer, do not say that it is gone."""
+        """Return whether a shard may exist: False only if AWS says that it does not. Other errors prove nothing."""
         try:
             await api.iterator(self.arn, shard_id, TRIM_HORIZON)
         except (ShardGone, Trimmed):

@@ -65,7 +65,7 @@ _ANSWERS: Final = {
     "get_shard_iterator": "ShardIterator",
     "list_streams": "Streams",
 }
-"""What AWS never leaves out."""
+"""A key that every complete answer to an action has."""
 
 MakeClient: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[Any]]"
 """Makes an aioboto3 client ``dynamodbstreams``, which is closed when its context ends."""
@@ -130,7 +130,10 @@ async def streams_client(
 def _parse_records(
     *, response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: object
 ) -> None:
-    """Read a page of records as JSON and no more: botocore's parser takes ten times as long, on the event loop."""
+    """Parse a page of records as plain JSON, in place of botocore: its parser takes ten times as long, on the event loop.
+
+    botocore then parses the empty object ``{}``, and merges its result with ``customized_response_dict``.
+    """
     if response_dict["status_code"] == _OK:
         body, response_dict["body"] = response_dict["body"], b"{}"
         with contextlib.suppress(ValueError, TypeError):  # not a JSON object: the page has no records then
@@ -157,7 +160,7 @@ class StreamsApi:
         random: Callable[[], float],
         patience_seconds: float | None = None,
     ) -> None:
-        """``patience_seconds``: for so long a call is tried again; None: for ever."""
+        """``patience_seconds``: how long a call is retried; None: without limit."""
         self._make_client = make_client
         self._clock = clock
         self._random = random
@@ -190,16 +193,16 @@ class StreamsApi:
         await self._resources.__aexit__(kind, error, trace)
 
     def within(self, seconds: float) -> StreamsApi:
-        """Return the same, which gives each call up after about ``seconds`` without an answer. Its calls raise NotThereYet."""
+        """Return a copy whose calls raise NotThereYet after about ``seconds`` without an answer."""
         api = copy.copy(self)
         api.patience_seconds = seconds
-        api._listing = asyncio.Lock()  # noqa: SLF001  # the other's listing may take any time
+        api._listing = asyncio.Lock()  # noqa: SLF001  # a listing of the original may take any time
         return api
 
     def now_ms(self) -> int:
-        """Return a time of day that AWS's clock, which stamps the records, has reached: at most about a second behind it.
+        """Return AWS's time of day, which stamps the records, at most about a second late.
 
-        This host's clock decides only until AWS has answered, or if an emulator sends no date.
+        Until AWS has answered, or if an emulator sends no date, return this host's time of day.
         """
         with contextlib.suppress(TypeError, ValueError):
             date = parsedate_to_datetime(self._aws_time.date)  # type: ignore[arg-type]  # None raises TypeError
@@ -207,10 +210,10 @@ class StreamsApi:
         return self._clock.now_ms()
 
     async def resolve(self, name: str) -> str:
-        """Return the ARN of a table's stream; of a stream's ARN, the same when it can be read.
+        """Return the ARN of the stream to read. ``name``: a table's name or ARN, or a stream's ARN.
 
-        Of a table, that is its newest stream that is enabled. A stream that was disabled can be read to its end, by its
-        ARN. Raises NotThereYet when the table has no enabled stream, OperatorError when the stream is gone for good.
+        For a table, return its newest enabled stream. Return a stream's ARN unchanged: also a disabled stream can be
+        read to its end. Raises NotThereYet if the table has no enabled stream, OperatorError if the stream does not exist.
         """
         if name.startswith("arn:") and "/stream/" in name:
             described = await self._describe_page(name, Limit=1)
@@ -225,7 +228,7 @@ class StreamsApi:
                     advice="Name the table instead of the ARN to read its newest stream.",
                 )
             return name
-        table = name.rpartition("/")[2]  # of a table's ARN
+        table = name.rpartition("/")[2]  # a table's ARN ends with its name
         disabled = []
         for arn in await self._streams(table):
             status = (await self._describe_page(arn, Limit=1))["StreamStatus"]
@@ -255,7 +258,7 @@ class StreamsApi:
             return None
 
     async def describe(self, arn: str) -> Description:
-        """Return a stream with all its shards, from the last page too. Raises OperatorError if the stream does not exist.
+        """Return a stream with all its shards, of all pages. Raises OperatorError if the stream does not exist.
 
         Callers that wait at the same time share one listing, which began after their calls.
         """
@@ -268,6 +271,7 @@ class StreamsApi:
             return self._listed
 
     async def _list(self, arn: str) -> Description:
+        """Request all pages of DescribeStream; return their shards together."""
         shards: list[StreamShard] = []
         request: dict[str, Any] = {}
         while True:
@@ -278,7 +282,9 @@ class StreamsApi:
                 bounds = int(start) if start else None, int(end) if end else None
                 shards.append(StreamShard(shard["ShardId"], shard.get("ParentShardId") or None, *bounds))
             last = page.get("LastEvaluatedShardId")
-            if not last or last == request.get("ExclusiveStartShardId"):
+            if not last or last == request.get(
+                "ExclusiveStartShardId"
+            ):  # some emulators repeat the last page
                 break
             request["ExclusiveStartShardId"] = last
         status, view_type = page["StreamStatus"], page.get("StreamViewType", "")
@@ -293,7 +299,7 @@ class StreamsApi:
         return not names or shard_id in names
 
     async def iterator(self, arn: str, shard_id: str, start: Start) -> str:
-        """Return an iterator that begins at ``start``; for ``Since``, at the oldest record.
+        """Return an iterator that begins at ``start``. For ``Since`` it begins at the oldest record, since AWS knows no times.
 
         Raises Trimmed, ShardGone.
         """
@@ -313,7 +319,7 @@ class StreamsApi:
     async def records(self, iterator: str, *, limit: int = _PAGE) -> tuple[list[dict[str, Any]], str | None]:
         """Return a page of records, and the iterator behind it: None when the shard is closed and read to its end.
 
-        They are as on the wire, or as botocore parses them; ``to_record`` takes both. Raises IteratorExpired, Trimmed, ShardGone.
+        The records are as on the wire, or as botocore parses them; ``to_record`` accepts both. Raises IteratorExpired, Trimmed, ShardGone.
         """
         answer = await self._call("get_records", ShardIterator=iterator, Limit=limit)
         return answer["Records"], answer.get("NextShardIterator") or None
@@ -334,6 +340,7 @@ class StreamsApi:
         return [stream["StreamArn"] for stream in newest_first if stream["TableName"] == table]
 
     async def _describe_page(self, arn: str, **request: Any) -> dict[str, Any]:
+        """Return one page of DescribeStream. Raises NoStream if the stream does not exist."""
         try:
             answer = await self._call("describe_stream", StreamArn=arn, **request)
         except ShardGone as error:
@@ -348,7 +355,11 @@ class StreamsApi:
         return described
 
     async def _call(self, action: str, **request: Any) -> dict[str, Any]:
-        """Send a request, again where that helps. Raises what ``_OURS`` names, and OperatorError."""
+        """Send a request; retry it after throttling, network errors and failures of AWS. Return the answer.
+
+        Raises the exceptions of ``_OURS``, NotThereYet when the patience is over, and OperatorError for any error that
+        a retry cannot cure.
+        """
         failures, began_ms = Backoff(_BASE_SECONDS, _CAP_SECONDS), self._clock.steady_ms()
         while True:
             if action == "describe_stream":
@@ -359,7 +370,7 @@ class StreamsApi:
                 self._aws_time.heard_ms = self._clock.steady_ms()
                 if _ANSWERS[action] in answer:
                     return answer
-                # Half an answer is not the end of a shard.
+                # Without this check, an incomplete answer would look like the end of a shard.
                 raise ResponseParserError(f"an answer without {_ANSWERS[action]}")  # noqa: TRY301  # tried again below
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 code = error_code(error)
@@ -382,7 +393,7 @@ class StreamsApi:
                 await self._clock.sleep(delay)
 
     def _log_retry(self, action: str, error: Exception, attempt: int, delay: float) -> None:
-        """Log the first of a minute, with how many there were since the one before."""
+        """Count a retry. Log at most one a minute, with the number of retries since the last log line."""
         self.retries += 1
         now_ms = self._clock.steady_ms()
         if self._logged_ms is None or now_ms - self._logged_ms >= _RETRIES_LOGGED_MS:
@@ -398,6 +409,7 @@ class StreamsApi:
             self._logged_ms, self._retries_logged = now_ms, self.retries
 
     def _refused(self, action: str, error: Exception) -> OperatorError:
+        """Return the error for a request that AWS refused, with advice by AWS's error code."""
         code = error_code(error)
         return OperatorError(
             f"DynamoDB Streams cannot be read: {_text(error)}.",
@@ -408,5 +420,5 @@ class StreamsApi:
 
 
 def _text(error: Exception) -> str:
-    """Return what an error says as one line, and not a whole page of a proxy's or an emulator's."""
+    """Return an error's text on one line, shortened: a proxy or an emulator may answer with a whole page."""
     return " ".join(str(error).split())[:_TEXT].rstrip(".")
