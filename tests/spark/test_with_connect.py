@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -71,7 +72,8 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
                 together = await engine.compute_group(jobs)
             finally:
                 await engine.close()
-        wrong = replace(engine, master=address.replace(quote(token, safe=""), "another"))
+        elsewhere = address.replace(quote(token, safe=""), "another")
+        wrong = replace(engine, setup=msgspec.structs.replace(engine.setup, master=elsewhere))
         with pytest.raises(OperatorError, match=r"(?s)refuses the token.*;token=TOKEN") as refused:
             await wrong.run()
     assert not isinstance(refused.value, NotThereYet)
