@@ -237,7 +237,7 @@ def _imported(module_name: str, path: str, seconds: float | None) -> ModuleType:
             file, line = ("", 0) if name.startswith("<") or is_library(name) else (name, frame.f_lineno)
             frame = frame.f_back
         raise HandlerUnready(
-            f"{relative(file)}:{line}: " * bool(file)
+            (f"{relative(file)}:{line}: " if file else "")
             + f"importing the handler takes longer than {seconds:g} s.",
             advice="Move slow or blocking code into `initialize`, with time-outs.",
             handler=path,
@@ -276,7 +276,7 @@ def _import(module_name: str, path: str, seconds: float | None) -> ModuleType:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
             raise _broken(error, path) from error
-        if _widen(missing):
+        if _extend_parent_package(missing):
             return _import(module_name, path, seconds)
         raise HandlerNotFound(
             f"There is no module {missing!r}.", advice=_module_advice(missing), handler=path
@@ -285,19 +285,20 @@ def _import(module_name: str, path: str, seconds: float | None) -> ModuleType:
         raise _broken(error, path) from error
 
 
-def _widen(missing: str) -> bool:
-    """Look for the rest of a package elsewhere on the path; return whether there was more to find.
+def _extend_parent_package(missing: str) -> bool:
+    """Extend the parent package of module ``missing`` by same-named folders elsewhere on the path.
 
-    The user's own package ``handlers`` hides the ready-made one: what it does not have is still found.
+    Return whether there were any; False if the module has no parent package. A user's own package ``handlers`` hides the
+    ready-made package ``handlers``: after this, modules of both can be imported.
     """
     parent = sys.modules.get(missing.rpartition(".")[0])
-    known = list(getattr(parent, "__path__", ()))
-    if parent is None or not known:
+    folders = list(getattr(parent, "__path__", ()))
+    if parent is None or not folders:
         return False
-    folders = pkgutil.extend_path(known, parent.__name__)
-    if len(folders) == len(known):
+    all_folders = pkgutil.extend_path(folders, parent.__name__)
+    if len(all_folders) == len(folders):
         return False
-    parent.__path__ = folders
+    parent.__path__ = all_folders
     return True
 
 

@@ -61,7 +61,7 @@ def decode_batch(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
         try:
             latest_ms = max(arrivals)
         except TypeError:
-            # Some have none: cheaper than to look for that first, as they all have one but in V1.
+            # A record has no arrival time, which only V1 messages allow. Catching is cheaper than searching each batch.
             latest_ms = None
         if latest_ms is None:
             arrivals = [delivery.received_ms if arrival is None else arrival for arrival in arrivals]
@@ -81,30 +81,38 @@ def decode_batch(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
     return FreshBatch(records[duplicates:] if duplicates else records, outline, arrivals)
 
 
-def damaged(records: Sequence[Record]) -> dict[int, Failure]:
-    """Return the records with damaged base64, by index, so that a table of the others can be made."""
-    faults = {}
+def decode_failures(records: Sequence[Record]) -> dict[int, Failure]:
+    """Return a Failure for each record whose base64 is damaged, by the record's index; empty if all can be decoded.
+
+    The traceback is blank: it would show only this server's code, which is not at fault.
+    """
+    failures = {}
     for index, record in enumerate(records):
         try:
             record.data  # noqa: B018  # reading it decodes it
         except ValueError as error:
-            faults[index] = msgspec.structs.replace(describe(error), traceback="", frames="")
-    return faults
+            failures[index] = msgspec.structs.replace(describe(error), traceback="", frames="")
+    return failures
 
 
 def join_rows(parts: Sequence[Built], decoded: FreshBatch, *, shard_id: str) -> Effects:
-    """Return the rows of all calls for a batch as one table in shard order, with META_COLUMNS except ``_clock``."""
+    """Return the rows of all calls for a batch as one table in shard order; NOTHING if no call gave rows.
+
+    Adds META_COLUMNS except ``_clock``, which the coordinator's flush adds because it orders the rows of all shards.
+    """
     parts = [part for part in parts if part.table is not None]
     if not parts:
         return NOTHING
-    index = np.concatenate([np.array(part.records, np.int64) for part in parts])
+    # For each row, the index of its record in ``decoded.fresh``.
+    record_index = np.concatenate([np.array(part.records, np.int64) for part in parts])
     table = pa.concat_tables([part.table for part in parts])
-    if np.any(index[1:] < index[:-1]):
-        order = np.argsort(index, kind="stable")
-        index, table = index[order], table.take(pa.array(order))
-    records = [decoded.fresh[place] for place in index.tolist()]
+    in_shard_order = np.all(record_index[:-1] <= record_index[1:])
+    if not in_shard_order:
+        order = np.argsort(record_index, kind="stable")  # stable: the rows of one record keep their order
+        record_index, table = record_index[order], table.take(pa.array(order))
+    records = [decoded.fresh[index] for index in record_index.tolist()]
     meta = {
-        "_time": pa.array(decoded.times_ms()[index], pa.int64()),
+        "_time": pa.array(decoded.times_ms()[record_index], pa.int64()),
         "_shard": pa.repeat(pa.scalar(shard_id, pa.string()), len(records)),
         "_sequence": pa.array([record.sequence_text for record in records], pa.string()),
         "_sub_sequence": pa.array([record.sub_sequence_number for record in records], pa.int64()),
@@ -154,9 +162,9 @@ def halted(
     where: dict[str, Any] = {"shard": shard, "handler": handler, "hook": hook}
     if sequence is not None:
         where["sequence"] = sequence
-    told = failure.logged(messages=messages)
-    what = told.pop("what")
-    where |= told
+    logged_fields = failure.logged(messages=messages)
+    what = logged_fields.pop("what")
+    where |= logged_fields
     log.critical("handler.halted", **where, what=what, attempts=attempts)
     return HandlerHalted(
         f"{hook} failed for good: {what}.",

@@ -25,7 +25,14 @@ from mldserver.runtime.calls import BoundHook, CallWatch, Returned
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
 from mldserver.runtime.lane import Lane, Tools
-from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, decode_batch, halted, join_rows
+from mldserver.runtime.outcome import (
+    FreshBatch,
+    dead_letter,
+    decode_batch,
+    decode_failures,
+    halted,
+    join_rows,
+)
 from mldserver.runtime.plan import BatchPlan, End, Step
 
 log = structlog.get_logger("mldserver")
@@ -87,10 +94,14 @@ class BatchWork(msgspec.Struct, eq=False):
         return self.run(step=step)
 
     async def run(self, error: BaseException | None = None, *, step: Step | None = None) -> BatchOutcome:
-        """Work until every record is decided; with ``step``, or after ``error``, go on where ``begin`` came to that.
+        """Work until every record has rows or another end. Return the outcome.
 
-        An unexpected error from the handler's values is a failure of the batch: it is called again, and condemned
-        when it has failed as often as a record may. Raises PeerError for a payload that is not a batch, HandlerHalted
+        ``step``: the call at which ``begin`` stopped; ``error``: the exception that ended ``begin``.
+
+        An unexpected error, as from the code of a returned value, fails the whole batch. It is processed again until the
+        policy's attempts are used up; then all its records end without a call.
+
+        Raises PeerError for a payload that is not a batch, HandlerHalted
         when a failure stops the shard, InternalError instead of leaving a record out.
         """
         failures = 0
@@ -109,19 +120,21 @@ class BatchWork(msgspec.Struct, eq=False):
             error = step = None
 
     def _attempt(self, watch: CallWatch | None) -> Returned | None:
-        """Decode the batch, call the hook for all records, and make rows of what it returns: mostly that is all.
+        """Decode the batch, call the hook for all records, and build the rows. Set ``done`` if that finishes the batch.
 
-        Returns what the hook has returned, None when it was not called yet.
+        Returns the result of the call. Returns None if the hook was not called: there are no fresh records, or the
+        batch needs a plan first.
         """
         self.done = False
         self.decoded = decode_batch(self.delivery, self.decoder)
         fresh, tools, delivery = self.decoded.fresh, self.tools, self.delivery
-        if (
+        needs_plan = (
             not self.hook.plainly
             or self.parked
             or delivery.part is not None
             or delivery.condemned is not None
-        ):
+        )
+        if needs_plan:
             return None
         if not fresh:
             self.effects, self.done = NOTHING, True
@@ -174,7 +187,7 @@ class BatchWork(msgspec.Struct, eq=False):
                     sequence=str(self.decoded.fresh[again.index].sequence),
                 )
         if not all(lane.plan.exhausted for lane in self.lanes):
-            # A group takes a lane that was cancelled for one that came to its end.
+            # A TaskGroup raises nothing for a cancelled lane, so an unfinished lane is detected here.
             raise InternalError(
                 "Records of a batch were not worked on to the end.",
                 did="The batch does not count: the position stays before it.",
@@ -187,7 +200,10 @@ class BatchWork(msgspec.Struct, eq=False):
         return self._with_ends(outcome, sorted(ends, key=lambda item: item[0])) if ends else outcome
 
     async def _again(self, failure: Failure, failures: int) -> None:
-        """Wait before the batch is processed again. After the last attempt, no record reaches the handler."""
+        """Log a failure of the whole batch and wait for the back-off.
+
+        After the last attempt, condemn the batch instead: it is processed again without calling the handler.
+        """
         policy, delay = self.tools.policy, 0.0
         if failures < policy.attempts:
             delay = policy.delay(failures, self.tools.random())
@@ -205,11 +221,11 @@ class BatchWork(msgspec.Struct, eq=False):
             await self.tools.clock.sleep(delay)
 
     def _with_ends(self, outcome: BatchOutcome, ends: Sequence[tuple[int, End]]) -> BatchOutcome:
-        """Return the batch's outcome with the records that have no rows; log those."""
-        tell, fresh = self.tools.failure_logger(self.delivery.shard_id), self.decoded.fresh
+        """Log each record that ended without rows, and return the outcome with the dead letters and counts."""
+        log_failure, fresh = self.tools.failure_logger(self.delivery.shard_id), self.decoded.fresh
         for index, end in ends:
             (level, event), record = _EVENTS[end.ending], fresh[index]
-            tell(
+            log_failure(
                 level,
                 event,
                 end.failure,
@@ -232,19 +248,24 @@ class BatchWork(msgspec.Struct, eq=False):
         )
 
     async def _work(self, step: Step | None) -> None:
+        """Make the batch's remaining calls and join their rows.
+
+        ``step``: the next call, if ``begin`` stopped at a back-off; None: start with decoding. A synchronous hook runs on
+        threads. An asynchronous hook runs on the event loop.
+        """
         if self.hook.is_async:
             await self._near(self._decode, _QUICKLY_DECODED)
             if len(self.lanes) == 1:
                 await self.lanes[0].run_async(self._near)
             else:
-                await self._together(partial(Lane.run_async, near=self._near))
+                await self._run_lanes(partial(Lane.run_async, near=self._near))
             await self._near(self._join)
             return
         on_thread = self.tools.caller.on_thread
         if step is None:
             step = await on_thread(self._begin, self.hook, shard=self.delivery.shard_id)
         if len(self.lanes) > 1:
-            await self._together(Lane.run_sync)
+            await self._run_lanes(Lane.run_sync)
             await self._near(self._join)
         while step is not None:
             await self.lanes[0].pause(step)
@@ -252,6 +273,7 @@ class BatchWork(msgspec.Struct, eq=False):
             step = await on_thread(work, self.hook, shard=self.delivery.shard_id)
 
     def _begin(self, watch: CallWatch) -> Step | None:
+        """Do on a thread what ``begin`` does on the event loop. Return the call that must wait, None if there is none."""
         with self.tools.caller.in_hand(watch):
             returned = self._attempt(watch)
         return None if self.done or watch.abandoned else self._go_on(watch, returned=returned)
@@ -259,10 +281,10 @@ class BatchWork(msgspec.Struct, eq=False):
     def _go_on(
         self, watch: CallWatch, *, step: Step | None = None, returned: Returned | None = None
     ) -> Step | None:
-        """Make a batch's calls, from ``step`` on, and return the one that a pause must come before.
+        """Make the batch's calls from ``step`` on. Return the first call that must wait for a back-off, None at the end.
 
-        Without ``step`` it is planned, and its first run of calls was made if it has ``returned``; several lanes are
-        then the caller's.
+        Without ``step``, plan the batch first. If the plan has several lanes, make no call and return None: the caller
+        runs the lanes. ``returned``: the result of the first call, if ``_attempt`` made it.
         """
         if step is None:
             self._plan()
@@ -274,10 +296,14 @@ class BatchWork(msgspec.Struct, eq=False):
             self._join(watch)
         return step
 
-    async def _together(self, run: Callable[[Lane], Awaitable[None]]) -> None:
-        """Work on all lanes at the same time; once one stops the shard, the others are cancelled."""
+    async def _run_lanes(self, run: Callable[[Lane], Awaitable[None]]) -> None:
+        """Run all lanes of the batch at the same time. A lane has the records of some partition keys, in shard order.
 
-        async def to_the_end(lane: Lane) -> None:
+        If a lane stops the shard, cancel the others and return: ``plan.halted`` of that lane says why. Other errors leave
+        as an ExceptionGroup.
+        """
+
+        async def run_or_halt(lane: Lane) -> None:
             await run(lane)
             if lane.plan.halted is not None:
                 raise _Halted
@@ -285,12 +311,12 @@ class BatchWork(msgspec.Struct, eq=False):
         try:
             async with asyncio.TaskGroup() as group:
                 for lane in self.lanes:
-                    group.create_task(to_the_end(lane))
+                    group.create_task(run_or_halt(lane))
         except* _Halted:
-            pass  # the lane's plan says why
+            pass
 
     async def _near(self, function: Callable[[CallWatch], None], up_to: int = _FEW_ROWS) -> None:
-        """Run a function on the event loop for batches of up to so many bytes, else on a thread."""
+        """Run a function on the event loop if the payload has at most ``up_to`` bytes, else on a thread."""
         if self.delivery.payload.size <= up_to:
             function(CallWatch())
         else:
@@ -323,7 +349,7 @@ class BatchWork(msgspec.Struct, eq=False):
             for place, indices in of_lane.items()
         ]
         now_ms = tools.clock.now_ms()
-        if tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(fresh)):
+        if tools.spec.record_hook is RecordHook.TABLE and (faults := decode_failures(fresh)):
             self.lanes[0].plan.condemn(faults, now_ms)
         for lane in self.lanes:
             if self.parked:
@@ -332,6 +358,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
 
     def _join(self, _watch: CallWatch) -> None:
+        """Join the rows of all lanes into ``effects``, unless a lane stopped the shard."""
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
             self.effects = join_rows(parts, self.decoded, shard_id=self.delivery.shard_id)

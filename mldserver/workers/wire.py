@@ -162,6 +162,7 @@ class BatchDone(Message, frozen=True):
     keeps_position: bool = False
     position: bytes | None = None
     owes: bool = False
+    """Whether the handler has records that it has not checkpointed."""
 
 
 class Finished(Message, frozen=True):
@@ -248,31 +249,37 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
 def done_of(
     request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0
 ) -> BatchDone:
-    """Return the message for a batch's outcome; its rows are in ``rows``, or in a file of ``rows_bytes``."""
+    """Return the message that answers the Process request with this id.
+
+    ``rows``: the rows as an Arrow stream. For many rows it is in a passed file instead: ``rows_bytes`` is the file's size.
+    """
     outline = outcome.outline
     first = pack_sequence(outline.first)
     return BatchDone(
-        request,
-        outline.records,
-        outline.duplicates,
-        first,
-        first if outline.last is outline.first else pack_sequence(outline.last),
-        outline.latest_arrival_ms,
-        outline.millis_behind_latest,
-        rows,
-        rows_bytes,
-        outcome.attempts,
-        outcome.effects.packed(),
-        outcome.skipped,
-        outcome.discarded,
-        outcome.keeps_position,
-        pack_sequence(outcome.position),
-        outcome.owes,
+        id=request,
+        records=outline.records,
+        duplicates=outline.duplicates,
+        first=first,
+        last=first if outline.last is outline.first else pack_sequence(outline.last),
+        latest_arrival_ms=outline.latest_arrival_ms,
+        millis_behind_latest=outline.millis_behind_latest,
+        rows=rows,
+        rows_bytes=rows_bytes,
+        attempts=outcome.attempts,
+        effects=outcome.effects.packed(),
+        skipped=outcome.skipped,
+        discarded=outcome.discarded,
+        keeps_position=outcome.keeps_position,
+        position=pack_sequence(outcome.position),
+        owes=outcome.owes,
     )
 
 
 def outcome_of(done: BatchDone, files: Descriptors) -> BatchOutcome:
-    """Return a batch's outcome. The rows stay in the worker's memory or file, which is taken out of ``files``."""
+    """Return the outcome that a message contains. The rows are read from the message, or from the first of ``files``.
+
+    That file is removed from ``files`` and closed; the rows stay readable.
+    """
     rows = None if done.rows is None else rows_from(done.rows)
     if done.rows_bytes:
         file = files.pop(0)
@@ -283,16 +290,21 @@ def outcome_of(done: BatchDone, files: Descriptors) -> BatchOutcome:
     first = unpack_sequence(done.first)
     last = first if done.last == done.first else unpack_sequence(done.last)
     return BatchOutcome(
-        BatchOutline(
-            done.records, done.duplicates, first, last, done.latest_arrival_ms, done.millis_behind_latest
+        outline=BatchOutline(
+            records=done.records,
+            duplicates=done.duplicates,
+            first=first,
+            last=last,
+            latest_arrival_ms=done.latest_arrival_ms,
+            millis_behind_latest=done.millis_behind_latest,
         ),
-        NOTHING if rows is None and not done.effects else Effects.unpacked(rows, done.effects),
-        done.attempts,
-        done.skipped,
-        done.discarded,
-        done.keeps_position,
-        unpack_sequence(done.position) if done.keeps_position else None,
-        done.owes,
+        effects=NOTHING if rows is None and not done.effects else Effects.unpacked(rows, done.effects),
+        attempts=done.attempts,
+        skipped=done.skipped,
+        discarded=done.discarded,
+        keeps_position=done.keeps_position,
+        position=unpack_sequence(done.position) if done.keeps_position else None,
+        owes=done.owes,
     )
 
 

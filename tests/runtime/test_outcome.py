@@ -18,7 +18,7 @@ from mldserver.records import Record, Sequence
 from mldserver.runtime import outcome
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import META_COLUMNS, BatchOutline, MLDLine
-from mldserver.runtime.outcome import FreshBatch, damaged, dead_letter, join_rows
+from mldserver.runtime.outcome import FreshBatch, dead_letter, decode_failures, join_rows
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
 
@@ -132,8 +132,8 @@ BROKEN = Record(
 
 def test_records_with_damaged_base64_are_told() -> None:
     good = Record(shard_id="s", sequence_number="8", data="YQ==")
-    assert damaged([good, BROKEN]).keys() == {1}
-    assert damaged([BROKEN])[0].error.startswith("ValueError: record 9/2: data is not base64")
+    assert decode_failures([good, BROKEN]).keys() == {1}
+    assert decode_failures([BROKEN])[0].error.startswith("ValueError: record 9/2: data is not base64")
 
 
 @pytest.mark.parametrize(("data", "kept"), [("YQ==", b"a"), (None, b""), ("%%%", b"%%%")])
