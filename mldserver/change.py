@@ -28,9 +28,10 @@ KINDS: Final[dict[str, Kind]] = {"INSERT": "insert", "MODIFY": "update", "REMOVE
 """DynamoDB's names of events, and ours."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = ((10**11, "seconds"), (10**14, "milliseconds"), (10**17, "microseconds"))
-"""Below which number since the epoch it is of which unit: each means a time between 1973 and 5138, except for seconds before.
+"""Upper limits of a number since the epoch, and its unit if it is below that limit and not below the one before.
 
-What the payload says of its precision is not needed, and older ones say nothing.
+So each unit covers times from 1973 to 5138, and seconds also those before. The payload's own field for the precision is not
+used, because older payloads do not have it.
 """
 _TTL: Final = "dynamodb.amazonaws.com"
 
@@ -91,12 +92,16 @@ class Change(RecordMethods):
 
     @cached_property
     def created_at(self) -> datetime:
-        """When the table changed: an aware UTC datetime. DynamoDB Streams give whole seconds."""
+        """When the table changed: an aware UTC datetime. DynamoDB Streams give whole seconds.
+
+        The payload has it as ISO text, or as a number since the epoch whose size tells its unit.
+        """
         time = self._event["dynamodb"].get("ApproximateCreationDateTime")
         if isinstance(time, str):
             with contextlib.suppress(ValueError):
-                told = datetime.fromisoformat(time)
-                return (told if told.tzinfo else told.replace(tzinfo=UTC)).astimezone(UTC)
+                parsed = datetime.fromisoformat(time)
+                # Text without a time zone is UTC.
+                return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).astimezone(UTC)
         elif isinstance(time, int | float) and not isinstance(time, bool) and time >= 0:
             for limit, unit in _UNITS:
                 if time < limit:
@@ -146,12 +151,12 @@ class Change(RecordMethods):
         deserialize = deserializer(plain_numbers=self.plain_numbers)
         try:
             return {attribute: deserialize(value) for attribute, value in image.items()}
-        # What boto3 raises for values that are none.
+        # See ``deserializer``: what boto3 raises for malformed values.
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise self._bad(f"its {name} is not in DynamoDB's notation: {error}") from error
 
     def _bad(self, why: str) -> NotAChange:
-        # A hook that takes a whole batch has failed for this record alone.
+        """Return the error to raise. It names the record, so that a hook for a whole batch fails for this record alone."""
         return NotAChange(
             f"record {self.sequence} is not a change of a DynamoDB table: {why}", records=[self.record]
         )
@@ -163,7 +168,14 @@ Record.register(Change)
 
 @cache
 def deserializer(*, plain_numbers: bool) -> Any:
-    """Return a decoder of DynamoDB's values to Python's: boto3's, except that base64 binaries become bytes."""
+    """Return a function that decodes one DynamoDB value in JSON, such as ``{"N": "1"}``, to a Python value.
+
+    It is boto3's, with two differences: binaries, which are base64 text in JSON, become bytes; and with ``plain_numbers`` a
+    whole number becomes an int and any other a float, instead of Decimal.
+
+    For a malformed value the function raises TypeError, ValueError, AttributeError or ArithmeticError. A number that has
+    more than 38 digits, or is out of DynamoDB's range, raises decimal.Inexact, an ArithmeticError.
+    """
     from boto3.dynamodb.types import TypeDeserializer  # noqa: PLC0415  # only programs with changes load it
 
     class Deserializer(TypeDeserializer):  # type: ignore[misc]  # boto3 has no types
@@ -172,7 +184,7 @@ def deserializer(*, plain_numbers: bool) -> Any:
 
         def _deserialize_n(self, value: str) -> int | float | Decimal:
             number: Decimal = super()._deserialize_n(value)
-            if not number.is_finite():  # boto3 turns other text into NaN
+            if not number.is_finite():  # boto3 returns NaN for text that is not a number
                 raise ValueError(f"{value!r} is no number")
             if not plain_numbers:
                 return number

@@ -410,9 +410,12 @@ class Server:
     # Watching.
 
     def report(self) -> ServiceReport:
-        """Return how it is, in a line for systemd."""
+        """Return the state of the server for systemd: the stage, the most urgent reason not to be ready, or ``ready``."""
         stopping, parts = self._stop.is_set(), self._begun
-        text = self._doing if stopping or parts is None else next((why for why, _ in unready(parts)), "ready")
+        if stopping or parts is None:
+            text = self._stage
+        else:
+            text = next((reason for reason, _ in unready(parts)), "ready")
         return ServiceReport(text, self.is_ready, stopping)
 
     async def listening(self) -> str:
@@ -438,12 +441,13 @@ class Server:
             raise RuntimeError("the server has not started yet")
         return self._begun.coordinator.status()
 
-    def document(self, wrong: str = "") -> Status:
-        """Return the server's status, in any stage. ``wrong``: why its parts must not be asked."""
-        return self._gatherer.status(self._begun, doing=self._doing, wrong=wrong)
+    def document(self, failure: str = "") -> Status:
+        """Return the server's status, in any stage. If ``failure`` says why its parts cannot be read, it omits them."""
+        return self._gatherer.status(self._begun, stage=self._stage, failure=failure)
 
     @property
-    def _doing(self) -> str:
+    def _stage(self) -> str:
+        """What the server does while it is not working, as a verb phrase, for example "starts (ledger and recovery)"."""
         return f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})"
 
     async def carry_out(self, act: str, argument: str) -> tuple[bool, str]:

@@ -33,52 +33,56 @@ from mldserver.workers.runtime import WorkerRuntime
 log = structlog.get_logger("mldserver")
 
 _WATCH_SECONDS: Final = 0.25
-_LOOK_SECONDS: Final = 0.1
-"""How often it is looked how late the event loop is."""
-_LONGEST_SECONDS: Final = 3.0
-"""Between two documents."""
+_LAG_PROBE_SECONDS: Final = 0.1
+"""How long each sleep is that measures how late the event loop wakes."""
+_LONGEST_PAUSE_SECONDS: Final = 3.0
+"""The longest pause between two status documents."""
 _FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
 _GAPS: Final = ("stream.gap", "stream.shard_gone", "shard.gap_accepted")
 _ENDED: Final = 100
 _NOTHING: Final = ShardCounts()
-_OF_SHARDS: Final = ("batches", "records", "rows", "bytes")
-_OF_ALL: Final = ("duplicates", "retries", "skipped", "discarded", "checkpoints")
-"""Totals that a source knows: of each shard, and of all together."""
+_SUMMED_OVER_SHARDS: Final = ("batches", "records", "rows", "bytes")
+"""Totals that a source counts for each shard."""
+_COUNTED_TOGETHER: Final = ("duplicates", "retries", "skipped", "discarded", "checkpoints")
+"""Totals that a source counts for all shards together."""
 _SAMPLES: Final = 65
 _OPEN_FILES: Final = Path("/proc/self/fd")
 
 
 @dataclass(slots=True)
 class Readiness:
-    """Green once every part works; red while something needs a person or a restart.
+    """Whether the server is ready: every part works, and no part needs a person or a restart.
 
-    It starts red, silently: a server that starts is not broken.
+    A new server is not ready, and that is not reported.
     """
 
     green: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while everything works; read only."""
-    _told_broken: bool = False
-    """Whether a fault was reported since it was green last."""
+    """Set while the server is ready; read only."""
+    _fault_reported: bool = False
+    """Whether a fault was reported since the server was last ready."""
 
     def update(self, parts: Parts) -> str | None:
-        """Look at the parts; return a change to report: why it turned red, or nothing (``""``) where it turned green."""
-        red = unready(parts)
-        if not red:
-            was_green = self.green.is_set()
+        """Set or clear ``green`` from the parts' state, and return the change that the caller must log.
+
+        Returns the reason if the server is no longer ready, ``""`` if it has become ready, and None without a change.
+        """
+        was_ready = self.green.is_set()
+        reasons = unready(parts)
+        if not reasons:
             self.green.set()
-            self._told_broken = False
-            return None if was_green else ""
-        # Do not report that Spark is still starting. Report a fault, also one that occurs while Spark starts again.
-        reason, broken = red[0]
-        news = self.green.is_set() or (broken and not self._told_broken)
+            self._fault_reported = False
+            return None if was_ready else ""
         self.green.clear()
-        if not news:
+        # Do not report that Spark is still starting. Report a fault, also one that occurs while Spark starts again.
+        reason, is_fault = reasons[0]
+        is_new_fault = is_fault and not self._fault_reported
+        if not was_ready and not is_new_fault:
             return None
-        self._told_broken = broken
+        self._fault_reported = is_fault
         return reason
 
     async def watch(self, parts: Parts, clock: Clock, stopping: asyncio.Event) -> None:
-        """Look again and again, and log what is worth reporting, until cancelled."""
+        """Update the readiness four times a second and log each change, until cancelled."""
         began_ms = clock.steady_ms()
         while True:
             reason = self.update(parts)
@@ -90,7 +94,11 @@ class Readiness:
 
 
 def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple[str, bool]]:
-    """Return why it is red, the most urgent first, and whether each is more than a part that has not started yet."""
+    """Return why the server is not ready, as pairs of a reason and whether it is a fault; empty if the server is ready.
+
+    The most urgent reason comes first. A part that is still starting is a reason, but not a fault.
+    ``status``: the coordinator's status, if the caller has it already.
+    """
     status = status or parts.coordinator.status()
     found: list[tuple[str, bool]] = []
     if parts.source.waits_for is not None:
@@ -132,9 +140,9 @@ class EventTally:
     """Counts logged events: an observer for ``logging_to``, called by any thread that logs."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Events by their name; a reload that was refused as ``refused``."""
+    """The number of events by name. Reloads count as ``reloaded`` or ``refused``."""
     lines_lost: int = 0
-    """Lines of floods that were cut."""
+    """Lines that ``log.lost`` events report as lost."""
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Count one event."""
@@ -147,32 +155,45 @@ class EventTally:
 
 
 class Gatherer:
-    """Makes a ``Status`` from a server's parts."""
+    """Creates ``Status`` documents from a server's parts, and measures how late the event loop is between them."""
 
     def __init__(self, settings: Settings, *, clock: Clock, tally: EventTally) -> None:
-        """``tally`` sees what is logged."""
+        """``tally`` counts the events that the server logs."""
         self._settings, self._clock, self._tally = settings, clock, tally
         self._started_ms = clock.now_ms()
-        self._late_ms = 0
-        self._slept_ms: int | None = None
+        self._loop_lag_ms = 0
+        """The most that the event loop was late since the last document."""
+        self._pause_ended_ms: int | None = None
+        """When the last pause ended; None before the first one."""
 
     async def pause(self, seconds: float = 1.0) -> None:
-        """Sleep, longer where what is done between takes more than a hundredth of that; see how late the event loop is."""
-        took_ms = 0 if self._slept_ms is None else self._clock.steady_ms() - self._slept_ms
-        seconds = max(seconds, min(took_ms / 10, _LONGEST_SECONDS))
-        for _ in range(round(seconds / _LOOK_SECONDS)):
-            before_ms = self._clock.steady_ms()
-            await self._clock.sleep(_LOOK_SECONDS)
-            late_ms = self._clock.steady_ms() - before_ms - round(_LOOK_SECONDS * 1000)
-            self._late_ms = max(self._late_ms, late_ms)
-        self._slept_ms = self._clock.steady_ms()
+        """Sleep for at least ``seconds`` between two documents, and measure how late the event loop wakes meanwhile.
 
-    def status(self, parts: Parts | None, *, doing: str = "", wrong: str = "") -> document.Status:
-        """Return how the server is now. ``parts``: None until they work; ``doing``: what a server does that is not at work.
-
-        ``wrong``: why the parts cannot be asked.
+        The pause is at least a hundred times as long as the work since the last pause took, up to 3 s. So a large status
+        document takes at most about 1 % of the time.
         """
-        settings, stopping = self._settings, doing.startswith("stops")
+        work_ms = 0 if self._pause_ended_ms is None else self._clock.steady_ms() - self._pause_ended_ms
+        hundred_times_seconds = 100 * work_ms / 1000
+        seconds = max(seconds, min(hundred_times_seconds, _LONGEST_PAUSE_SECONDS))
+        for _ in range(round(seconds / _LAG_PROBE_SECONDS)):
+            before_ms = self._clock.steady_ms()
+            await self._clock.sleep(_LAG_PROBE_SECONDS)
+            late_ms = self._clock.steady_ms() - before_ms - round(_LAG_PROBE_SECONDS * 1000)
+            self._loop_lag_ms = max(self._loop_lag_ms, late_ms)
+        self._pause_ended_ms = self._clock.steady_ms()
+
+    def status(self, parts: Parts | None, *, stage: str = "", failure: str = "") -> document.Status:
+        """Return the server's present status.
+
+        ``parts`` is None until the server has started. ``stage`` is the reason to show while the server starts or stops,
+        as a verb phrase: ``"starts (ledger and recovery)"``. It is ignored while the server works; it must begin with
+        ``stops`` while it stops. ``failure`` is why the parts cannot be read: the document then has only what is known
+        without them.
+
+        Each call resets the loop lag, which counts from document to document. So only ``StatusFeed`` may call this
+        regularly; clients read the feed's latest document and do not affect each other.
+        """
+        settings, stopping = self._settings, stage.startswith("stops")
         common: dict[str, Any] = {
             "taken_ms": self._clock.now_ms(),
             "pipeline": settings.pipeline,
@@ -183,29 +204,31 @@ class Gatherer:
             "started_ms": self._started_ms,
             "stopping": stopping,
             "log_level": logging.getLevelName(Logger.level).lower(),
-            "loop_lag_seconds": self._late_ms / 1000,
+            "loop_lag_seconds": self._loop_lag_ms / 1000,
             "resident_bytes": resident_bytes(os.getpid()) or 0,
             "cpu_seconds": time.process_time(),
             "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
-        with contextlib.suppress(OSError):  # a system that does not say
+        with contextlib.suppress(OSError):  # /proc exists on Linux only
             common["open_files"] = sum(1 for _ in _OPEN_FILES.iterdir())
-        self._late_ms = 0
-        doing = f"the server {doing}"
-        if parts is None or wrong:
+        self._loop_lag_ms = 0
+        stage = f"the server {stage}"
+        if parts is None or failure:
             own_id = settings.server_id or ""
-            return document.Status(server_id=own_id, ready=False, reasons=(wrong or doing,), **common)
-        source, told = parts.source.status(), parts.coordinator.status()
-        reasons = (doing,) if stopping else tuple(reason for reason, _ in unready(parts, told))
+            return document.Status(server_id=own_id, ready=False, reasons=(failure or stage,), **common)
+        source, coordinator = parts.source.status(), parts.coordinator.status()
+        reasons = (stage,) if stopping else tuple(reason for reason, _ in unready(parts, coordinator))
         counts, runtime, engine, runner = source.counts, parts.runtime, parts.engine, parts.runner
         workers: tuple[document.WorkerRow, ...] = ()
         worker_of: dict[str, int] = {}
         version = parts.handler_version
         if isinstance(runtime, WorkerRuntime):
             workers, worker_of = runtime.rows(), runtime.worker_of()
-            version = runtime.spec.version  # it changes with a reload
-        shown = str if settings.log_error_messages else without_messages
-        windows = None if runner is None else runner.section(told.windows_open, told.late_by_window)
+            version = runtime.spec.version  # a reload changes it
+        error_text = str if settings.log_error_messages else without_messages
+        windows = None
+        if runner is not None:
+            windows = runner.section(coordinator.windows_open, coordinator.late_by_window)
         spark = None
         if engine is not None:
             spark = document.Spark(ready=engine.is_ready, trouble=engine.trouble, **asdict(engine.facts()))
@@ -215,52 +238,54 @@ class Gatherer:
             listening=source.address,
             ready=not reasons,
             reasons=reasons,
-            totals=self._totals(parts, source, told),
+            totals=self._totals(parts, source, coordinator),
             batch_seconds=document.Histogram() if counts is None else document.histogram(counts.took),
             failures={} if counts is None else dict(counts.failures),
             connections=dict(source.connections),
             windows=windows or document.Windows(),
             workers=workers,
             spark=spark,
-            **parts.coordinator.sections(told, source, worker_of, shown=shown),
+            **parts.coordinator.sections(coordinator, source, worker_of, shown=error_text),
             **common,
         )
 
-    def _totals(self, parts: Parts, source: SourceStatus, told: CoordinatorStatus) -> document.Totals:
-        seen, ledger, counts = self._tally.counts, parts.ledger, source.counts
+    def _totals(self, parts: Parts, source: SourceStatus, coordinator: CoordinatorStatus) -> document.Totals:
+        """Return the counts since the start: of the source, the coordinator, the ledger, and of logged events."""
+        events, ledger, counts = self._tally.counts, parts.ledger, source.counts
         batches: dict[str, Any] = {}
         if counts is not None:
+            # ``gone``: the sum of shards that the source has forgotten.
             of_shards = [counts.gone, *counts.shards.values()]
-            batches = {name: sum([getattr(each, name) for each in of_shards]) for name in _OF_SHARDS}
-            batches |= {name: getattr(counts, name) for name in _OF_ALL}
+            batches = {name: sum([getattr(each, name) for each in of_shards]) for name in _SUMMED_OVER_SHARDS}
+            batches |= {name: getattr(counts, name) for name in _COUNTED_TOGETHER}
             batches["handler_seconds"] = counts.handler_ms / 1000
             batches["held_seconds"] = counts.held_ms / 1000
         return document.Totals(
             **batches,
-            rows_durable=told.rows_durable,
-            segments=told.segments,
-            segment_bytes=told.segment_bytes_written,
-            rows_late=told.rows_late,
-            rows_ahead=told.rows_ahead,
-            dead_letters=told.dead_letters,
-            answered_early=seen["batch.answered_early"],
-            checkpoints_retried=seen["checkpoint.retried"],
-            checkpoints_failed=seen["checkpoint.failed"],
+            rows_durable=coordinator.rows_durable,
+            segments=coordinator.segments,
+            segment_bytes=coordinator.segment_bytes_written,
+            rows_late=coordinator.rows_late,
+            rows_ahead=coordinator.rows_ahead,
+            dead_letters=coordinator.dead_letters,
+            answered_early=events["batch.answered_early"],
+            checkpoints_retried=events["checkpoint.retried"],
+            checkpoints_failed=events["checkpoint.failed"],
             connections=source.accepted,
-            connections_failed=seen["connection.failed"],
+            connections_failed=events["connection.failed"],
             stream_retries=source.retries,
-            stream_gaps=sum(seen[name] for name in _GAPS),
-            flushes=told.flushes,
-            flushes_failed=seen["flush.failed"],
-            workers_lost=seen["worker.lost"],
-            workers_replaced=seen["worker.replaced"],
-            spark_starts=seen["spark.starting"],
-            spark_lost=seen["spark.lost"],
-            windows_failed=sum(seen[f"window.{name}"] for name in _FAILED),
+            stream_gaps=sum(events[name] for name in _GAPS),
+            flushes=coordinator.flushes,
+            flushes_failed=events["flush.failed"],
+            workers_lost=events["worker.lost"],
+            workers_replaced=events["worker.replaced"],
+            spark_starts=events["spark.starting"],
+            spark_lost=events["spark.lost"],
+            windows_failed=sum(events[f"window.{name}"] for name in _FAILED),
             ledger_calls=ledger.calls,
             ledger_faults=ledger.faults,
             ledger_seconds=ledger.spent_ms / 1000,
             log_lines_lost=self._tally.lines_lost + lines_lost(),
-            reloads=seen["reloaded"],
-            reloads_refused=seen["refused"],
+            reloads=events["reloaded"],
+            reloads_refused=events["refused"],
         )

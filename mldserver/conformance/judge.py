@@ -96,7 +96,7 @@ class Judge:
         elif self.asking is None:
             self._fault(f"wrote a line that answers no request: it is taken for the next answer: {shown!r}")
         else:
-            if reply.trailing:
+            if reply.unread_rest:
                 self._fault(f"wrote two messages on a line: the second is lost: {shown!r}")
             if isinstance(reply, AskCheckpoint):
                 return self._checkpoint(self.asking, reply, now)

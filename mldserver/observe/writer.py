@@ -24,17 +24,17 @@ from typing_extensions import Buffer
 from mldserver.errors import folder_error
 
 ROOM: Final = 4 * 1024 * 1024
-"""Bytes that wait at most: about ten thousand lines, a second of a very busy server's debugging."""
+"""The most bytes in the queue: about ten thousand lines, one second of a very busy server at level debug."""
 
 RESERVE: Final = 1024 * 1024
 """Bytes beyond ``ROOM`` for urgent lines."""
 
 CLOSE_SECONDS: Final = 3.0
-"""How long the end waits for a reader that stalls."""
+"""How long ``close`` waits for a reader that stalls."""
 
 LINGER_SECONDS: Final = 0.02
-"""How long lines that are not urgent may wait for more: waking the thread for each would cost the event loop more than
-the line itself, for then both want the interpreter at the same time."""
+"""How long lines that are not urgent may wait for more lines. To wake the thread for each line would cost the event loop
+more than the line itself, because both threads would then compete for the interpreter."""
 
 _MODE = 0o640
 _END = ord("\n")
@@ -62,15 +62,20 @@ class LogOutput:
         """Whether the last line was cut off because the disk was full. The next line then begins with a line end."""
 
     def line(self, line: bytes) -> bool:
-        """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
-        view = memoryview(b"\n" * self._torn + line + b"\n")
+        """Write a line and its end. Returns False if the line is lost: the disk is full, or the reader has gone."""
+        # If the last line was cut off, end it first, so that this line begins on a line of its own.
+        start = b"\n" if self._torn else b""
+        view = memoryview(start + line + b"\n")
         try:
             while view:
                 try:
                     written = self._write(self._fd, view)
                 except BlockingIOError:
-                    # Somebody set O_NONBLOCK on the terminal or pipe that we share with them.
-                    select.select([], [self._fd], [])
+                    # Another process set O_NONBLOCK on the terminal or pipe that it shares with this one: wait until
+                    # it can be written. Not with select(), which fails for descriptors from 1024 on.
+                    writable = select.poll()
+                    writable.register(self._fd, select.POLLOUT)
+                    writable.poll()
                     continue
                 if written:
                     self._torn = view[written - 1] != _END
@@ -105,14 +110,17 @@ def _open(path: Path, flags: int = 0) -> int:
 
 
 def _ends_within_a_line(fd: int) -> bool:
-    """Return whether a file's last line was cut off, by a full disk or a crash of the machine."""
+    """Return whether a file's last line has no line end, after a full disk or a crash of the machine.
+
+    Returns False for an empty file, for one that cannot be read, and for anything except a regular file.
+    """
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return False
-        with Path(f"/dev/fd/{fd}").open("rb") as file:  # ours is for writing only
+        with Path(f"/dev/fd/{fd}").open("rb") as file:  # ``fd`` is open for writing only
             file.seek(-1, os.SEEK_END)
             return file.read() != b"\n"
-    except OSError:  # it is empty, or may not be read
+    except OSError:  # the file is empty (no byte before its end), or cannot be read
         return False
 
 
@@ -134,7 +142,11 @@ class LogWriter:
         room: int = ROOM,
         reserve: int = RESERVE,
     ) -> None:
-        """Own ``output`` from now on. ``render_lost`` renders the line that reports how many lines were lost, and when."""
+        """Own ``output`` from now on, and start the thread that writes.
+
+        ``render_lost`` returns the line that reports lost lines, given their number and a time stamp. ``room`` and
+        ``reserve``: the most bytes in the queue, and how many more urgent lines may take.
+        """
         self._output = output
         self.path = output.path
         """The log file, if it is one."""
@@ -147,23 +159,27 @@ class LogWriter:
         """A number is the descriptor to write to from then on."""
         self._bytes = 0
         self._idle = False
-        """Everything is written, and the thread waits for a line, however long."""
+        """Whether everything is written, and the thread waits for a line without a time limit."""
         self._closing = False
         self._dropped = 0
-        """Lines that found no room since the last one that did."""
+        """How many lines found no room since the last accepted one."""
         self.lost = 0
         """How many lines were lost since the start: they found no room, or could not be written."""
-        # A daemon: it may hang in a write for ever, and the process must still end.
+        # A daemon thread: a write may hang for ever, and the process must still end.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def line(self, data: bytes, *, stamp: str, urgent: bool = False) -> bool:
-        """Queue a line, given without its end. Returns False if the queue is full: the line is lost, and counted."""
+        """Queue a line, given without its end. Returns False if the line is lost, because the queue is full or closing.
+
+        ``stamp`` is the line's time, for a report of lost lines. An urgent line may use the reserve, and wakes the thread.
+        """
         size = len(data) + _PER_LINE
         with self._changed:
             room = self._room + (self._reserve if urgent else 0)
-            # Alone, a line may be of any length.
-            accepted = not self._closing and (not self._bytes or self._bytes + size <= room)
+            # An empty queue accepts a line of any length.
+            fits = not self._bytes or self._bytes + size <= room
+            accepted = fits and not self._closing
             if accepted:
                 self._bytes += size
                 self._queue.append(_QueuedLine(data, stamp, self._dropped))
@@ -204,21 +220,25 @@ class LogWriter:
             self._queue.clear()
         return False
 
-    # The thread's own.
+    # Runs in the thread.
 
     def _run(self) -> None:
-        missing, stamp = 0, ""
+        """Write queued lines until the writer is closed, then close the output.
+
+        A report of lost lines goes before the first line that can be written after them.
+        """
+        missing, stamp = 0, ""  # lines lost since the last report, and the latest line's time
         try:
             while (item := self._next()) is not None:
                 if isinstance(item, int):
                     self._output.swap(item)
                     continue
                 stamp, missing = item.stamp, missing + item.dropped
-                # Report lost lines first, as soon as something can be written again.
                 if missing and self._output.line(self._render_lost(missing, stamp)):
                     missing = 0
                 if missing or not self._output.line(item.data):
-                    # The disk is full, or the reader has gone: the next line finds out whether it still is.
+                    # The report or the line could not be written (the disk is full, or the reader has gone), so this
+                    # line is lost, too. The next line tries again.
                     missing += 1
                     with self._changed:
                         self.lost += 1
@@ -228,8 +248,10 @@ class LogWriter:
             self._output.close()
 
     def _next(self) -> _QueuedLine | int | None:
+        """Wait for the next item of the queue and return it; None if the queue is empty and the writer is closed."""
         with self._changed:
             if not self._queue:
+                # First wait a moment without being woken by lines that are not urgent: see LINGER_SECONDS.
                 if not self._closing:
                     self._changed.wait(LINGER_SECONDS)
                 self._idle = True

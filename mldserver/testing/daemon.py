@@ -61,20 +61,24 @@ def checkpoint_reply(form: Form, number: str | None, sub: int | None, error: str
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """A status."""
+    """The server's answer to a request."""
 
     response_for: str | None
-    trailing: str = ""
-    """The rest of the line after the message: the Java never reads it."""
+    unread_rest: str = ""
+    """The text after the message on the same line: the Java never reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskCheckpoint:
-    """A checkpoint; None means everything delivered."""
+    """The server's request to store a checkpoint, at a sequence number (``number``) and sub-sequence number (``sub``).
+
+    If ``number`` is None, the checkpoint covers every delivered record.
+    """
 
     number: str | None
     sub: int | None
-    trailing: str = ""
+    unread_rest: str = ""
+    """As in ``StatusReply``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,10 @@ _KEYS: Final = {
 
 
 def read_reply(form: Form, line: str) -> Reply:
-    """Read one line as Jackson reads it: the first JSON value counts, unknown properties make it unreadable."""
+    """Return what one line from the server says to the Java, which parses it with Jackson.
+
+    Only the first JSON value of a line counts. A message with an unknown property is unreadable.
+    """
     text = line.strip(" \t\r\n\x0b\x0c")
     if not text:
         return Ignored()
@@ -117,30 +124,39 @@ def read_reply(form: Form, line: str) -> Reply:
     return _read_message(form, value, text[end:].strip())
 
 
-def _read_message(form: Form, value: Any, trailing: str) -> Reply:
+def _read_message(form: Form, value: Any, unread_rest: str) -> Reply:
+    """Return the message that a JSON value means: a status or a checkpoint, else ``Unreadable`` with the reason.
+
+    ``unread_rest`` is the text after the value on its line. The value loses its ``action``.
+    """
     if not isinstance(value, dict):
         return Unreadable("not a JSON object")
     action = value.pop("action", None)
-    known = _KEYS[Form.V1 if form is Form.V1 else Form.V2].get(action) if isinstance(action, str) else None
+    keys_of_actions = _KEYS[Form.V1 if form is Form.V1 else Form.V2]  # KCL 3 has the keys of V2
+    known = keys_of_actions.get(action) if isinstance(action, str) else None
     if known is None:
         return Unreadable(f"action {action!r} is none that a worker may send")
-    if strange := sorted(value.keys() - known):
-        return Unreadable(f"{action} has no property {', '.join(strange)} in form {form.value}")
+    if unknown := sorted(value.keys() - known):
+        return Unreadable(f"{action} has no property {', '.join(unknown)} in form {form.value}")
     if action == "status":
         response_for = value.get("responseFor")
-        return StatusReply(response_for if isinstance(response_for, str) else None, trailing)
+        return StatusReply(response_for if isinstance(response_for, str) else None, unread_rest)
+    # The action is "checkpoint": ``_KEYS`` has no other.
     number = value.get("checkpoint" if form is Form.V1 else "sequenceNumber")
     sub = value.get("subSequenceNumber")
-    if not isinstance(number, str | None) or isinstance(sub, bool) or not isinstance(sub, int | None):
+    sub_is_integer = isinstance(sub, int) and not isinstance(
+        sub, bool
+    )  # a Python bool is an int, JSON's is not
+    if not isinstance(number, str | None) or not (sub is None or sub_is_integer):
         return Unreadable("a sequence number is text, a sub-sequence number an integer")
-    return AskCheckpoint(number, sub, trailing)
+    return AskCheckpoint(number, sub, unread_rest)
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_CHECKPOINTABLE: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
+_MAY_CHECKPOINT: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
 _FINAL: Final = frozenset({"leaseLost", "shardEnded", "shutdown"})
 _GOING_ON: Final = _FINAL | {"processRecords", "shutdownRequested"}
 _AFTER: Final = {
@@ -294,6 +310,7 @@ class DaemonProtocol:
             self._request("shutdown", reason=reason)
 
     def _request(self, action: str, **fields: object) -> None:
+        """Send a request, and process lines that came before it. Raises Misuse if no daemon could send it now."""
         if self.outstanding is not None:
             raise Misuse(
                 f"{action} while waiting for the answer to {self.outstanding}: the daemon never pipelines"
@@ -305,10 +322,12 @@ class DaemonProtocol:
         self._read()
 
     def _report_early_line(self, what: str, line: str) -> None:
+        """Record a violation for a line that came before its request, unless the line is empty."""
         if not isinstance(read_reply(self.form, line), Ignored):
             self._violation(f"{what}; the daemon takes it for the next answer", line)
 
     def _read(self) -> None:
+        """Process received lines while a request is unanswered; the others wait for the next request. Raises JvmExit."""
         while self._lines and self.outstanding is not None:
             line = self._lines.popleft()
             match read_reply(self.form, line):
@@ -319,17 +338,18 @@ class DaemonProtocol:
                     self._violation(f"the daemon skips the line and waits for ever: {why}", line)
                 case NullMessage():
                     raise self._exit("a literal null instead of a message", line)
-                case said:
+                case StatusReply() | AskCheckpoint() as reply:
                     self.hang = None
-                    if said.trailing:
+                    if reply.unread_rest:
                         self.hang = Hang("the second message on a line is lost", line, self.outstanding)
                         self._violation("two messages on a line: the daemon never sees the second", line)
-                    if isinstance(said, AskCheckpoint):
-                        self._checkpoint(line, said.number, said.sub)
+                    if isinstance(reply, AskCheckpoint):
+                        self._checkpoint(line, reply.number, reply.sub)
                     else:
-                        self._status(line, said.response_for)
+                        self._status(line, reply.response_for)
 
     def _status(self, line: str, response_for: str | None) -> None:
+        """End the outstanding request with its status. Raises JvmExit if the status names another action."""
         if response_for != self.outstanding:
             raise self._exit(f"a status for {response_for}, {self.outstanding} was awaited", line)
         ended = self.outstanding == "shardEnded" or self._reason == "TERMINATE"
@@ -345,12 +365,14 @@ class DaemonProtocol:
             self._report_early_line("a line behind the status", early)
 
     def _checkpoint(self, line: str, number: str | None, sub: int | None) -> None:
+        """Store a checkpoint and reply; if it cannot be stored, reply with the error and go on, as the Java does."""
         error: str | None = None
         try:
-            if self.outstanding not in _CHECKPOINTABLE:
+            if self.outstanding not in _MAY_CHECKPOINT:
+                # The server gets the same error as from the checkpointer itself.
                 raise WorkerMistake(
                     "InvalidStateException", f"no checkpoint while answering {self.outstanding}"
-                )  # told as the checkpointer's own
+                )
             self.checkpointer.checkpoint(number, sub)
         except JavaThrow as thrown:
             error = thrown.simple_name
@@ -368,5 +390,6 @@ class DaemonProtocol:
         self.violations.append(f"{self.shard_id}: {reason}: {line!r}")
 
     def _exit(self, reason: str, line: str | None = None) -> JvmExit:
+        """Record the violation that makes the JVM exit, and return the exception to raise."""
         self.violations.append(f"{self.shard_id}: the JVM exits: {reason}" + (f": {line!r}" if line else ""))
         return JvmExit(reason, line)

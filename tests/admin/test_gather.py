@@ -205,10 +205,10 @@ async def test_a_document_looks_at_the_coordinator_once(
 def test_a_server_that_starts_or_stops_says_so(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path, handler)
     gatherer = Gatherer(settings, clock=VirtualClock(), tally=EventTally())
-    status = gatherer.status(None, doing="starts (ledger and recovery)")
+    status = gatherer.status(None, stage="starts (ledger and recovery)")
     assert (status.ready, status.reasons) == (False, ("the server starts (ledger and recovery)",))
     assert not status.stopping
-    assert gatherer.status(None, doing="stops (SIGTERM)").stopping
+    assert gatherer.status(None, stage="stops (SIGTERM)").stopping
 
 
 async def test_a_loop_that_stands_still_is_told_of_once(tmp_path: Path, handler: str) -> None:
