@@ -87,9 +87,10 @@ def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
     place, former = settings.ledger, None
     if isinstance(place, SqlitePlace):
         path = None if place.path is None else place.path.absolute()
-        named = None if isinstance(settings.out, Path) and path is None else str(SqlitePlace(path))
+        in_out_folder = isinstance(settings.out, Path) and path is None
+        named = None if in_out_folder else str(SqlitePlace(path))
     else:
-        # Not its region or address, which one server may take from its settings and another from its environment.
+        # Without region and address: one server may take them from its settings, another from its environment.
         named = f"dynamodb://{place.table}/{settings.pipeline}"
         former = settings.rename_from and f"dynamodb://{place.table}/{settings.rename_from}"
     return FolderClaim(
@@ -98,7 +99,7 @@ def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
 
 
 def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
-    """Return the ledger that the settings name; nothing is opened yet. Raises ConfigError where it cannot be."""
+    """Return the ledger that the settings name, not opened yet. Raises ConfigError if the settings name none that can exist."""
     place = settings.ledger
     common: dict[str, Any] = {"pipeline": settings.pipeline, "rename_from": settings.rename_from}
     common |= {"server_id": server_id, "clock": clock}
@@ -114,34 +115,34 @@ class Dependencies(NamedTuple):
     """What a server works with, besides its settings."""
 
     engine: Engine | None
-    """Takes the place of Spark."""
+    """Replaces Spark; None: use Spark."""
     kinesis: MakeKinesis | None
-    """What it makes takes the place of AWS's client."""
+    """Returns a client that replaces AWS's; None: use AWS's."""
     source: MakeSource | None
-    """What it makes takes the place of the listener."""
+    """Returns a source that replaces the one of the settings; None: use the settings'."""
     clock: Clock
     rng: Callable[[], float]
-    """Floats in [0, 1) for jitter."""
+    """Returns floats in [0, 1) for jitter."""
     unique: Callable[[], str]
-    """Parts of file names."""
+    """Returns a new unique part of a file name at each call."""
     drain: bool = False
-    """To drain the pipeline is all the server does."""
+    """Whether the server only drains the pipeline."""
 
 
 async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[str], None]) -> Parts:
-    """Load the handler and build every part; nothing is opened yet but the handler's module.
+    """Load the handler and build every part. Files, sockets and the ledger are not opened yet.
 
-    The handler is loaded in a worker, unless the settings say otherwise. ``step`` receives what is pending. Cancelled,
-    it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread, which holds up
-    nothing.
+    A worker process loads the handler; if the settings have no workers, this process does. ``step`` is called with the name
+    of each step as it begins. If cancelled, ``assemble`` leaves no process behind. It may leave a daemon thread that hangs in
+    user code or in a file system; such a thread does not keep the process from ending.
 
-    Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
-    no ledger can be where the settings say, or the output's file system cannot be had.
+    Raises HandlerError if the handler cannot be loaded, JavaError if Spark cannot start on this host, and OperatorError if
+    the settings name a ledger or an output folder that cannot be used.
     """
-    # For lines; more by itself once a longer one has come. A line that grows beyond it is copied once, on the loop.
+    # Keep freed memory for the buffers of later lines. glibc keeps more by itself after a line that is longer than this.
     keep_memory(4 << 20)
     step("handler")
-    # The handler's module may import what executors import; workers have this process's path.
+    # The handler's module may import the packages that Spark's executors get. Workers inherit this process's path.
     sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
     common: dict[str, Any] = {
         "policy": _failure_policy(settings),
@@ -152,7 +153,7 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
     if settings.workers is None:
         spec = await run_in_daemon_thread(partial(load_spec, settings.handler), name="mldserver-import")
         runtime = InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common)
-    else:  # no code of the user's is run here
+    else:  # this process runs no code of the user
         common |= {
             "pipeline": settings.pipeline,
             "workers": settings.workers,
@@ -170,26 +171,37 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
 
 
 async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec) -> Parts:
+    """Build the parts around a loaded handler. Whatever reads files or imports much runs in a thread, beside the event loop.
+
+    A handler without a schema gives no rows: it has neither Spark nor a window runner.
+    """
     clock, rng, engine = around.clock, around.rng, around.engine
     store = await run_in_daemon_thread(partial(store_of, settings), name="mldserver-output")
-    made_up = f"{DRAIN if around.drain else ''}{socket.gethostname()}:{os.getpid()}:{around.unique()}"
-    server_id = settings.server_id or made_up
-    # Beside the loop: a ledger in a table imports a good part of AWS's client.
-    making = partial(ledger_of, settings, server_id=server_id, clock=clock)
-    ledger = await run_in_daemon_thread(making, name="mldserver-ledger")
+    prefix = DRAIN if around.drain else ""
+    server_id = settings.server_id or f"{prefix}{socket.gethostname()}:{os.getpid()}:{around.unique()}"
+    # In a thread, because a ledger in DynamoDB imports a large part of AWS's client.
+    make_ledger = partial(ledger_of, settings, server_id=server_id, clock=clock)
+    ledger = await run_in_daemon_thread(make_ledger, name="mldserver-ledger")
     shape, runner = _shape(settings, spec), None
 
-    def freed(freed_bytes: int) -> None:
+    def freed(freed_bytes: int) -> None:  # the coordinator is created below
         coordinator.freed(freed_bytes)
 
     if spec.schema is None:
         engine = None
     else:
-        own = f"{SPARK}/{server_tag(server_id)}"
         if engine is None:
-            where = {"work_dir": home(settings) / own, "place": store.uri(own) if store.place else ""}
-            making_spark = partial(spark_of, settings, spec, out=store.place, clock=clock, **where)
-            engine = await run_in_daemon_thread(making_spark, name="mldserver-spark")
+            folder = f"{SPARK}/{server_tag(server_id)}"
+            make_spark = partial(
+                spark_of,
+                settings,
+                spec,
+                out=store.place,
+                clock=clock,
+                work_dir=home(settings) / folder,
+                place=store.uri(folder) if store.place else "",
+            )
+            engine = await run_in_daemon_thread(make_spark, name="mldserver-spark")
         steps = WindowSteps(
             pipeline=settings.pipeline,
             ledger=ledger,
@@ -232,13 +244,14 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
     )
     consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock)
     tls = None
-    if settings.tls_certificate is not None and settings.source == "mld" and not around.drain:
+    has_listener = settings.source == "mld" and not around.drain
+    if settings.tls_certificate is not None and has_listener:
         files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         tls = await run_in_daemon_thread(
             partial(ServerTLS, *files, names=settings.tls_names), name="mldserver-tls"
         )
     secret = None
-    if settings.listen_secret is not None and settings.source == "mld" and not around.drain:
+    if settings.listen_secret is not None and has_listener:
         secret = await run_in_daemon_thread(
             partial(read_secret, settings.listen_secret), name="mldserver-secret"
         )
@@ -253,17 +266,17 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
     return Parts(
-        ledger,
-        runtime,
-        coordinator,
-        make_source(SourceParts(consumers, rng)),
-        redriver,
-        letters,
-        engine,
-        runner,
-        polling,
-        tls,
-        spec.version,
+        ledger=ledger,
+        runtime=runtime,
+        coordinator=coordinator,
+        source=make_source(SourceParts(consumers, rng)),
+        redriver=redriver,
+        letters=letters,
+        engine=engine,
+        runner=runner,
+        polling=polling,
+        tls=tls,
+        handler_version=spec.version,
     )
 
 
@@ -294,6 +307,10 @@ def destination_of(
 
 
 def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, parts: SourceParts) -> Source:
+    """Return the listener for MultiLangDaemons, or the reader of a DynamoDB table's stream, as ``source`` says.
+
+    Raises ConfigError if the file that ``from`` names cannot be read.
+    """
     place = settings.source
     if place == "mld":
         return MLDListener(
@@ -315,7 +332,7 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
     written = settings.from_.strip()
     try:
         if not written.startswith("{") and Path(written).is_file():
-            written = Path(written).read_text("utf-8")  # a token that `Stream` has given
+            written = Path(written).read_text("utf-8")  # a file with a token of `Stream`
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"from = {written} cannot be read: {error}.", advice="Give a file that holds a token of Stream."
@@ -335,6 +352,7 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
 
 
 def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
+    """Return the pipeline's columns, windows and sink table, which all servers on a ledger must share."""
     columns = () if spec.schema is None else spec.schema.columns
     table = None
     if settings.sink is not None:  # what a log calls the table that windows are published into
@@ -390,18 +408,22 @@ def exposed(settings: Settings) -> dict[Path, str]:
 
 
 def _locks(settings: Settings) -> ServerLocks | None:
-    """Return the servers' locks; None if these could show a living server as dead.
+    """Return the servers' locks; None if a lock could show a living server as dead.
 
-    If each host has a separate folder, the lock of a server that moved to another host is still here, and free.
-    Names that the server made up are never used again; given ones may be.
+    That can happen if each host has its own folder of locks and ``server_id`` gives the name: after the server moved to
+    another host, this host still has its old lock, which no process holds. A generated name is never used again.
     """
-    shared = not isinstance(settings.out, RemoteOut) or isinstance(settings.ledger, SqlitePlace)
-    return ServerLocks(home(settings) / SERVERS) if shared or settings.server_id is None else None
+    all_hosts_share_the_folder = not isinstance(settings.out, RemoteOut) or isinstance(
+        settings.ledger, SqlitePlace
+    )
+    if all_hosts_share_the_folder or settings.server_id is None:
+        return ServerLocks(home(settings) / SERVERS)
+    return None
 
 
 def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
     """Return Spark as the settings say, not started; ``more``: options of ``make_engine`` that are added or replaced."""
-    from mldserver.spark.client import make_engine  # noqa: PLC0415  # not needed where another engine stands in
+    from mldserver.spark.client import make_engine  # noqa: PLC0415  # slow to import, and not needed with another engine
 
     assert spec.schema is not None
     arguments: dict[str, Any] = {

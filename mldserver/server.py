@@ -72,8 +72,8 @@ _OWN_FILES: Final = 448
 """In addition to connections: workers, segments that are written, the ledger, Spark, clients of the admin endpoint."""
 _DRAIN: Final = "drain"
 """The reason of a stop."""
-_TELL_SECONDS: Final = 5.0
-"""Between two words on what a start or a stop waits for."""
+_REPORT_SECONDS: Final = 5.0
+"""Between two log events about what a start or a stop waits for."""
 
 
 class Server:
@@ -93,11 +93,16 @@ class Server:
         service: Service | None = None,
         tally: EventTally | None = None,
     ) -> None:
-        """``engine`` takes the place of Spark, what ``kinesis`` makes of AWS's client, what ``source`` makes of the listener.
+        """Create a server; ``run`` starts it.
 
-        ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run;
-        a name in the settings is that of one of these. ``endpoint`` shows the server, and lets it be steered. ``service``:
-        this process as a unit of systemd. ``tally`` has seen what was logged.
+        Tests and simulations replace parts: ``engine`` replaces Spark; ``kinesis`` returns a client that replaces AWS's;
+        ``source`` returns a source of shards that replaces the listener; ``seed`` fixes the jitter of retries.
+
+        With ``drain`` the server only drains the pipeline, next to servers that run. It then ignores ``server_id`` of the
+        settings, because one of those servers has that name.
+
+        ``endpoint`` shows the server's status and accepts steering commands. ``service`` reports to systemd. ``tally``
+        counts logged events.
         """
         self.settings = replace(settings, server_id=None) if drain else settings
         self._clock = clock or SystemClock()
@@ -113,7 +118,7 @@ class Server:
         self._service = service or Service({}, clock=self._clock)
         self._parts: Parts | None = None
         self._begun: Parts | None = None
-        """The parts, once the start is over."""
+        """The parts, once the start is complete; None before."""
         self._built = asyncio.Event()
         self._stop = asyncio.Event()
         self.forced = asyncio.Event()
@@ -134,7 +139,7 @@ class Server:
     # Life.
 
     async def run(self) -> int:
-        """Serve until stopped; return the exit code. Never raises for what an operator can mend: that is logged."""
+        """Serve until stopped; return the exit code. Logs errors, and does not raise them."""
         began_ms = self._clock.steady_ms()
         log.info(
             "server.starting",
@@ -188,7 +193,7 @@ class Server:
                 async with self._until(self._stop, self._start(), lambda: {"start": self._step}) as starting:
                     if not starting.done():
                         log.info("server.stopping", reason=self._reason or "forced", connections=0)
-                # What had begun was given up where a stop came first.
+                # ``_begun`` is None if the stop came before the start was complete.
                 code = EXIT_CLEAN if self._begun is None else await self._work(self._begun)
         except* (OperatorError, HandlerError, LedgerError) as group:
             errors = list(leaves(group))
@@ -200,6 +205,10 @@ class Server:
         return code
 
     async def _start(self) -> None:
+        """Build and start the parts, as far as connections can be accepted; ``_work`` starts Spark.
+
+        Raises OperatorError, HandlerError or LedgerError if a part cannot start.
+        """
         if self.settings.stream is not None and self._around.kinesis is None:
             self._begin("AWS credentials")
             await require_aws(self.settings.stream, region=self.settings.region)
@@ -233,9 +242,15 @@ class Server:
             self.stop(_DRAIN)
 
     def _begin(self, step: str) -> None:
+        """Record the step that the start waits for."""
         self._step = step
 
     async def _work(self, parts: Parts) -> int:
+        """Run all parts until a stop is requested, stop them in order, and return the exit code.
+
+        The order of the stop: finish the shards' requests and make rows durable; windows; Spark; connections and dead
+        letters; the handler's runtime last.
+        """
         async with asyncio.TaskGroup() as group:
             works = {
                 "coordinator": parts.coordinator.run(),
@@ -249,43 +264,46 @@ class Server:
             if parts.polling is not None:
                 works["shards"] = parts.polling.run(parts.coordinator.shards.add_listing)
             background = {name: group.create_task(work, name=name) for name, work in works.items()}
-            taking = asyncio.sleep(0) if self._drain else parts.source.run()
-            taking_in = group.create_task(taking, name="source")
+            # A drain accepts no connections.
+            accepting = asyncio.sleep(0) if self._drain else parts.source.run()
+            source = group.create_task(accepting, name="source")
             await self._stop.wait()
-            # The next start goes on with dead letters; no shard's last request waits for them.
+            # Do not wait for dead letters that run again: the next start continues with them.
             background["dead letters"].cancel()
             log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
-            work, unfinished = self._finish(parts), partial(self._unfinished, parts)
-            async with self._until(self.forced, work, unfinished) as orderly:
-                durable = orderly.done() and orderly.result()
+            unfinished = partial(self._unfinished, parts)
+            async with self._until(self.forced, self._finish(parts), unfinished) as finishing:
+                durable = finishing.done() and finishing.result()
             if parts.engine is not None and "windows" in background:
-                # The windows are given up, then Spark stops in order, while it still runs: cancelled, it would be killed.
+                # Cancel the windows, then close Spark while its task still runs: cancelling that task would kill Spark.
                 background["windows"].cancel()
                 await asyncio.wait({background["windows"]}, timeout=_LET_GO_SECONDS)
                 await self._end("engine", parts.engine.close)
             runtime = background.pop("runtime")
-            for task in (taking_in, *background.values()):
+            for task in (source, *background.values()):
                 task.cancel()
-            # It ends the calls that hold on when their batches are cancelled, so it goes behind these.
-            await asyncio.wait({taking_in, background["dead letters"]}, timeout=_LET_GO_SECONDS)
+            # Cancel the runtime after the batches: it ends handler calls that ignore their cancellation.
+            await asyncio.wait({source, background["dead letters"]}, timeout=_LET_GO_SECONDS)
             runtime.cancel()
         return EXIT_CLEAN if durable else EXIT_FORCED
 
     async def _run_engine(self, engine: Engine) -> None:
+        """Run Spark, once a window may need it."""
         await self._to_compute.wait()
         await engine.run()
 
     async def _watch_drain(self, coordinator: Coordinator) -> None:
+        """Stop this server when the ledger asks all servers to drain."""
         await coordinator.draining.wait()
         if not self._stop.is_set():
             self.stop(_DRAIN)
 
     async def _close(self) -> None:
-        """End what there is, in the order of the stop, each part whatever became of those before it."""
+        """Close the parts that were built, in the order of the stop. An error of a part does not keep others open."""
         parts = self._parts
         if parts is None:
             return
-        async with contextlib.AsyncExitStack() as closing:  # the last that is pushed goes first
+        async with contextlib.AsyncExitStack() as closing:  # the stack closes in reverse order
             closing.push_async_callback(self._end, "ledger", parts.ledger.close)
             if parts.letters is not None:
                 closing.push_async_callback(self._end, "dead letters", parts.letters.close)
@@ -295,7 +313,7 @@ class Server:
                 closing.push_async_callback(self._end, "engine", parts.engine.close)
 
     async def _end(self, part: str, close: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Wait until a part is closed; once the stop is forced, not for long."""
+        """Close a part and wait for it; after a forced stop at most ``_LET_GO_SECONDS``."""
         async with self._until(self.forced, close(), lambda: {"end": part}) as closing:
             await asyncio.wait({closing}, timeout=_LET_GO_SECONDS)
 
@@ -310,12 +328,16 @@ class Server:
         self._stop.set()
 
     def force(self) -> None:
-        """Stop now: nothing is waited for; the ledger makes that safe."""
+        """Stop now, without waiting for pending work. The ledger makes that safe."""
         self._stop.set()
         self.forced.set()
 
     async def _finish(self, parts: Parts) -> bool:
-        """Stop in order; True when every accepted row is durable."""
+        """Finish pending work within the grace period; return whether every accepted row is durable.
+
+        If time runs out before that, force the stop and return False. Windows get what is left of the grace period; a drain
+        waits for them without a limit.
+        """
         began_ms = self._clock.steady_ms()
         try:
             async with asyncio.timeout(self.settings.grace_seconds):
@@ -323,7 +345,7 @@ class Server:
                 await parts.source.drain()
                 await parts.coordinator.flush("shutdown")
         except TimeoutError:
-            self.force()  # user code may refuse to be cancelled: from now on nothing is waited for
+            self.force()  # the handler may ignore a cancellation, so do not wait any longer
             return False
         if self._drain:
             await self._publish_all(parts)
@@ -349,16 +371,18 @@ class Server:
                 await runner.idle()
                 continue
             windows = (await parts.ledger.peek()).windows.values()
-            aside = [window for window in windows if window.state is WindowState.SET_ASIDE]
-            done = [
+            set_aside = [window for window in windows if window.state is WindowState.SET_ASIDE]
+            published = [
                 window for window in windows if window.state is WindowState.PUBLISHED and not window.pending
             ]
-            if len(aside) + len(done) == len(windows):
+            if len(set_aside) + len(published) == len(windows):
                 break
-            await self._clock.sleep(self.settings.flush_interval_ms / 1000)  # another drain has cut the rest
-        log.info("pipeline.drained", set_aside=[window.window_id for window in aside])
+            # Another drain has cut the other windows, and publishes them.
+            await self._clock.sleep(self.settings.flush_interval_ms / 1000)
+        log.info("pipeline.drained", set_aside=[window.window_id for window in set_aside])
 
     def _unfinished(self, parts: Parts) -> dict[str, object]:
+        """Return what an orderly stop still waits for, for the log."""
         status = parts.coordinator.status()
         return {
             "connections": parts.source.connections,
@@ -374,23 +398,25 @@ class Server:
         work: Coroutine[None, None, T],
         waiting_for: Callable[[], dict[str, object]],
     ) -> AsyncIterator[asyncio.Task[T]]:
-        """Begin ``work`` and wait until it is done or the event is set; log what is pending.
+        """Start ``work``, wait until it is done or ``event`` is set, and yield the work's task.
 
-        Work that is unfinished when the context ends is cancelled.
+        Every few seconds of the wait, log what ``waiting_for`` returns. Work that is unfinished when the context ends is
+        cancelled.
         """
         async with asyncio.TaskGroup() as group:
             task = group.create_task(work)
             waiting = group.create_task(event.wait())
-            telling = group.create_task(self._tell_waiting(waiting_for))
+            reporting = group.create_task(self._report_waiting(waiting_for))
             await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
             yield task
-            for each in (task, waiting, telling):
+            for each in (task, waiting, reporting):
                 each.cancel()
 
-    async def _tell_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
+    async def _report_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
+        """Log every few seconds what ``waiting_for`` returns, until cancelled."""
         began_ms = self._clock.steady_ms()
         while True:
-            await self._clock.sleep(_TELL_SECONDS)
+            await self._clock.sleep(_REPORT_SECONDS)
             seconds = (self._clock.steady_ms() - began_ms) / 1000
             log.info("server.waiting", waiting_for=waiting_for(), seconds=seconds)
 
@@ -399,7 +425,10 @@ class Server:
         self._hung_up.set()
 
     async def _read_again(self) -> None:
-        """Read certificates on SIGHUP: one reading at a time, however long it hangs, and one for all that came meanwhile."""
+        """Read the certificates again after SIGHUP, until cancelled.
+
+        Signals that arrive while the files are read cause one more reading, also if there are several.
+        """
         while await self._hung_up.wait():
             self._hung_up.clear()
             with self._service.reloading():
@@ -419,7 +448,7 @@ class Server:
         return ServiceReport(text, self.is_ready, stopping)
 
     async def listening(self) -> str:
-        """Return where shards come from, once they can; the listener's: ``host:port`` with the real port, or ``unix:/path``."""
+        """Wait until shards can connect, and return the address: ``host:port`` with the real port, or ``unix:/path``."""
         return await (await self._assembled()).source.listening()
 
     async def ready(self) -> None:
@@ -430,7 +459,7 @@ class Server:
         """Return once every known shard has ended and every window is published (or set aside)."""
         parts = await self._assembled()
         while not parts.coordinator.is_over or (parts.runner is not None and len(parts.runner.unfinished)):
-            # Children may come while its last windows are computed.
+            # Child shards may appear while the last windows are computed, so check again.
             await parts.coordinator.over()
             if parts.runner is not None:
                 await parts.runner.idle()

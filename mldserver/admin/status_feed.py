@@ -24,7 +24,7 @@ class StatusFeed:
     """Holds the latest status. Each representation is made when a client first asks for it, once for all clients."""
 
     def __init__(self, collect: Callable[[str], Status | None], hide: Callable[[str], str]) -> None:
-        """``collect``: see ``AdminEndpoint.serving``. ``hide`` removes the settings' secrets from JSON."""
+        """``collect`` is described at ``AdminEndpoint.serving``. ``hide`` removes the settings' secrets from JSON."""
         self._collect = collect
         self._hide = hide
         self._failure = ""
@@ -42,11 +42,12 @@ class StatusFeed:
             await pause(_INTERVAL_SECONDS)
 
     def _refresh(self) -> None:
+        """Collect a status. If that fails, log a new reason once, and collect what is known without the server's parts."""
         try:
             status = self._collect("")
         except Exception as error:
             reason, status = f"the status cannot be collected: {type(error).__name__}: {error}", None
-            with contextlib.suppress(Exception):  # the cause may affect more than the parts
+            with contextlib.suppress(Exception):  # if this fails, too, the feed keeps the former status
                 status = self._collect(reason)
             if reason != self._failure:
                 log.exception(
@@ -83,19 +84,21 @@ class StatusFeed:
         return self._once("history", self._history.json)
 
     def metrics(self, status: Status, kind: str) -> bytes:
-        """Return a status, the latest one, as metrics of a content type."""
+        """Return ``status``, which must be the latest one, as metrics in the format of the content type ``kind``."""
         return self._once(kind, lambda: metrics.exposed(status, kind))
 
     def _once(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """Return the representation ``name`` of the latest status; ``make`` creates it at the first call for each status."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
     def _encode(self) -> bytes:
+        """Return the latest status as JSON without secrets; empty before the first status."""
         if self._latest is None:
             return b""
         try:
             data = msgspec.json.encode(self._latest)
-        except UnicodeEncodeError:
+        except UnicodeEncodeError:  # a handler's text has lone surrogates, which UTF-8 cannot encode
             data = msgspec.json.encode(encodable(msgspec.to_builtins(self._latest)))
         return self._hide(data.decode()).encode()

@@ -143,7 +143,7 @@ def _free_shards(
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
     with at_ledger(settings_at(where)) as (ledger, held, runner):
-        # All are looked at before one is changed: a slip in the second name must not leave half of it done.
+        # Check all shards before the first is changed: a wrong second name must not leave the command half done.
         for shard_id in shards:
             if (owner := _shard(held, shard_id).owner) is not None:
                 raise OperatorError(
@@ -171,7 +171,8 @@ def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = Fals
     with at_ledger(settings_at(where)) as (ledger, held, runner):
         position = _shard(held, shard).position
         if not runner.run(ledger.accept_gap(shard)):
-            del held.shards[shard]  # pruned since we looked
+            # The shard was pruned after the ledger was read: raise the error for an unknown shard.
+            del held.shards[shard]
             _shard(held, shard)
     text = f"may start beyond {position or 'nothing'}, the next time it is opened."
     document = {"accepted": shard, "position": None if position is None else str(position)}
@@ -179,6 +180,7 @@ def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = Fals
 
 
 def _shard(held: LedgerState, shard_id: str) -> ShardState:
+    """Return a shard of the ledger. Raises OperatorError if the ledger does not have it."""
     if (shard := held.shards.get(shard_id)) is None:
         raise OperatorError(
             f"The ledger has no shard {shard_id}.", advice="`mldserver ledger show` shows those it has."
@@ -239,7 +241,8 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         for _ in range(_TRIES):
             copy_whole(ledger, part)
             state = _read(part, settings.pipeline)
-            # What is named and not there yet. Where some of it is gone, the ledger has gone on.
+            # Copy the files that the ledger names and the backup does not have yet. If a server has deleted one since, the
+            # ledger has changed: copy it again.
             whole = True
             for path in _files_named(state):
                 try:
@@ -297,7 +300,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
                 advice="Name a folder that `mldserver ledger backup` has made.",
             )
         settings, file, store = _backup_places(where)
-        # A backup is untrusted: verify a copy of its ledger first, and write nothing until ledger_document is verified.
+        # A backup is untrusted: verify a copy of its ledger first, and write nothing until the whole backup is verified.
         copy = Path(scratch) / _LEDGER
         copy_whole(folder / _LEDGER, copy)
         check_tables(copy)

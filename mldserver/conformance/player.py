@@ -1,4 +1,4 @@
-"""Plays cases at a child: with a connection for each over TCP or a Unix socket, or with a process for each.
+"""Plays cases against children. A child is a connection over TCP or a Unix socket, or a process; each case has a new child.
 
 Input is read as the Java reads it: a line ends at CR, LF or both. A child may take ``patience`` for each line; after that,
 the daemon would wait for ever.
@@ -77,13 +77,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where children are: ``host:port``, ``unix:PATH``, or a command that is run for each."""
+    """How to reach a new child: an address (``host:port`` or ``unix:PATH``), or a command to run."""
 
     address: str = ""
     command: tuple[str, ...] = ()
 
     async def open(self) -> ChildPipes:
-        """Connect, or start a child. Raises OSError."""
+        """Connect, or run the command, and return the new child's input and output. Raises OSError."""
         if self.command:
             errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the channel
             pipe = asyncio.subprocess.PIPE
@@ -117,12 +117,12 @@ class ChildPipes:
     )
 
     async def line(self, seconds: float) -> str | None:
-        """Return the next line, None at the end of the output. Raises TimeoutError."""
+        """Return the next line; None at the end of the output. Raises TimeoutError after ``seconds``."""
         async with asyncio.timeout(seconds):
             while not self._lines and not self.ended:
                 try:
                     data = await self.reader.read(_READ_BYTES)
-                except OSError:  # a reset is an end
+                except OSError:  # a reset counts as the end of the output
                     data = b""
                 self.ended = not data
                 text = self._partial + self._decoder.decode(data, final=self.ended)
@@ -158,14 +158,15 @@ class Play:
     """Plays one case, at one child or several in turn."""
 
     def __init__(self, case: Case, target: Target, shard_id: str, patience: float) -> None:
-        """Prepare; ``patience``: seconds for each line of the child."""
+        """Prepare. The child may take ``patience`` seconds for each line, times the case's own factor."""
         self._case = case
         self._target = target
         self._shard = shard_id.encode()
         self._patience = patience * case.patience
         self.judge = Judge(case.form)
         self.not_shown = ""
-        self._ignores_input = False
+        """Why the case proved nothing; empty if it did."""
+        self._left_unanswered = False
         """Whether the child has left a request unanswered: its later lines are not judged."""
         self._child: ChildPipes
         """Set while steps are played."""
@@ -213,6 +214,7 @@ class Play:
             case Reopen(cut):
                 await self._reopen(cut=cut)
             case Resume(form):
+                # ``_reopen`` replaces the judge, so read the last checkpoint first.
                 place = self.judge.checkpointer.last
                 await self._reopen()
                 await self._ask(Daemon(form).initialize(place.number, place.sub))
@@ -220,27 +222,32 @@ class Play:
             raise _Over
 
     async def _reopen(self, *, cut: bool = False) -> None:
+        """Replace the child by a new one, and the judge by one that keeps the faults and remarks. ``cut``: by a reset."""
         await self._child.close(cut=cut)
         judge = Judge(self._case.form)
         judge.faults, judge.remarks = self.judge.faults, self.judge.remarks
-        self.judge, self._child, self._ignores_input = judge, await self._target.open(), False
+        child = await self._target.open()
+        self.judge, self._child, self._left_unanswered = judge, child, False
 
     async def _ask(self, ask: Ask) -> None:
+        """Send a request, in pieces if the case says so, and judge the child's lines until it is answered."""
         data = ask.make() if ask.make else ask.line.replace(SHARD.encode(), self._shard)
         self.judge.begin_request(ask)
-        for at in range(0, len(data), ask.piece or len(data)):
-            if at and ask.pause:
+        piece_bytes = ask.piece or len(data)
+        for start in range(0, len(data), piece_bytes):
+            if start > 0 and ask.pause:
                 await asyncio.sleep(ask.pause)
-            await self._write(data[at : at + (ask.piece or len(data))])
+            await self._write(data[start : start + piece_bytes])
         await self._answered(ask)
         if ask.checkpoint and not self.judge.asked and not self.judge.faults:
             self.not_shown = f"it asked for no checkpoint while answering {ask.action}"
             raise _Over
 
     async def _write(self, data: bytes) -> None:
+        """Write to the child; if it does not read in time, record a fault and end the case."""
         try:
             async with asyncio.timeout(self._patience):
-                with contextlib.suppress(OSError):  # a child that is gone is found out by reading
+                with contextlib.suppress(OSError):  # the next read finds out that the child is gone
                     self._child.writer.write(data)
                     await self._child.writer.drain()
         except TimeoutError:
@@ -248,7 +255,10 @@ class Play:
             raise _Over from None
 
     async def _answered(self, ask: Ask) -> None:
-        """Play on until the request is answered, or the child has closed."""
+        """Judge lines, and reply to checkpoints, until the request is answered, the child closes, or time is up.
+
+        For Want.NO_STATUS the whole wait is limited; for other answers, the wait for each line is.
+        """
         judge = self.judge
         now = asyncio.get_running_loop().time
         until = now() + _NO_STATUS_SECONDS if ask.want is Want.NO_STATUS else None
@@ -256,7 +266,7 @@ class Play:
             try:
                 text = await self._child.line(self._patience if until is None else max(0.0, until - now()))
             except TimeoutError:
-                self._ignores_input = True
+                self._left_unanswered = True
                 if ask.want is Want.REFUSAL:
                     judge.remarks.append("neither closed nor answered")
                 elif ask.want is not Want.NO_STATUS:
@@ -278,20 +288,21 @@ class Play:
         await self._quiet(_SURPLUS_SECONDS)
 
     async def _quiet(self, seconds: float) -> None:
-        """Judge lines that come while the child must not write."""
+        """Judge lines that come within ``seconds``, in which the child must not write. The first fault ends the wait."""
         now = asyncio.get_running_loop().time
         until = now() + seconds
-        over = self.judge.faults
-        while (left := until - now()) > 0 and not (self._child.ended or self._ignores_input or over):
+        while (left := until - now()) > 0:
+            if self._child.ended or self._left_unanswered or self.judge.faults:
+                return
             with contextlib.suppress(TimeoutError):
                 if text := await self._child.line(left):
                     self.judge.receive_line(text, now())
 
     async def _provoke(self, step: Provoke) -> None:
-        """Send batches until the child has received every reply."""
+        """Send batches of one record until the child has asked for a checkpoint for each of the step's replies."""
         judge, now = self.judge, asyncio.get_running_loop().time
         until, left = now() + self._patience, list(step.replies)
-        # Records go on behind the checkpoint: a daemon delivers none twice that lies before it.
+        # Records begin after the checkpoint: a daemon does not deliver records before it again.
         stored = judge.checkpointer.last.number
         place = int(stored) - FIRST + 1 if stored.isdigit() else _PROVOKING
         while left:
@@ -311,13 +322,14 @@ class Play:
             await self._quiet(_BETWEEN_BATCHES_SECONDS)
 
     async def _hang_up(self) -> None:
+        """End the daemon's output and wait until the child has ended its own (and a process has exited)."""
         with contextlib.suppress(OSError):
             if self._child.writer.can_write_eof():
                 self._child.writer.write_eof()
         try:
             async with asyncio.timeout(self._patience):
                 while (text := await self._child.line(self._patience)) is not None:
-                    if not self._ignores_input:
+                    if not self._left_unanswered:
                         self.judge.receive_line(text, asyncio.get_running_loop().time())
                 code = None if self._child.process is None else await self._child.process.wait()
         except TimeoutError:
@@ -342,7 +354,7 @@ async def play_all(
 
     Raises OSError when the child cannot be reached or started.
     """
-    run = random.randrange(10**8)  # noqa: S311  # shards of two runs must not meet; it guards nothing
+    run = random.randrange(10**8)  # noqa: S311  # separates the shard ids of two runs; not a secret
     slots = asyncio.Semaphore(at_a_time)
 
     async def one(place: int, case: Case) -> Result:
@@ -351,7 +363,7 @@ async def play_all(
             on_result(result)
             return result
 
-    # Those that take long begin first.
+    # Start the longest cases first.
     order = sorted(enumerate(cases), key=lambda pair: -pair[1].patience)
     async with asyncio.TaskGroup() as group:
         tasks = {place: group.create_task(one(place, case)) for place, case in order}
