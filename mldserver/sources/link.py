@@ -68,16 +68,16 @@ class Link(asyncio.BufferedProtocol):
         """TLS cuts off what it has filled: of a bytearray that would be a copy."""
         self._tls = tls
         self._gate: SecretGate | None = SecretGate(secret)
-        """Until the peer may send lines."""
+        """Checks the secret that the peer must send before its first line; None: the peer may send lines."""
         self._refusals = refusals
         self._host = peer.rpartition(":")[0]
         self._refused = ""
-        """Why the peer may not stay."""
+        """Why the peer was refused (certificate or secret); empty: it was not."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._requests: list[RequestMessage | None] = []
-        """Those that ``request`` has not returned yet."""
+        """Requests that ``request`` has not returned yet; a None at the end: no more will come."""
         self._come = Flag()
         self.on_batch: Callable[[Line], None] = lambda _: None
         """Is called with each batch."""
@@ -89,11 +89,11 @@ class Link(asyncio.BufferedProtocol):
         self._partial = 0
         """Bytes of the incomplete line."""
         self._held = 0
-        """Bytes of the batches that are worked on."""
+        """Bytes of the batches that are being processed."""
         self._state_before: State | None = None
         self._asked_at = 0.0
         self.over = Flag()
-        """Set when the protocol is over, and all of it was told."""
+        """Set when the protocol is over and its end is logged."""
         self._gone = Flag()
 
     @property
@@ -134,7 +134,7 @@ class Link(asyncio.BufferedProtocol):
             self.budget.set_partial(self, partial)
 
     def _behind_gate(self, data: bytes) -> bytes:
-        """Return what the core may see of the first bytes; close if the peer does not show the secret."""
+        """Return the bytes that follow the secret; ``b""`` while it is incomplete. Close if the peer sends a wrong secret."""
         gate = self._gate
         if gate is None or self.closed:
             return b""
@@ -146,13 +146,14 @@ class Link(asyncio.BufferedProtocol):
         return rest or b""
 
     def _refuse(self, why: str, advice: str) -> None:
+        """Close the connection of a peer without a valid certificate or secret."""
         self._refused = why
         self.close(PeerError(why, did=_CLOSED, advice=advice))
 
     def eof_received(self) -> bool:
-        """Pass EOF on; the core closes, and the transport stays open until what is left is written.
+        """Pass EOF on to the core, which closes. Return True so that the transport stays open until all output is written.
 
-        With TLS that is the transport's own affair: it knows no half-closed connections.
+        With TLS return False: a TLS transport cannot stay half open, and writes its output by itself.
         """
         self.core.receive_eof()
         self._pump()
@@ -161,7 +162,7 @@ class Link(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """Close: a peer that has not read an answer has nothing to ask, so what is unread is never more than a line."""
         error = ProtocolViolation("The peer sends requests and does not read the answers.", did=_CLOSED)
-        # Not at once: the loop says so in the middle of a write.
+        # Later, since the loop calls this in the middle of a write.
         self._loop.call_soon(self.close, error)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # a reset is an EOF to the protocol
@@ -196,7 +197,7 @@ class Link(asyncio.BufferedProtocol):
         return self._requests.pop(0)
 
     def checkpoint(self, position: Sequence | None) -> asyncio.Future[CheckpointOutcome]:
-        """Ask for a checkpoint; the future has what became of it, after repetitions."""
+        """Ask the daemon for a checkpoint; the future gets its outcome, after all retries. None: at everything delivered."""
         self._reply = self._loop.create_future()
         if self.closed:
             self._reply.set_result(CheckpointOutcome.CLOSED)
@@ -213,7 +214,7 @@ class Link(asyncio.BufferedProtocol):
             self._pump()
 
     def close(self, error: MldserverError | None = None) -> None:
-        """Close; ``error``: what of our own side is the reason, if anything is."""
+        """Close the connection, if it is open. ``error``: the error of this server that is the reason; None: there is none."""
         if not self.closed:
             if error is None:
                 self.core.close()
@@ -222,7 +223,7 @@ class Link(asyncio.BufferedProtocol):
             self._pump()
 
     async def wait_gone(self) -> None:
-        """Return when what was left is written and the socket is closed; a peer that does not read is cut off."""
+        """Return when all output is written and the socket is closed. Cut the connection if the peer does not read in time."""
         try:
             async with asyncio.timeout(self._close_seconds):
                 await self._gone.wait()
@@ -231,9 +232,9 @@ class Link(asyncio.BufferedProtocol):
             await self._gone.wait()
 
     def cut(self) -> None:
-        """Close the socket at once, whatever is unwritten."""
+        """Close the socket at once, and drop unwritten output."""
         if not self.closed and self._transport is not None:
-            # Told here: to the protocol the lost socket would look as if the daemon had gone.
+            # Close and log here: to the protocol, the lost socket would look as if the daemon had closed it.
             self.close()
             self.log.warning("connection.failed", reason=str(self.close_reason), peer=self.peer, what=_CUT)
         if self._transport is not None:
@@ -242,6 +243,7 @@ class Link(asyncio.BufferedProtocol):
     # Between core and loop.
 
     def _pump(self) -> None:
+        """Write the core's output, then carry out its events. Call it after each call of the core."""
         happened = self.core.events_received()
         if self._transport is not None and not self._transport.is_closing():
             for data in self.core.data_to_send():
@@ -252,7 +254,7 @@ class Link(asyncio.BufferedProtocol):
                     self._deliver(event.message)
                 elif (
                     self.core.state is not State.CLOSED
-                ):  # what came behind it may have ended the connection already
+                ):  # bytes after the batch may have ended the connection
                     self.on_batch(event.message.line)
             elif type(event) is not ev.StateChanged:
                 self._carry_out(event)
@@ -264,6 +266,7 @@ class Link(asyncio.BufferedProtocol):
                     )
 
     def _carry_out(self, event: ev.Event) -> None:  # noqa: C901  # one case for each kind of event
+        """Carry out an event that is neither a request nor a change of state: log it, resolve a checkpoint, set a timer."""
         match event:
             case ev.CheckpointStored(position):
                 seconds = self._loop.time() - self._asked_at
@@ -286,7 +289,7 @@ class Link(asyncio.BufferedProtocol):
                 self.log.warning("checkpoint.stopped", sequence=str(position or _ALL))
                 self._resolve(CheckpointOutcome.STOPPED)
             case ev.ConnectionFailed(error):
-                self._tell_failed(error)
+                self._log_failed(error)
             case ev.OutputEnded():
                 self._end_output()
             case ev.Closed(reason, cut_off):
@@ -298,13 +301,14 @@ class Link(asyncio.BufferedProtocol):
                     timer.cancel()
 
     def _deliver(self, message: RequestMessage) -> None:
+        """Queue a request that is not a batch. From ``initialize`` on, log lines name the shard."""
         if isinstance(message, Initialize):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
-        self._wake(message)
+        self._enqueue(message)
 
-    def _wake(self, message: RequestMessage | None) -> None:
-        """Let ``request`` return this."""
+    def _enqueue(self, message: RequestMessage | None) -> None:
+        """Queue a message for ``request``; None: no more will come."""
         self._requests.append(message)
         self._come.set()
 
@@ -314,7 +318,7 @@ class Link(asyncio.BufferedProtocol):
         return self.budget.has_room
 
     def hold(self, change: int) -> None:
-        """Note by how many bytes more, or less, the lines take that are held while they are worked on."""
+        """Add ``change`` bytes (may be negative) to the size of the batches that are being processed."""
         self._held += change
         if not self._gone.up:
             self.budget.hold(change)
@@ -323,34 +327,37 @@ class Link(asyncio.BufferedProtocol):
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(outcome)
 
-    def _tell_failed(self, error: MldserverError) -> None:
+    def _log_failed(self, error: MldserverError) -> None:
+        """Log why the connection failed. Repeated refusals of one host for one reason share a log line."""
         times = self._refusals.count((self._host, self._refused)) if self._refused else 1
         if not times:
             return
-        # Whoever breaks off before initialize is no daemon's child: nobody is hurt.
+        # A warning for a peer's error before initialize: no shard is affected.
         level = "error" if self._initialized or not isinstance(error, PeerError) else "warning"
         trace = error if isinstance(error, InternalError) else None
-        # What the core found wrong has closed the connection already: it says so where the error does not.
-        told = {
+        # The error's own fields win. By default, ``did`` says that the connection was closed.
+        fields = {
             "state": str(self._state_before or self.core.state),
             "peer": self.peer,
             "did": _CLOSED,
             **({"times": times} if times > 1 else {}),
         } | error.told(_FLAT_FIELDS)
         if not self._initialized and isinstance(error, DecodeError):
-            told.setdefault("advice", _STRANGER)
-        getattr(self.log, level)("connection.failed", exc_info=trace, **told)
+            fields.setdefault("advice", _STRANGER)
+        getattr(self.log, level)("connection.failed", exc_info=trace, **fields)
 
     def _end_output(self) -> None:
+        """Send the end of the output after everything that is written: the daemon's side exits by it."""
         if self._transport is not None and not self._transport.is_closing():
-            if self._tls is not None:  # with TLS: what is left goes out, and then the end
+            if self._tls is not None:  # writes the remaining output first, then closes
                 self._transport.close()
                 return
-            # A peer that has reset the connection by now: the loop is about to find out.
+            # OSError: the peer has reset the connection, and the loop will report that.
             with contextlib.suppress(OSError):
                 self._transport.write_eof()
 
     def _close(self, reason: CloseReason, cut_off: int) -> None:
+        """End everything that waits for the peer, then close the transport. ``cut_off``: bytes of an incomplete line."""
         self.close_reason = reason
         if reason is CloseReason.EOF_IN_REQUEST:
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=_MID_REQUEST)
@@ -359,7 +366,7 @@ class Link(asyncio.BufferedProtocol):
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
         self.over.set()
         self._resolve(CheckpointOutcome.CLOSED)
-        self._wake(None)
+        self._enqueue(None)
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -367,24 +374,25 @@ class Link(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _start_timer(self, name: Timer, seconds: float) -> None:
+        """Start a timer; one of the same name that runs is replaced."""
         if (running := self._timers.pop(name, None)) is not None:
             running.cancel()
         self._timers[name] = self._loop.call_later(seconds, self._fire, name)
 
     def _fire(self, name: Timer) -> None:
         self._timers.pop(name, None)
-        # While unread lines fill the memory, others wait for this one: then it must end in time, however it arrives.
+        # While other readers wait for memory (``budget.paused``), an incomplete line gets no more time, even if bytes arrive.
         self.core.timer_fired(name, patient=not self.budget.paused)
         self._pump()
 
 
 _BY_PEER: Final = frozenset({CloseReason.EOF, CloseReason.FINISHED})
-"""It was the peer that closed; where it was not, the line is incomplete because nobody reads on."""
+"""The peer closed. For any other reason, a line may be incomplete only because this side stopped reading."""
 _FLAT_FIELDS: Final = frozenset(
     {"error", "what", "did", "advice", "pipeline", "shard", "excerpt", "state"}
     | {"handler", "hook", "sequence", "attempts", "traceback"}
 )
-"""What ``connection.failed`` tells as fields of its own; where else an error was is in ``where``."""
+"""Error fields that ``connection.failed`` has as separate fields; the others are in ``where``."""
 _ALL: Final = "everything delivered"
 _CLOSED: Final = "The connection was closed."
 _MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."

@@ -1,7 +1,7 @@
-"""ListShards: which shards a Kinesis stream has, so that a shard without a connection is known to be missing.
+"""List the shards of a Kinesis stream (ListShards), so that the server knows which shards have no connection.
 
-It is polled, and asked at once when a shard is opened that it has not named yet: a child of a split may be connected
-sooner than the next poll, and whoever does not know its parents cannot put its rows behind theirs.
+The stream is listed at an interval, and at once when a shard is opened that no listing has named: a child of a split may
+connect before the next poll, and its rows belong after those of its parents, which only the listing names.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ MakeKinesis: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[Ki
 
 
 class ShardPolling:
-    """Lists a stream's shards every so often, and whenever it is asked to.
-
-    It is made before anything that asks it, and whom it tells is known only once it runs.
-    """
+    """Lists a stream's shards at an interval, and whenever ``ask`` is called."""
 
     def __init__(
         self, stream: str, make_client: MakeKinesis, *, clock: Clock, list_seconds: float = _LIST_SECONDS
@@ -57,22 +54,22 @@ class ShardPolling:
         self._asked: list[asyncio.Future[bool]] = []
         self._wake = asyncio.Event()
 
-    async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
-        """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
+    async def run(self, on_listing: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
+        """List until cancelled; call ``on_listing`` with each listing (shard id to parents) that did not fail."""
         async with self._resources:
             while True:
                 self._wake.clear()
                 asked, self._asked = self._asked, []
                 listing = await self._list()
                 if listing is not None:
-                    tell(listing)
+                    on_listing(listing)
                 for waiting in asked:
                     if not waiting.done():
                         waiting.set_result(listing is not None)
                 await first_of(self._wake.wait(), self._clock.sleep(self._list_seconds))
 
     async def ask(self) -> bool:
-        """Return whether a listing that began after this call was told; False: it has failed, or takes too long."""
+        """List now. Return True once ``on_listing`` got a listing that began after this call, False if it fails or takes too long."""
         listed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._asked.append(listed)
         self._wake.set()
@@ -83,11 +80,10 @@ class ShardPolling:
             return False
 
     async def _list(self) -> dict[str, tuple[str, ...]] | None:
-        """Return the parents of every shard of the stream, by its id; None when AWS does not say.
+        """Return the parents of every shard of the stream, by the shard's id; None if the listing failed, which is logged.
 
-        They are none, one (after a split) or two (after a merge). A parent may have left the listing with its records.
-
-        Never fatal: a failure is logged, and shards are known from the ledger and from connections meanwhile.
+        A shard has no parent, one (after a split) or two (after a merge). A parent whose records have expired is not
+        listed itself.
         """
         try:
             if self._client is None:
@@ -104,9 +100,8 @@ class ShardPolling:
                 request = {"NextToken": token} if token else {}
         except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
             name, what, advice = type(error).__name__, str(error), {}
-            if (
-                "(ResourceNotFoundException)" in what
-            ):  # as botocore writes it: its classes load with the client
+            # By the text: botocore makes the exception's class only with the client.
+            if "(ResourceNotFoundException)" in what:
                 what = f"There is no stream {self._stream} in this account and region."
                 advice = {"advice": "Check the settings stream and region, and the credentials' account."}
             log.warning("stream.unlisted", stream=self._stream, error=name, what=what, **advice)

@@ -50,7 +50,7 @@ class Requests:
         self._version = Version.V2
         self._stopping = False
         self._line_since_ms: int | None = None
-        """When the first part of the line came that is incomplete; None: no line is."""
+        """Steady time at which the first bytes of the incomplete line came; None: no line is incomplete."""
         self.consumer = Consumer(parts, counts=counts, deadlines=deadlines, upstream=link, log=link.log)
         link.on_batch, link.on_partial = self._deliver, self._note_partial
 
@@ -85,21 +85,23 @@ class Requests:
         self.consumer.deliver(MLDLine(line, self._version), len(line), self._line_since_ms)
 
     def _note_partial(self, began: bool) -> None:  # noqa: FBT001  # a callback
-        """Note the first bytes of a line: however long the rest takes, the shard is not silent."""
+        """Note that an incomplete line began, or was completed: while a line is incomplete, the shard is not idle."""
         self._line_since_ms = self._clock.steady_ms() if began else None
         self.consumer.receiving(began)
 
     async def _serve(self) -> None:
+        """Carry out requests until no more come or the server stops. An error closes this connection only."""
         try:
             while (message := await self._link.request()) is not None and not self._stopping:
                 try:
                     await self._carry_out(message)
                 except Superseded:
-                    continue  # it is answered unread
+                    continue  # the consumer acknowledges the request without carrying it out
         except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
             self._link.close(as_ours(error))
 
     async def _carry_out(self, message: RequestMessage) -> None:
+        """Carry out one request; ``drain`` serves ``shutdownRequested``."""
         consumer = self.consumer
         match message:
             case Initialize():
@@ -112,6 +114,7 @@ class Requests:
                 await consumer.drain()
 
     async def _open(self, message: Initialize) -> None:
+        """Open the shard that ``initialize`` names. Raises PeerError if ``allow_shards`` does not allow it."""
         shard_id = message.shard_id
         v2 = message.version is Version.V2
         if self._allow_shards and not any(fnmatchcase(shard_id, pattern) for pattern in self._allow_shards):

@@ -10,20 +10,20 @@ from mldserver.consumer.shard import ConsumerParts
 
 
 class SourceStatus(NamedTuple):
-    """What a source knows of itself, for whoever looks at the server."""
+    """A source's state, for the status page and metrics."""
 
     address: str | None = None
-    """Where shards come from; None: they cannot now."""
+    """The address or the stream that shards come from; None: none can come now."""
     accepted: int = 0
-    """How many connections there were since the start."""
+    """Connections accepted since the start."""
     connections: Mapping[str, int] = {}
-    """How many are in each state of the protocol."""
+    """The number of connections in each state of the protocol."""
     peers: Mapping[str, str] = {}
-    """Who each shard comes from."""
+    """The peer that each shard comes from, by shard id."""
     since_ms: Mapping[str, int] = {}
-    """When the oldest batch of a shard came that is being worked on (steady time)."""
+    """Steady time at which the oldest batch in flight of each shard came, by shard id."""
     counts: ProgressLog | None = None
-    """What came of the shards."""
+    """Counts of batches and records, for each shard."""
     lines: tuple[int, int] = (0, 0)
     """Bytes of unread messages, and how many there may be; 0: any."""
     retries: int = 0
@@ -38,11 +38,11 @@ class Source(Protocol):
         """Why no shard can come now, as a clause for ``server.unready``; None: they can."""
 
     def status(self) -> SourceStatus:
-        """Return what it knows of itself: once a second."""
+        """Return the source's state. The server calls this once a second."""
 
     @property
     def connections(self) -> int:
-        """How many shards it serves, connections that have not named theirs among them."""
+        """The number of shards that it serves, including connections that have not named their shard yet."""
 
     async def listening(self) -> str:
         """Return where it reads, once shards can come. Raises OperatorError when they never will."""

@@ -1,11 +1,11 @@
-"""One bound on what all connections together hold of unread lines. Synchronous; readers are paused through calls.
+"""One limit on the unread bytes of all connections together. Synchronous; readers are paused and resumed by calls.
 
-A line may have 256 MiB, and there may be a thousand connections: a limit for each is no bound. While the sum is above
-the budget, every reader that has an incomplete line is paused, but the one whose line is oldest: it can always finish
-(its own time-out sees to that, which is not extended while others wait), so that there is always progress.
+A line may have 256 MiB, and there may be a thousand connections: a limit for each connection would not protect the memory.
+While the sum exceeds the budget, every reader with an incomplete line is paused, except the reader whose line is the oldest.
+That line can always be completed, or its time-out ends the connection, so there is always progress.
 
-Below the budget as many go on as there is room for, those first that have waited longest. Were all of them let go by each
-line that is done, only to be stopped again by the next bytes, a thousand that wait would cost more than they bring.
+Below the budget, only as many readers are resumed as there is room for, those that have waited longest first. If each
+completed line resumed all of a thousand readers, the next bytes would pause them again, which costs more than it gains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReadBudget:
         self._step = step
         self._partial: dict[Reader, int] = {}  # in the order in which the lines began
         self.paused: dict[Reader, None] = {}
-        """Who waits because of those that do not, in the order in which they began to; read only."""
+        """The paused readers, in the order in which they were paused; read only."""
         self.held = 0
         """Bytes held in all; read only."""
 
@@ -56,7 +56,7 @@ class ReadBudget:
         self._balance()
 
     def hold(self, change: int) -> None:
-        """Note by how much more, or less, the lines take that are being worked on."""
+        """Add ``change`` bytes (may be negative) to the size of the lines that are being processed."""
         self.held += change
         self._balance()
 
@@ -67,8 +67,9 @@ class ReadBudget:
         self._balance()
 
     def _balance(self) -> None:
+        """Pause readers while the limit is exceeded, else resume as many as there is room for."""
         if self.held > self.limit:
-            # Only the oldest goes on.
+            # Only the reader with the oldest line goes on.
             oldest = next(iter(self._partial), None)
             if oldest in self.paused:
                 self._resume(oldest)
@@ -79,9 +80,10 @@ class ReadBudget:
                     self.paused[reader] = None
                     reader.pause()
         elif self.paused:
-            # As many go on as there is room for.
+            # How many readers may have an incomplete line at once; those that are not paused already count.
             room = 1 + (self.limit - self.held) // self._step
-            for _ in range(min(len(self.paused), room - len(self._partial) + len(self.paused))):
+            running = len(self._partial) - len(self.paused)
+            for _ in range(min(len(self.paused), room - running)):
                 self._resume(next(iter(self.paused)))
 
     def _resume(self, reader: Reader) -> None:
