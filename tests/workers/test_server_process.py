@@ -177,5 +177,9 @@ async def test_the_memory_that_a_line_took_is_there_for_the_next_though_that_is_
             await exchange(line)
         touched = server.faults() - before
         writer.close()
+        # The server also copies each line into memory that it shares with the worker, which is touched once for the longest.
+        shared = len(lines[-1]) / PAGE_BYTES
     pages = sum(map(len, lines)) / PAGE_BYTES
-    assert touched < pages * 5 / 6, "touched for the first time: of each line all, if it was given back"
+    assert touched - shared < pages * 2 / 3, (
+        "touched for the first time: of each line all, if it was given back"
+    )
