@@ -316,7 +316,10 @@ _REQUESTS: Final = frozenset(
 _IDLE, _WAITING, _FINISHING = Phase.IDLE, Phase.WAITING, Phase.FINISHING
 _EMPTY, _WORKING = Work.EMPTY, Work.WORKING
 _BATCH, _READY, _SUBMIT, _NEXT, _LAST = Signal.BATCH, Signal.READY, Signal.SUBMIT, Signal.NEXT, Signal.LAST
+_QUEUE, _OUTCOME = Signal.QUEUE, Signal.OUTCOME
 _REPORT: Final = Order.REPORT
+_STAY: Final = Move(None)
+"""Stands for a signal that is not given."""
 
 
 class Stage(enum.Enum):
@@ -361,7 +364,7 @@ class InFlight(msgspec.Struct, eq=False):
     """When that was stored; 0: nothing was."""
 
 
-_DONE_STAGE, _SUBMITTED = Stage.DONE, Stage.SUBMITTED
+_DONE_STAGE, _SUBMITTED, _PROCESSED, _QUEUED = Stage.DONE, Stage.SUBMITTED, Stage.PROCESSED, Stage.QUEUED
 
 
 class Consumption:
@@ -421,15 +424,15 @@ class Consumption:
         if self.phase is not _IDLE:
             self._step(None, _BATCH)
             return False
+        by_itself = free and (self.work is _EMPTY or self.work is _WORKING)
+        self._step(batch, _BATCH, _SUBMIT if by_itself else _QUEUE)
         self.batches.append(batch)
         self.bytes += batch.size
         self.owed = batch
-        if free and (self.work is _EMPTY or self.work is _WORKING):
+        if by_itself:
             batch.ahead = ahead and self._is_bounded()
-            self._step(batch, _BATCH, _SUBMIT)
         else:
             self.quick = False
-            self._step(batch, _BATCH, Signal.QUEUE)
         return True
 
     def submitted(self, batch: InFlight) -> None:
@@ -441,9 +444,9 @@ class Consumption:
 
     def processed(self, batch: InFlight) -> None:
         """Note that the runtime has completed a batch by itself; it is accepted once it is the first."""
-        batch.stage = Stage.PROCESSED
+        batch.stage = _PROCESSED
         if self.work is _WORKING and batch is self.batches[0]:
-            self._step(batch, None, Signal.OUTCOME)
+            self._step(batch, None, _OUTCOME)
 
     def unfinished(self, batch: InFlight) -> None:
         """Note that a batch needs a wait: the task does what is left of it once the batch is the first."""
@@ -488,9 +491,9 @@ class Consumption:
         self.orders.append((_REPORT, batch))
         if following is _NEXT and by_itself:
             first = self.batches[0]
-            if first.stage is Stage.PROCESSED:
-                self._step(first, None, Signal.OUTCOME)
-            elif first.stage is Stage.QUEUED:
+            if first.stage is _PROCESSED:
+                self._step(first, None, _OUTCOME)
+            elif first.stage is _QUEUED:
                 self._await()
 
     def deadline(self, *, due: bool, memory: bool) -> bool:
@@ -547,22 +550,25 @@ class Consumption:
         self._step(self.batches[0], None, Signal.AWAIT)
 
     def _step(self, batch: InFlight | None, signal: Signal | None, to_work: Signal | None = None) -> None:
-        """Take the row of a signal to the phase, and of one to the work; their orders are for ``batch``."""
+        """Take the row of a signal to the phase, and of one to the work; their orders are for ``batch``.
+
+        Raises InternalError, and changes nothing, if one of the two has no row.
+        """
+        move = _STAY if signal is None else PHASES[self.phase].get(signal)
+        of_work = _STAY if to_work is None else WORK[self.work].get(to_work)
+        if move is None:
+            raise self._impossible(signal, self.phase)
+        if of_work is None:
+            raise self._impossible(to_work, self.work)
         orders = self.orders
-        if signal is not None:
-            move = PHASES[self.phase].get(signal)
-            if move is None:
-                raise self._impossible(signal, self.phase)
+        if move is not _STAY:
             self.phase = move.to
             for order in move.orders:
                 orders.append((order, batch))
-        if to_work is not None:
-            move = WORK[self.work].get(to_work)
-            if move is None:
-                raise self._impossible(to_work, self.work)
-            self.work = move.to
-            for order in move.orders:
+        if of_work is not _STAY:
+            self.work = of_work.to
+            for order in of_work.orders:
                 orders.append((order, batch))
 
-    def _impossible(self, signal: Signal, state: enum.StrEnum) -> InternalError:
+    def _impossible(self, signal: Signal | None, state: enum.StrEnum) -> InternalError:
         return InternalError(f"{signal} is not possible while consumption is {state}.", state=repr(self))

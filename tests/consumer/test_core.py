@@ -77,6 +77,20 @@ def test_a_signal_without_a_row_is_an_error_that_changes_nothing(state: Phase | 
         assert (it.phase if isinstance(state, Phase) else it.work, it.orders) == (state, [])
 
 
+@pytest.mark.parametrize("work", [work for work, row in WORK.items() if Signal.SUBMIT not in row])
+def test_a_batch_that_the_work_cannot_have_changes_nothing(work: Work) -> None:
+    it = Consumption()
+    it.phase, it.work = Phase.IDLE, work
+    if Signal.QUEUE not in WORK[work]:
+        with pytest.raises(InternalError, match="is not possible"):
+            it.deliver(InFlight(b"", 1, 0))
+        assert (it.phase, it.work, it.batches, it.bytes, it.owed, it.orders) == (
+            Phase.IDLE, work, [], 0, None, [],
+        )  # fmt: skip
+    else:
+        assert it.deliver(InFlight(b"", 1, 0))
+
+
 def test_every_state_can_be_reached_and_every_phase_but_the_last_can_be_left() -> None:
     for rows, start in ((PHASES, Phase.NEW), (WORK, Work.EMPTY)):
         reached = {move.to for row in rows.values() for move in row.values()} | {start}  # type: ignore[attr-defined]
