@@ -555,15 +555,19 @@ class Consumer:
     def _replied(
         self, position: Sequence | None, batch: InFlight | None, reply: asyncio.Future[CheckpointOutcome]
     ) -> None:
+        """Acknowledge what waited for a checkpoint: the source has stored it, or has not."""
         if position is None:
             kill_point("shard.end_stored")
         outcome = reply.result()
-        if batch is not None and outcome is CheckpointOutcome.STORED:
-            batch.checkpoint, batch.stored_ms = position, self._clock.steady_ms()
-        if outcome is not CheckpointOutcome.CLOSED:
-            self.core.checkpointed()
-            self._carry_out()
-        self.intake.request_ended()
+        try:
+            if batch is not None and outcome is CheckpointOutcome.STORED:
+                batch.checkpoint, batch.stored_ms = position, self._clock.steady_ms()
+            if outcome is not CheckpointOutcome.CLOSED:
+                self.core.checkpointed()
+                self._carry_out()
+            self.intake.request_ended()
+        except Exception as error:  # noqa: BLE001  # see deliver
+            self._fail(error)
 
     async def _checkpoint_now(self) -> None:
         """Checkpoint what is durable while a batch waits for room: an operator moves the shard to another server."""
@@ -574,10 +578,14 @@ class Consumer:
     # Endings.
 
     def _lost_claim(self, loss: Loss) -> None:
+        """Give up what is in flight, or close the source. The connection that claims the shard calls this."""
         if loss is Loss.SUPERSEDED:
             self.log.warning("shard.taken_over", peer=self._source.peer)
-            self.core.superseded()
-            self._carry_out()
+            try:
+                self.core.superseded()
+                self._carry_out()
+            except Exception as error:  # noqa: BLE001  # the claiming connection must not end by it
+                self._fail(error)
             return
         self._source.close(
             PeerError(

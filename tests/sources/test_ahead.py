@@ -428,6 +428,37 @@ async def test_a_bug_at_the_deadline_of_one_shard_ends_only_its_connection(
     await stream.daemon.sees_the_end()
 
 
+async def test_a_bug_behind_a_stored_checkpoint_ends_its_connection(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stream.warm_up()
+    stream.shard.durable = Sequence(1)
+    await stream.send(2)
+
+    def checkpointed(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(core.Consumption, "checkpointed", checkpointed)
+    stream.begun[1].set_result(outcome_of(2))
+    await stream.daemon.checkpointed()
+    await stream.daemon.sees_the_end()
+
+
+async def test_a_bug_of_a_superseded_connection_does_not_reach_the_one_that_claims_its_shard(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stream.warm_up()
+    await stream.ahead(2)
+
+    def superseded(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(core.Consumption, "superseded", superseded)
+    other = await stream.house.connect()
+    await other.initialize()
+    await stream.daemon.sees_the_end()
+
+
 async def test_a_visitor_comes_between_two_batches(stream: Stream) -> None:
     await stream.warm_up()
     await stream.ahead(2, 3)
