@@ -171,7 +171,7 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
 
 
 async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec) -> Parts:
-    """Build the parts around a loaded handler. Whatever reads files or imports much runs in a thread, beside the event loop.
+    """Build the parts around a loaded handler. What reads files or imports much runs in a thread, not on the event loop.
 
     A handler without a schema gives no rows: it has neither Spark nor a window runner.
     """

@@ -52,7 +52,7 @@ class History:
         """Add a document. Ten seconds of documents make a point."""
         begin = self._begin
         if begin is None or status.started_ms != begin.started_ms or status.taken_ms < begin.taken_ms:
-            # The clock was set back, or the server is another one: there is no rate, and the hour starts over.
+            # The clock was set back, or another server answers: no rate can be computed, and the hour starts again.
             self._points.clear()
         else:
             lags = (self._lag_ms, *(shard.lag_ms for shard in status.shards))

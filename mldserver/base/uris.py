@@ -229,7 +229,7 @@ def secrets_in(*found: str | Mapping[str, str]) -> set[str]:
 def redaction(secrets: Iterable[str], *, in_json: bool = False) -> Callable[[str], str]:
     """Return what hides these secrets in text that others have written, in JSON too. Secrets under 6 characters stay.
 
-    ``in_json``: the text is compact JSON, whose field names stay: a weak password may be one of them.
+    ``in_json``: the text is compact JSON. Field names stay, even if a weak password equals one.
     """
     wanted = {secret for secret in secrets if len(secret) >= _SHORTEST}
     wanted |= {json.dumps(secret, ensure_ascii=False)[1:-1] for secret in wanted}

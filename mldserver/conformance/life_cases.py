@@ -54,6 +54,7 @@ def _answers() -> Section:
 
 
 def _ends() -> Section:
+    """Return the cases of a shard's end: each ending after each beginning, then connections that close or are cut."""
     section = Section("J", "endings")
     for d in DAEMONS:
         full = d.batch(1)
@@ -68,7 +69,7 @@ def _ends() -> Section:
             before["after shutdownRequested without any batch"] = (d.shutdown_requested(),)
         source = origin.ENDS if d is NEW else origin.KCL1
         for name, steps in before.items():
-            if name != "after a checkpoint":  # so cases of checkpoints end
+            if name != "after a checkpoint":  # the section on checkpoints has this case
                 section.life(d, f"the lease is lost {name}", source, *steps)
             section.life(d, f"the shard ends {name}", source, *steps, end=d.shard_ended())
         for name, end in {

@@ -258,7 +258,11 @@ class CoordinatorIntake:
         answered: bool,
         checkpoint: Callable[[], Awaitable[object]] | None,
     ) -> None:
-        """Wait while a session's shard is throttled or paused; flush and checkpoint it meanwhile for a drain."""
+        """Return when the shard may have its next batch: first when memory has room, then when no operator pauses the shard.
+
+        ``answered``: the batch is acknowledged already, so a pause has nothing to withhold. While the shard is paused an operator may
+        drain it: then everything is flushed, and ``checkpoint`` asks the daemon to store it, so that the lease can move.
+        """
         backpressure, shard_id = self.backpressure, session.shard_id
         if session.alive and backpressure.is_held(session):
             self.soon()
@@ -271,7 +275,7 @@ class CoordinatorIntake:
                 if checkpoint is not None:
                     await checkpoint()
                 backpressure.draining.discard(shard_id)
-                await backpressure.release()
+                await backpressure.release()  # wakes the drain command; the shard stays paused
         if session.alive:
             self.watermark.answered(shard_id, self.clock.steady_ms())
 

@@ -366,9 +366,16 @@ def prune(
     limit: int,
     ends_before_ms: int | None = None,
 ) -> int:
-    """Forget windows that are over, and shards that ended before a time, except ``keep_shards``; return how many."""
+    """Forget old windows, at most ``limit``, and old shards, except ``keep_shards``; return how many.
+
+    A window is old if it is no longer retained, was published before ``windows_before_ms``, and does not end after
+    ``ends_before_ms`` (event time; None: as ``windows_before_ms``). A shard is old if it ended before ``shards_before_ms``. The
+    totals keep what later rules need of forgotten windows: up to which time windows were cut, and the progress of runs of rows.
+    """
     book = draft.book
-    old = takewhile(lambda published: published[0] < windows_before_ms, book.over)
+    old = takewhile(
+        lambda published: published[0] < windows_before_ms, book.over
+    )  # (published_ms, window id), in order
     entries = (book.windows[window_id] for _, window_id in old)
     end_ms = windows_before_ms if ends_before_ms is None else ends_before_ms
     past = (entry for entry in entries if entry.end_ms is None or entry.end_ms <= end_ms)

@@ -210,9 +210,10 @@ class Lane:
             )
 
     def _report_to_plan(self, step: Step, judge: Callable[[], _Came]) -> None:
-        """Report a step's result to the plan.
+        """Keep the rows of a step's calls, and report its failed records to the plan, which decides what is called again.
 
-        Values may run user code, which may fail in any way: all of it runs before the plan changes.
+        ``judge`` returns the result. It reads the handler's values, which may run user code and fail in any way; it ends before the
+        plan changes. The whole step failed, or the records that the handler named, or single records whose rows are bad (``faults``).
         """
         try:
             came = judge()

@@ -104,17 +104,17 @@ class Link(asyncio.BufferedProtocol):
     # The loop's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the clock on the peer; with TLS, one that may not stay is cut off before its first byte is looked at."""
+        """Start the deadline for the peer's first message; close at once if its TLS certificate is not allowed."""
         self._transport = cast("asyncio.Transport", transport)
         certificate = transport.get_extra_info("ssl_object")
         self.peer += "".join(f" ({name})" for name in names_of(certificate)[:1])
         self.log.debug("connection.opened", peer=self.peer)
-        self._pump()
+        self._pump()  # starts the protocol's first timer
         if self._tls is not None and (refusal := self._tls.refusal(certificate)) is not None:
             self._refuse(refusal, PROVE)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  # the loop's wish; all of it is offered
-        """Offer the buffer that all connections share: the loop fills it and tells of it in one go."""
+        """Return the buffer that all connections share: the loop fills it and calls ``buffer_updated`` before any other."""
         return self._offered
 
     def buffer_updated(self, nbytes: int) -> None:

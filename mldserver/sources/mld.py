@@ -84,7 +84,7 @@ class MLDListener:
         ``tls``: None for clear text; on a Unix socket it always is. ``secret``: what each peer must show; None: nothing. ``allow_shards``: patterns of the shards that may be
         connected for; none: any. At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
         all connections but one wait with theirs. ``answer_deadline``: seconds after which a batch is answered though
-        its records are still worked on; None: never. ``progress_seconds``: how often the log tells of a shard's batches.
+        its records are still worked on; None: never. ``progress_seconds``: how often the log sums up a shard's batches.
         """
         self._address = address
         self.parts, clock = parts, parts.clock

@@ -342,7 +342,11 @@ class Life:
             answer.set_exception(WindowFailed(said, did=did, window=message.window))
 
     def _whose(self) -> Blame:
-        """Return whose doing the driver's death may be, by what ran and how it ended."""
+        """Return what may have caused the driver's death, from the jobs that ran and the exit code.
+
+        "others": several windows ran, so any of them may be the cause. With one at most it is that "window", unless the exit code is a
+        signal that comes from "outside", such as the kernel's when memory is short.
+        """
         if self._blame is not None:
             return self._blame
         runs = [

@@ -224,9 +224,11 @@ class Watermark:
             self._lineage.nodes[shard_id].read_ms = clock.told_ms - (clock.lag_ms or 0)
 
     def began(self, shard_id: str, received_ms: int) -> None:
-        """The work on a batch begins, whose first bytes came then: until it is answered the shard is not silent.
+        """Note that the work on a batch begins: until it is answered the shard does not count as silent.
 
-        One that waited behind others was fetched before its work began: how far a shard has come follows from the bytes.
+        ``received_ms``: when its first bytes came. A batch may have waited behind others since then, so this time, not the
+        present one, shows how current its records are. An empty batch at the stream's tip proves that the shard was delivered up
+        to the moment at which the daemon fetched it; that was after the batch ``PREFETCH`` places before it had come.
         """
         clock = self._shards[shard_id]
         clock.in_request = True
