@@ -351,6 +351,8 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
         for number in range(kills):
             await kill(server, number % 2, playing)
         await playing
+        # The last may be killed when its work is done.
+        await until(lambda: len(named(logged, "worker.lost")) == kills)
     assert named(logged, "connection.failed") == []
     # A record that is in hand alone whenever its process is killed, as often as it may be tried, is taken for the cause:
     # of a hundred kills, that may happen to one or two. It is a dead letter then, and nothing is lost.
