@@ -344,7 +344,8 @@ async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler
     )
     async with watched(quick(tmp_path / "out", handler), engine) as watch:
         await watch.server.ready()
-        await watch.moved("spark_jvm_resident_memory_bytes")
+        # Two starts may take the same time, to the millisecond.
+        await watch.moved("spark_jvm_resident_memory_bytes", "spark_start_seconds")
         watch.before = watch.now()
         computing = asyncio.create_task(engine.compute(job("hangs")))
         await watch.moved("spark_jobs")
@@ -352,7 +353,7 @@ async def test_spark_moves_when_it_starts_works_and_dies(tmp_path: Path, handler
         with pytest.raises(DriverLost):
             await engine.compute(job("dies"))
         await watch.moved("ready", "spark_ready", "spark_lost_total")
-        await watch.moved("spark_starts_total", "spark_start_seconds")
+        await watch.moved("spark_starts_total")
 
 
 async def test_an_event_loop_that_stands_still_moves(tmp_path: Path, handler: str) -> None:
