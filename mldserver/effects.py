@@ -32,6 +32,8 @@ class Effects(msgspec.Struct, frozen=True):
     rows: pa.Table | None = None
     """The handler's columns and META_COLUMNS except ``_clock``, in shard order; None without rows."""
     dead_letters: tuple[DeadLetter, ...] = ()
+    state: tuple[bytes, ...] = ()
+    """Changes of keyed state, a blob for each part of the work (``stores.pack_changes``). Later blobs replace earlier values."""
 
     def __bool__(self) -> bool:
         return self is not NOTHING and (self.rows is not None or any(map(self.of_kind, KINDS)))
@@ -90,6 +92,7 @@ def _unpack_letter(fields: dict[str, Any]) -> DeadLetter:
 KINDS: Final[dict[str, EffectKind]] = {
     "dead_letters": EffectKind(
         lambda letter: len(letter.data) + len(letter.traceback), _pack_letter, _unpack_letter
-    )
+    ),
+    "state": EffectKind(len, bytes, bytes),
 }
 """The kinds of effects except rows, by their field's name."""

@@ -1,0 +1,85 @@
+"""Keyed state as plain values: what a handler keeps for each partition key, on its way between worker, coordinator and files.
+
+A *store* holds the state of many keys. On Kinesis each shard has a store, for the range of MD5 hashes that the shard covers. On
+DynamoDB Streams, which names no ranges, all descendants of a root shard share one store.
+
+A key's state is a dict. It travels and is stored as MessagePack. A batch's changes are one blob (``pack_changes``): the last
+value of each key that the batch changed. A later blob of the same store replaces the values of an earlier one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class KeyRange(NamedTuple):
+    """A range of MD5 hashes of partition keys, both bounds inclusive (ListShards: HashKeyRange)."""
+
+    first: int
+    last: int
+
+    def __contains__(self, hashed: object) -> bool:
+        return isinstance(hashed, int) and self.first <= hashed <= self.last
+
+
+ALL_KEYS: Final = KeyRange(0, (1 << 128) - 1)
+"""The range of a store whose shards have no ranges."""
+
+
+def key_bytes(key: str) -> bytes:
+    """Return a partition key as state files hold it: UTF-8, where lone surrogates stand as they are."""
+    return key.encode("utf-8", "surrogatepass")
+
+
+def hash_of(key: bytes) -> int:
+    """Return the hash by which Kinesis places a key (``key_bytes``) in a shard: MD5 as an unsigned number of 128 bits."""
+    return int.from_bytes(hashlib.md5(key, usedforsecurity=False).digest(), "big")
+
+
+class StateChange(NamedTuple):
+    """The new state of one key."""
+
+    key: bytes
+    """See ``key_bytes``."""
+    value: bytes | None
+    """The dict in MessagePack; None: the key has no state any more."""
+    expires_ms: int | None = None
+    """From this time on the state counts as absent (``state_ttl``); None: it stays."""
+
+
+_CHANGES: Final = msgspec.msgpack.Decoder(list[StateChange])
+
+
+def pack_changes(changes: Iterable[StateChange]) -> bytes:
+    """Return the changes of a batch, at most one for each key, as one blob."""
+    return msgspec.msgpack.encode(list(changes))
+
+
+def unpack_changes(blob: bytes) -> list[StateChange]:
+    """Return the changes in a blob. Raises msgspec.DecodeError for other bytes."""
+    return _CHANGES.decode(blob)
+
+
+class StateSnapshot(msgspec.Struct, frozen=True):
+    """The state of a store at one moment, with which a process begins."""
+
+    store_id: str
+    key_range: KeyRange
+    """Keys outside this range belong to other stores."""
+    accepted: int
+    """How many outcomes of the shard's present session it contains: the next delivery's ``number`` is one more."""
+    clock_ms: int | None
+    """The effective time of the shard's last record in it; None: it has none. State that expires at or before it is left out."""
+    entries: pa.Table
+    """``key`` binary, ``value`` binary, ``expires_ms`` int64 (null: never). One row for each key, in any order."""
+
+
+SnapshotSource: TypeAlias = "Callable[[], Awaitable[StateSnapshot]]"
+"""Reads a shard's store as it is now: the ledger's files, and the accepted batches that are not durable yet."""

@@ -1,0 +1,52 @@
+"""The plain values of keyed state: where Kinesis places a key, and how a batch's changes travel."""
+
+from __future__ import annotations
+
+import pytest
+
+from mldserver.effects import Effects
+from mldserver.stores import (
+    ALL_KEYS,
+    KeyRange,
+    StateChange,
+    hash_of,
+    key_bytes,
+    pack_changes,
+    unpack_changes,
+)
+
+pytestmark = [pytest.mark.quick, pytest.mark.core]
+
+
+def test_a_key_is_placed_by_md5_as_an_unsigned_number() -> None:
+    # The digest of the empty text is the one that RFC 1321 lists.
+    assert hash_of(key_bytes("")) == 0xD41D8CD98F00B204E9800998ECF8427E
+    assert hash_of(key_bytes("é")) == hash_of(b"\xc3\xa9")
+
+
+def test_keys_with_lone_surrogates_differ_from_the_text_that_escapes_them() -> None:
+    assert key_bytes("\ud800") != key_bytes("\\ud800")
+
+
+def test_a_range_contains_both_of_its_bounds() -> None:
+    lower, upper = KeyRange(0, 9), KeyRange(10, ALL_KEYS.last)
+    assert [number in lower for number in (0, 9, 10)] == [True, True, False]
+    assert [number in upper for number in (9, 10, ALL_KEYS.last)] == [False, True, True]
+    assert "9" not in lower
+
+
+def test_changes_come_back_as_they_were_packed() -> None:
+    changes = [
+        StateChange(b"a", b"\x80", 17),
+        StateChange(b"b", None),
+        StateChange(b"\xed\xa0\x80", b"\x81", None),
+    ]
+    assert unpack_changes(pack_changes(changes)) == changes
+
+
+def test_changes_pass_between_processes_and_join_in_order_with_other_effects() -> None:
+    first, second = (Effects(state=(pack_changes([StateChange(b"k", value)]),)) for value in (b"1", b"2"))
+    assert Effects.unpacked(None, first.packed()) == first
+    assert Effects.without_rows([first, second]).state == first.state + second.state
+    assert first
+    assert first.nbytes == len(first.state[0])
