@@ -53,7 +53,10 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def checkpoint_reply(form: Form, number: str | None, sub: int | None, error: str | None) -> bytes:
-    """Return the answer to a checkpoint: the echo of what was asked, and the error's simple class name."""
+    """Return the line that answers a checkpoint request: it repeats the request's numbers, and names the error, if any.
+
+    ``error`` is the simple class name of a Java exception; None: the checkpoint was stored.
+    """
     if form is Form.V1:
         return _line({"action": "checkpoint", "checkpoint": number, "error": error})
     return _line({"action": "checkpoint", "sequenceNumber": number, "subSequenceNumber": sub, "error": error})
@@ -133,10 +136,10 @@ def _read_message(form: Form, value: Any, unread_rest: str) -> Reply:
         return Unreadable("not a JSON object")
     action = value.pop("action", None)
     keys_of_actions = _KEYS[Form.V1 if form is Form.V1 else Form.V2]  # KCL 3 has the keys of V2
-    known = keys_of_actions.get(action) if isinstance(action, str) else None
-    if known is None:
+    known_keys = keys_of_actions.get(action) if isinstance(action, str) else None
+    if known_keys is None:
         return Unreadable(f"action {action!r} is none that a worker may send")
-    if unknown := sorted(value.keys() - known):
+    if unknown := sorted(value.keys() - known_keys):
         return Unreadable(f"{action} has no property {', '.join(unknown)} in form {form.value}")
     if action == "status":
         response_for = value.get("responseFor")
@@ -144,9 +147,8 @@ def _read_message(form: Form, value: Any, unread_rest: str) -> Reply:
     # The action is "checkpoint": ``_KEYS`` has no other.
     number = value.get("checkpoint" if form is Form.V1 else "sequenceNumber")
     sub = value.get("subSequenceNumber")
-    sub_is_integer = isinstance(sub, int) and not isinstance(
-        sub, bool
-    )  # a Python bool is an int, JSON's is not
+    # A Python bool is an int, JSON's is not.
+    sub_is_integer = isinstance(sub, int) and not isinstance(sub, bool)
     if not isinstance(number, str | None) or not (sub is None or sub_is_integer):
         return Unreadable("a sequence number is text, a sub-sequence number an integer")
     return AskCheckpoint(number, sub, unread_rest)
@@ -241,7 +243,10 @@ class DaemonProtocol:
         self._request("initialize", shardId=self.shard_id, **({} if self.form is Form.V1 else place))
 
     def process_records(self, records: Sequence[StreamRecord], millis_behind: int | None = None) -> None:
-        """Send a batch, perhaps an empty one; ``millis_behind`` in milliseconds, unknown to V1."""
+        """Send a batch (``processRecords``), perhaps an empty one, in the JSON form of the daemon's generation.
+
+        ``millis_behind``: how far the batch is behind the stream's newest record; V1 does not send it.
+        """
         entries = []
         for record in records:
             self.checkpointer.delivered(Place(record.sequence_number, record.sub_sequence_number))
@@ -251,10 +256,10 @@ class DaemonProtocol:
                 "sequenceNumber": record.sequence_number,
             }
             if self.form is not Form.V1:
-                # KCL 1.x knows sub-sequences of KPL records only; KCL 2 and 3 number plain records 0.
-                numbered = record.aggregated or self.form is Form.KCL3
+                # KCL 1.x has sub-sequences for KPL records only; KCL 2 and 3 give plain records the number 0.
+                has_sub = record.aggregated or self.form is Form.KCL3
                 entry["approximateArrivalTimestamp"] = record.arrival_ms
-                entry["subSequenceNumber"] = record.sub_sequence_number if numbered else None
+                entry["subSequenceNumber"] = record.sub_sequence_number if has_sub else None
                 entry["action"] = "record"
             entries.append(entry)
         lag = {} if self.form is Form.V1 else {"millisBehindLatest": millis_behind}
@@ -282,14 +287,17 @@ class DaemonProtocol:
         return data
 
     def receive_data(self, data: bytes) -> None:
-        """Process bytes from the server, cut anywhere. Raises JvmExit."""
+        """Process bytes from the server, in pieces of any size: collect lines, and read those that answer the request.
+
+        Record a violation for a line that comes while no request is unanswered. Raises JvmExit for a wrong answer.
+        """
         # Java's BufferedReader ends a line at CR, LF or both; decoding replaces what is not UTF-8.
         text = self._decoder.decode(data).replace("\r\n", "\n").replace("\r", "\n")
-        head, *rest = text.split("\n")
-        self._partial.append(head)
-        for piece in rest:
+        end_of_line, *next_lines = text.split("\n")
+        self._partial.append(end_of_line)
+        for start_of_line in next_lines:
             self._lines.append("".join(self._partial))
-            self._partial = [piece]
+            self._partial = [start_of_line]
             if self._on_line is not None:
                 self._on_line("out", self._lines[-1])
             if self.outstanding is None:
@@ -303,6 +311,7 @@ class DaemonProtocol:
             raise self._exit(f"EOF while {awaited if self.outstanding else 'between two requests'}")
 
     def _end(self, action: str, reason: str) -> None:
+        """Send the last request: ``action`` in KCL 2 and 3, ``shutdown`` with ``reason`` in KCL 1.x."""
         self._reason = reason
         if self.form is Form.KCL3:
             self._request(action)
@@ -310,7 +319,10 @@ class DaemonProtocol:
             self._request("shutdown", reason=reason)
 
     def _request(self, action: str, **fields: object) -> None:
-        """Send a request, and process lines that came before it. Raises Misuse if no daemon could send it now."""
+        """Queue a request for ``data_to_send``. Lines that came too early are read as its answer, as the Java does.
+
+        Raises Misuse if no daemon could send this request now.
+        """
         if self.outstanding is not None:
             raise Misuse(
                 f"{action} while waiting for the answer to {self.outstanding}: the daemon never pipelines"
@@ -327,7 +339,10 @@ class DaemonProtocol:
             self._violation(f"{what}; the daemon takes it for the next answer", line)
 
     def _read(self) -> None:
-        """Process received lines while a request is unanswered; the others wait for the next request. Raises JvmExit."""
+        """Process received lines as the Java does: only while a request is unanswered; others wait for the next request.
+
+        Set ``hang`` for a line that the Java skips. Raises JvmExit for a line that makes the Java exit.
+        """
         while self._lines and self.outstanding is not None:
             line = self._lines.popleft()
             match read_reply(self.form, line):
@@ -352,8 +367,8 @@ class DaemonProtocol:
         """End the outstanding request with its status. Raises JvmExit if the status names another action."""
         if response_for != self.outstanding:
             raise self._exit(f"a status for {response_for}, {self.outstanding} was awaited", line)
-        ended = self.outstanding == "shardEnded" or self._reason == "TERMINATE"
-        if ended and self.checkpointer.last != SHARD_END and not self._lease_gone:
+        shard_ended = self.outstanding == "shardEnded" or self._reason == "TERMINATE"
+        if shard_ended and self.checkpointer.last != SHARD_END and not self._lease_gone:
             self.end_blocked = True
             self._violation(
                 "the shard's end was answered without its checkpoint: its children are blocked", line

@@ -13,7 +13,7 @@ from typing import Final
 
 from mldserver.base.clock import Clock, in_time
 from mldserver.testing.daemon import DaemonProtocol, Form, NoServer
-from mldserver.testing.fake_stream import FakeStream, LeaseTable
+from mldserver.testing.fake_stream import FakeStream, LeaseTable, Place
 
 _READ_BYTES: Final = 1 << 16
 _CHECKPOINT: Final = b'{"action":"checkpoint"'
@@ -79,7 +79,10 @@ class DaemonSession:
     _writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
-        """Play the connection to its end. Raises JvmExit (NoServer when there is none) and DaemonHangs."""
+        """Connect to the server and deliver the shard to its end, the loss of its lease, or SIGTERM.
+
+        Raises JvmExit when the server answers wrongly or goes away, NoServer if none listens, and DaemonHangs.
+        """
         try:
             reader, writer = await connect(self.address)
         except OSError as error:
@@ -87,11 +90,11 @@ class DaemonSession:
             raise NoServer(text) from error
         self._writer = writer
         try:
-            await self._converse(reader, writer)
+            await self._deliver_shard(reader, writer)
         finally:
             if self.core.finished:
                 writer.close()
-            else:  # the process dies: what was not sent yet never will be
+            else:  # the process dies: unsent bytes are dropped
                 writer.transport.abort()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -101,43 +104,53 @@ class DaemonSession:
         if self._writer is not None:
             abort(self._writer, reset=reset)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        core, form, shard_id = self.core, self.habits.form, self.core.shard_id
-        place = self.leases.place(shard_id)
-        dice = random.Random(f"{self.habits.seed}/{self.life}/{shard_id}")  # noqa: S311  # repeatable borders
+    async def _deliver_shard(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send one request after another, each once the previous one is answered: ``initialize``, batches, and an ending.
+
+        The ending is ``leaseLost`` or ``shardEnded``. If the lease is handed over or the JVM stops, ``shutdownRequested``
+        precedes ``leaseLost``, so that the server can checkpoint a last time.
+        """
+        core, shard_id, v1 = self.core, self.core.shard_id, self.habits.form is Form.V1
+        read_up_to = self.leases.place(shard_id)
+        # The seed makes the batches' sizes repeatable.
+        batch_sizes = random.Random(f"{self.habits.seed}/{self.life}/{shard_id}")  # noqa: S311  # not secret
         core.initialize()
-        await self._exchange(reader, writer)
+        await self._await_answer(reader, writer)
         while not core.finished:
-            if self.leases.elsewhere(shard_id):
+            lease_lost, hand_over = self.leases.elsewhere(shard_id), self.leases.leaving(shard_id)
+            if lease_lost:
                 core.lease_lost()
-            elif self.stopping or self.leases.leaving(shard_id):
-                if form is not Form.V1:
+            elif self.stopping or hand_over:
+                if not v1:  # V1 has no shutdownRequested
                     core.shutdown_requested()
-                    await self._exchange(reader, writer)
+                    await self._await_answer(reader, writer)
                 if self.leases.leaving(shard_id):
                     self.leases.lose(shard_id)
                 core.lease_lost()
             else:
-                # Asked before the read: what comes in between is read.
-                closed = self.stream.shards[shard_id].closed and not self.stream.waiting(shard_id)
-                limit = dice.randint(1, self.habits.max_records)
-                records, behind = self.stream.read(shard_id, place, limit, raw=form is Form.V1)
+                # Determined before the read: records that become readable in between are still read.
+                no_more_records = self.stream.shards[shard_id].closed and not self.stream.waiting(shard_id)
+                limit = batch_sizes.randint(1, self.habits.max_records)
+                records, millis_behind = self.stream.read(shard_id, read_up_to, limit, raw=v1)
                 if records:
-                    place = type(place)(records[-1].sequence_number, records[-1].sub_sequence_number)
-                    core.process_records(records, behind)
+                    read_up_to = Place(records[-1].sequence_number, records[-1].sub_sequence_number)
+                    core.process_records(records, millis_behind)
                     self.on_batch(len(records))
-                elif closed:
+                elif no_more_records:
                     core.shard_ended()
                 else:
                     await self.clock.sleep(self.habits.idle_seconds)
                     if not self.habits.call_with_empty:
                         continue
                     core.process_records((), 0)
-            await self._exchange(reader, writer)
-        await self._leave(reader, writer)
+            await self._await_answer(reader, writer)
+        await self._close_and_drain(reader, writer)
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send pending data and read until the request is answered."""
+    async def _await_answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the request, and answer the server's checkpoints, until the server's status ends the request.
+
+        Raises JvmExit for a wrong answer or an EOF, and DaemonHangs after a line that the Java would skip.
+        """
         try:
             while True:
                 if data := self.core.data_to_send():
@@ -147,10 +160,10 @@ class DaemonSession:
                     await writer.drain()
                 if self.core.outstanding is None:
                     return
-                heard = await reader.read(_READ_BYTES)
-                if not heard:
+                received = await reader.read(_READ_BYTES)
+                if not received:
                     break
-                self.core.receive_data(heard)
+                self.core.receive_data(received)
                 if (hang := self.core.hang) is not None and self.habits.raise_on_hang:
                     raise DaemonHangs(
                         f"{self.core.shard_id}: the daemon waits for the answer to {hang.waiting_for} for ever. "
@@ -160,17 +173,20 @@ class DaemonSession:
             pass  # a reset looks like an EOF to the child's pipes
         self.core.receive_eof()
 
-    async def _leave(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Close the daemon's side and read the server's side to its end; the Java sets no time limit for that."""
+    async def _close_and_drain(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send EOF, and read until the server sends EOF. Record a violation if it does not within ``close_patience_seconds``.
 
-        async def drain() -> None:
+        The real daemon would wait without a limit.
+        """
+
+        async def read_to_eof() -> None:
             with contextlib.suppress(ConnectionError):
                 if writer.can_write_eof():
                     writer.write_eof()
-                while heard := await reader.read(_READ_BYTES):
-                    self.core.receive_data(heard)
+                while received := await reader.read(_READ_BYTES):
+                    self.core.receive_data(received)
 
-        if not await in_time(drain(), self.clock, self.habits.close_patience_seconds):
+        if not await in_time(read_to_eof(), self.clock, self.habits.close_patience_seconds):
             self.core.violations.append(
                 f"{self.core.shard_id}: the server did not close within {self.habits.close_patience_seconds} s after "
                 "the last status: the daemon drains its output for ever"

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.testing.daemon import DaemonProtocol, JvmExit, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, DaemonSession, Habits
-from mldserver.testing.fake_stream import FakeStream, LeaseTable, Place
+from mldserver.testing.fake_stream import FakeStream, HashRange, LeaseTable, Place
 
 EXIT_FAULT: Final = 1
 """``System.exit(1)``: one shard's child failed."""
@@ -51,11 +51,11 @@ class DaemonExit(NamedTuple):
 
 
 class _Killed(Exception):
-    """kill -9: every connection is reset."""
+    """The test killed the JVM as ``kill -9`` does: every connection is reset."""
 
 
-class _Stopped(Exception):
-    """SIGTERM, and the grace period is over."""
+class _GraceExpired(Exception):
+    """The JVM received SIGTERM, and its grace period is over: it exits with connections that are still open."""
 
 
 class FakeMLD:
@@ -93,19 +93,20 @@ class FakeMLD:
         """Batches with records."""
         self._clock = clock or SystemClock()
         self._supervised = supervised
-        self._backoff = backoff_seconds
-        self._grace = shutdown_grace_seconds
-        self._stop_at_end = stop_at_end
+        self._restart_seconds = backoff_seconds
+        self._grace_seconds = shutdown_grace_seconds
+        self._exits_at_stream_end = stop_at_end
         self._keep_history = keep_history
         self._sessions: dict[str, DaemonSession] = {}
-        self._blocked: set[str] = set()
+        self._never_restarted: set[str] = set()
+        """Shards whose end was answered without a checkpoint: KCL starts neither them nor their children until the JVM restarts."""
         self._violations: list[str] = []
-        self._plans: list[tuple[int, Callable[[], None]]] = []
-        self._grants: list[tuple[int, str]] = []
-        self._stop_at_ms: int | None = None
-        self._was_answered = False
-        self._death: type[_Killed | _Stopped] = _Killed
-        self._die = asyncio.Event()
+        self._planned_actions: list[tuple[int, Callable[[], None]]] = []
+        self._leases_coming_back: list[tuple[int, str]] = []
+        self._sigterm_deadline_ms: int | None = None
+        self._a_request_was_answered = False
+        self._exit_cause: type[_Killed | _GraceExpired] = _Killed
+        self._exit_requested = asyncio.Event()
 
     @property
     def checkpoints(self) -> dict[str, Place]:
@@ -129,39 +130,41 @@ class FakeMLD:
         return tuple(self._sessions)
 
     def at(self, records: int, action: Callable[[], None]) -> None:
-        """Call ``action`` once this many records were delivered, before the last batch is answered."""
-        self._plans.append((records, action))
-        self._plans.sort(key=lambda plan: plan[0])
+        """Plan a fault: call ``action`` once this many records were sent, while the last batch is unanswered."""
+        self._planned_actions.append((records, action))
+        self._planned_actions.sort(key=lambda planned: planned[0])
 
     def lose_lease(
         self, shard_id: str, *, graceful: bool = False, back_after_seconds: float | None = None
     ) -> None:
-        """Give the shard to another worker; checkpoints fail from now on (after the hand-over when graceful).
+        """Give the shard's lease to another worker, so that this worker's checkpoints of it fail from now on.
 
-        With ``back_after_seconds`` this worker gets the shard back, on a new connection, from its checkpoint.
+        If ``graceful``, the server may first checkpoint a last time (``shutdownRequested``). With ``back_after_seconds``
+        this worker gets the lease back then, and reads on from the checkpoint on a new connection.
         """
         self.leases.lose(shard_id, graceful=graceful)
         if back_after_seconds is not None:
-            self._grants.append((self._clock.steady_ms() + round(back_after_seconds * 1000), shard_id))
+            back_at_ms = self._clock.steady_ms() + round(back_after_seconds * 1000)
+            self._leases_coming_back.append((back_at_ms, shard_id))
 
     def drop(self, shard_id: str) -> None:
         """Cut one shard's connection, as when its bridge dies: the whole JVM exits."""
         self._sessions[shard_id].abort(reset=True)
 
     def kill(self) -> None:
-        """Kill the JVM: every connection is reset. A supervised JVM starts again."""
-        self._death = _Killed
-        self._die.set()
+        """Make ``run`` reset every connection and exit, as after ``kill -9``. A supervised JVM starts again."""
+        self._exit_cause = _Killed
+        self._exit_requested.set()
 
     def terminate(self) -> None:
-        """Send SIGTERM: ``shutdownRequested`` to every shard, then the lease is lost, then EOF; exit 143.
+        """Stop the JVM as SIGTERM does: each session sends ``shutdownRequested``, then ``leaseLost``, then EOF; exit 143.
 
-        Without any grace (``shutdownGraceMillis=0``, the KCL's default) every shard just sees EOF.
+        Without any grace (``shutdownGraceMillis=0``, the KCL's default) the server sees only EOF.
         """
-        self._stop_at_ms = self._clock.steady_ms() + round(self._grace * 1000)
-        if self._grace <= 0:
-            self._death = _Stopped
-            self._die.set()
+        self._sigterm_deadline_ms = self._clock.steady_ms() + round(self._grace_seconds * 1000)
+        if self._grace_seconds <= 0:
+            self._exit_cause = _GraceExpired
+            self._exit_requested.set()
             return
         for session in self._sessions.values():
             session.stopping = True
@@ -175,82 +178,101 @@ class FakeMLD:
         task = asyncio.current_task()
         assert task is not None
         while True:
-            ended = await self._live()
-            self.exits.append(ended)
+            jvm_exit = await self._run_jvm_once()
+            self.exits.append(jvm_exit)
             if task.cancelling():
                 # A TaskGroup whose member fails at the same moment raises only that failure (Python 3.11).
                 raise asyncio.CancelledError
-            if ended.code in {0, EXIT_TERMINATED} or not self._supervised:
-                return ended.code
-            await self._clock.sleep(self._backoff)
+            if jvm_exit.code in {0, EXIT_TERMINATED} or not self._supervised:
+                return jvm_exit.code
+            await self._clock.sleep(self._restart_seconds)
 
-    async def _live(self) -> DaemonExit:
+    async def _run_jvm_once(self) -> DaemonExit:
+        """Serve every shard until the JVM exits; return its exit code and reason.
+
+        As in the JVM, the first failure of one session cancels the sessions of all other shards. Raises DaemonHangs, and
+        NoServer if no server has ever answered and no supervisor starts the JVM again.
+        """
         self.life += 1
-        self._die.clear()
-        self._blocked.clear()
-        faults: list[DaemonExit] = []
+        self._exit_requested.clear()
+        self._never_restarted.clear()
+        fault_exits: list[DaemonExit] = []
         to_raise: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                killer = group.create_task(self._die_on_request())
-                await self._manage(group)
-                killer.cancel()
+                abort_watcher = group.create_task(self._abort_when_killed())
+                await self._run_shards(group)
+                abort_watcher.cancel()
         except* JvmExit as group_of_exits:
-            faults += [DaemonExit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
-            stranded = [error for error in group_of_exits.exceptions if isinstance(error, NoServer)]
-            if stranded and not (self._supervised or self._was_answered):
-                to_raise = stranded[0]
+            fault_exits += [DaemonExit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
+            without_server = [error for error in group_of_exits.exceptions if isinstance(error, NoServer)]
+            if without_server and not (self._supervised or self._a_request_was_answered):
+                to_raise = without_server[0]
         except* _Killed:
-            faults.insert(0, DaemonExit(EXIT_KILLED, "killed"))
-        except* _Stopped:
-            faults.append(DaemonExit(EXIT_TERMINATED, "SIGTERM, its grace over"))
+            fault_exits.insert(0, DaemonExit(EXIT_KILLED, "killed"))
+        except* _GraceExpired:
+            fault_exits.append(DaemonExit(EXIT_TERMINATED, "SIGTERM, its grace over"))
         except* DaemonHangs as group_of_hangs:
             to_raise = group_of_hangs.exceptions[0]
         finally:
-            # A session whose task was cancelled before it first ran could not take itself out.
+            # A session whose task was cancelled before its first step has not removed its own entry.
             self._sessions.clear()
         if to_raise is not None:
             raise to_raise
-        if faults:
-            return faults[0]
-        return (
-            DaemonExit(0, "finished") if self._stop_at_ms is None else DaemonExit(EXIT_TERMINATED, "SIGTERM")
-        )
+        if fault_exits:
+            return fault_exits[0]
+        if self._sigterm_deadline_ms is not None:
+            return DaemonExit(EXIT_TERMINATED, "SIGTERM")
+        return DaemonExit(0, "finished")
 
-    async def _die_on_request(self) -> None:
-        await self._die.wait()
+    async def _abort_when_killed(self) -> None:
+        """Wait for ``kill`` or ``terminate`` without grace; cut every connection, and raise the cause to end the JVM."""
+        await self._exit_requested.wait()
         for session in self._sessions.values():
-            session.abort(reset=self._death is _Killed)
-        raise self._death
+            session.abort(reset=self._exit_cause is _Killed)
+        raise self._exit_cause
 
-    async def _manage(self, group: asyncio.TaskGroup) -> None:
-        """Start each shard once its parents are checkpointed to their ends, until no shard is left."""
+    async def _run_shards(self, group: asyncio.TaskGroup) -> None:
+        """Start a session for each shard that may be read, until all shards are finished or SIGTERM has ended all sessions.
+
+        Raises _GraceExpired when sessions are left at the end of SIGTERM's grace period.
+        """
         while True:
-            for due, shard_id in tuple(self._grants):
-                # The lease comes back only after this worker has released the shard.
-                let_go = self.leases.elsewhere(shard_id) and shard_id not in self._sessions
-                if due <= self._clock.steady_ms() and let_go:
-                    self._grants.remove((due, shard_id))
-                    self.leases.grant(shard_id)
-            if self._stop_at_ms is None:
+            self._take_leases_back()
+            if self._sigterm_deadline_ms is None:
                 for shard in tuple(self.stream.shards.values()):
-                    begun = shard.id in self._sessions or shard.id in self._blocked
-                    ended, elsewhere = self.leases.ended(shard.id), self.leases.elsewhere(shard.id)
-                    if not (begun or ended or elsewhere) and all(map(self.leases.ended, shard.parents)):
+                    if self._may_start(shard):
                         session = self._sessions[shard.id] = self._new_session(shard.id)
                         group.create_task(self._run_session(session), name=shard.id)
-                if self._stop_at_end and self.finished and not self._sessions:
+                if self._exits_at_stream_end and self.finished and not self._sessions:
                     return
             elif not self._sessions:
                 return
-            elif self._clock.steady_ms() >= self._stop_at_ms:
-                raise _Stopped
+            elif self._clock.steady_ms() >= self._sigterm_deadline_ms:
+                raise _GraceExpired
             await self._clock.sleep(self.habits.idle_seconds)
 
-    def _new_session(self, shard_id: str) -> DaemonSession:
-        life, token = self.life, self.leases.acquire(shard_id)
+    def _take_leases_back(self) -> None:
+        """Take back the leases that ``lose_lease`` gave away for a time that is over, once their sessions have ended."""
+        for back_at_ms, shard_id in tuple(self._leases_coming_back):
+            session_ended = self.leases.elsewhere(shard_id) and shard_id not in self._sessions
+            if back_at_ms <= self._clock.steady_ms() and session_ended:
+                self._leases_coming_back.remove((back_at_ms, shard_id))
+                self.leases.grant(shard_id)
 
-        def note(direction: str, text: str) -> None:
+    def _may_start(self, shard: HashRange) -> bool:
+        """Whether this worker has the shard's lease and does not serve it yet, and each parent's end is checkpointed."""
+        if shard.id in self._sessions or shard.id in self._never_restarted:
+            return False
+        if self.leases.ended(shard.id) or self.leases.elsewhere(shard.id):
+            return False
+        return all(map(self.leases.ended, shard.parents))
+
+    def _new_session(self, shard_id: str) -> DaemonSession:
+        """Take the shard's lease, and return a session that continues from its checkpoint; ``_run_session`` runs it."""
+        life, lease_token = self.life, self.leases.acquire(shard_id)
+
+        def add_to_history(direction: str, text: str) -> None:
             self.history.append(Line(shard_id, life, direction, text))
 
         return DaemonSession(
@@ -258,8 +280,8 @@ class FakeMLD:
                 shard_id,
                 form=self.habits.form,
                 start=self.leases.place(shard_id),
-                store=lambda place: self.leases.store(shard_id, token, place),
-                on_line=note if self._keep_history else None,
+                store=lambda place: self.leases.store(shard_id, lease_token, place),
+                on_line=add_to_history if self._keep_history else None,
             ),
             life=life,
             address=self.address,
@@ -271,17 +293,20 @@ class FakeMLD:
         )
 
     async def _run_session(self, session: DaemonSession) -> None:
+        """Run one shard's session to its end, then keep its violations and whether the shard may start again."""
         try:
             await session.run()
         finally:
             del self._sessions[session.core.shard_id]
             self._violations += session.core.violations
-            self._was_answered |= session.core.last_answered is not None
+            self._a_request_was_answered |= session.core.last_answered is not None
             if session.core.end_blocked:
-                self._blocked.add(session.core.shard_id)
+                self._never_restarted.add(session.core.shard_id)
 
     def _count_batch(self, records: int) -> None:
+        """Count a batch that was sent, and run the actions that ``at`` planned for this number of records."""
         self.records_sent += records
         self.batches_sent += 1
-        while self._plans and self._plans[0][0] <= self.records_sent:
-            self._plans.pop(0)[1]()
+        while self._planned_actions and self._planned_actions[0][0] <= self.records_sent:
+            _, action = self._planned_actions.pop(0)
+            action()

@@ -54,22 +54,25 @@ class ShopStep:
 
 
 def script(orders: int, *, start_ms: int, seed: int = 1) -> list[ShopStep]:
-    """Return what happens on a day of the shop, in the order of time; ``start_ms``: when it opens."""
-    dice = random.Random(seed)  # noqa: S311  # repeatable, not secret
+    """Return a day of the shop as steps in the order of time: each order is placed, and some change or are cancelled later.
+
+    The shop opens at ``start_ms`` (milliseconds since the epoch). The same seed gives the same day.
+    """
+    rng = random.Random(seed)  # noqa: S311  # repeatable, not secret
     steps, closes_ms = [], start_ms + _HOURS * 3_600_000
     for number in range(orders):
-        product, price = dice.choice(_PRODUCTS)
-        at_ms = dice.randrange(start_ms, closes_ms)
-        pieces = dice.randint(1, 4)
+        product, price = rng.choice(_PRODUCTS)
+        at_ms = rng.randrange(start_ms, closes_ms)
+        pieces = rng.randint(1, 4)
         total = pieces * Decimal(price)
         order = {"id": f"order-{number}", "product": product, "pieces": pieces, "total": total}
         steps.append(ShopStep(at_ms, number, "placed", order))
-        chance, later_ms = dice.random(), min(at_ms + dice.randint(1000, _LATER_MS), closes_ms - 1)
+        chance, later_ms = rng.random(), min(at_ms + rng.randint(1000, _LATER_MS), closes_ms - 1)
         if chance < _CANCELLED:
             steps.append(ShopStep(later_ms, number, "cancelled"))
         elif chance < _CANCELLED + _CHANGED:
-            more = {"pieces": pieces + 1, "total": total + Decimal(price)}
-            steps.append(ShopStep(later_ms, number, "changed", order | more))
+            one_piece_more = {"pieces": pieces + 1, "total": total + Decimal(price)}
+            steps.append(ShopStep(later_ms, number, "changed", order | one_piece_more))
     return sorted(steps, key=lambda step: (step.at_ms, step.order))
 
 
@@ -99,7 +102,10 @@ class Shop(ServerRun):
         return self.done == len(self.steps)
 
     async def run(self, watch: Callable[[Shop], None] = lambda _self: None) -> Report:
-        """Play the day and stop the server; ``watch`` is called a few times a second."""
+        """Serve a fake DynamoDB, run a server that reads its stream, play the day, stop the server, and report.
+
+        ``watch`` is called a few times a second.
+        """
         async with self.table.serving() as url:
             source = locations.source.parse(
                 f"dynamodb://{TABLE}?region={self.table.region}&endpoint_url={url}"
@@ -107,12 +113,12 @@ class Shop(ServerRun):
             self.server = Server(
                 replace(self._settings, source=source), engine=self._engine, clock=self.clock
             )
-            # The fake wants no credentials, but AWS's client signs what it sends.
+            # The fake ignores credentials, but AWS's client needs some to sign requests.
             names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
             before = {name: os.environ.get(name) for name in names}
             os.environ.update(dict.fromkeys(names, "none"))
             try:
-                server_exit = await self._served(watch)
+                server_exit = await self._serve_until_played(watch)
             finally:
                 for name, value in before.items():
                     os.environ.pop(name)
@@ -120,10 +126,14 @@ class Shop(ServerRun):
                         os.environ[name] = value
         return Report(server_exit, self.status, self.delivered, (), (), len(self.steps))
 
-    async def _play(self) -> None:
+    async def _play_records(self) -> None:
+        """Carry out the day's steps on the table within ``DAY_SECONDS``, and split a shard of its stream at half time.
+
+        Then disable the stream, so that its shards end, and wait until every window is published.
+        """
         await self.server.listening()
-        (first, *_) = self.table.open_shards
-        each = max(1, round(len(self.steps) / DAY_SECONDS / _STEPS_PER_SECOND))
+        (first_shard, *_) = self.table.open_shards
+        steps_per_pause = max(1, round(len(self.steps) / DAY_SECONDS / _STEPS_PER_SECOND))
         for step in self.steps:
             if step.deed == "cancelled":
                 self.table.delete({"id": f"order-{step.order}"}, at_ms=step.at_ms)
@@ -131,11 +141,11 @@ class Shop(ServerRun):
                 self.table.put(step.item, at_ms=step.at_ms)
             self.done += 1
             if self.done == len(self.steps) // 2:
-                self.table.split(first)
-            if self.done % each == 0:
+                self.table.split(first_shard)
+            if self.done % steps_per_pause == 0:
                 await self.clock.sleep(1 / _STEPS_PER_SECOND)
         self.table.disable()
-        await self._finished()
+        await self._wait_until_published()
 
     def left(self) -> tuple[int, Decimal]:
         """Return the number of orders in the table and their total, counted from its items, without the server."""

@@ -56,27 +56,30 @@ def build_stream(
     start_ms: int,
     arrivals: Sequence[int] | None = None,
 ) -> FakeStream:
-    """Put each line as one record, over keys of their own, with splits and merges at random places in between.
+    """Return a stream with one record for each line, under a key of its own, and with splits and merges of shards.
 
-    Arrival times begin at ``start_ms`` (milliseconds since the epoch), unless ``arrivals`` has one for each line. The
-    stream is ended after the last record. A merge that finds no two open shards side by side is left out.
+    The seed decides where the splits and merges come between the records, and which open shards they take. A merge is
+    skipped if no two open shards have adjacent hash ranges. Arrival times begin at ``start_ms`` (milliseconds since the
+    epoch), unless ``arrivals`` has one for each line. The stream is ended after the last record.
     """
     stream = FakeStream(shards, seed=seed, start_ms=start_ms)
-    dice = random.Random(f"{seed}/shape")  # noqa: S311  # repeatable, not secret
+    shape_random = random.Random(f"{seed}/shape")  # noqa: S311  # repeatable, not secret
     changes = [*(["split"] * splits), *(["merge"] * merges)]
-    places = sorted(dice.randrange(len(lines) + 1) for _ in changes)
-    dice.shuffle(changes)
-    pending = list(zip(places, changes, strict=True))
+    line_numbers = sorted(shape_random.randrange(len(lines) + 1) for _ in changes)
+    shape_random.shuffle(changes)
+    changes_to_come = list(zip(line_numbers, changes, strict=True))
     for number in range(len(lines) + 1):
-        while pending and pending[0][0] <= number:
-            _, change = pending.pop(0)
+        while changes_to_come and changes_to_come[0][0] <= number:
+            _, change = changes_to_come.pop(0)
             if change == "split":
-                stream.split(dice.choice(stream.open_shards))
+                stream.split(shape_random.choice(stream.open_shards))
             elif pairs := stream.adjacent_pairs():
-                stream.merge(*dice.choice(pairs))
+                stream.merge(*shape_random.choice(pairs))
         if number < len(lines):
-            at = arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
-            stream.put(lines[number], f"key-{number}", arrival_ms=at)
+            arrival_ms = (
+                arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
+            )
+            stream.put(lines[number], f"key-{number}", arrival_ms=arrival_ms)
     stream.end()
     return stream
 
@@ -112,7 +115,7 @@ class Report:
 
 
 class ServerRun(ABC):
-    """One run of a server together with its records: subclasses play them in ``_play``."""
+    """One run of a server together with its records: subclasses play them in ``_play_records``."""
 
     server: Server
 
@@ -122,7 +125,7 @@ class ServerRun(ABC):
         self._status: CoordinatorStatus | None = None
 
     @abstractmethod
-    async def _play(self) -> None:
+    async def _play_records(self) -> None:
         """Deliver the records to the server; return when every result is published."""
 
     @property
@@ -130,33 +133,33 @@ class ServerRun(ABC):
     def delivered(self) -> bool:
         """Whether every record was delivered."""
 
-    async def _served(self, watch: Callable[[Self], None]) -> int:
-        """Run the server until it was played to the end, and stop it; return its exit code.
+    async def _serve_until_played(self, watch: Callable[[Self], None]) -> int:
+        """Run the server until ``_play_records`` has returned (or the server has), then stop it; return its exit code.
 
-        ``watch`` is called a few times a second.
+        ``watch`` is called with this run a few times a second, for example to print its progress, and once at the end.
         """
         async with asyncio.TaskGroup() as group:
-            server = group.create_task(self.server.run(), name="server")
-            play = group.create_task(self._play(), name="play")
-            ticker = group.create_task(self._tick(watch), name="watch")
-            await asyncio.wait({server, play}, return_when=asyncio.FIRST_COMPLETED)
-            play.cancel()
-            await asyncio.wait({play})
+            serving = group.create_task(self.server.run(), name="server")
+            playing = group.create_task(self._play_records(), name="play")
+            watching = group.create_task(self._watch_at_interval(watch), name="watch")
+            await asyncio.wait({serving, playing}, return_when=asyncio.FIRST_COMPLETED)
+            playing.cancel()
+            await asyncio.wait({playing})
             self.server.stop("the simulation is over")
             if self.halted:
-                self.server.force()  # the windows wait for an operator, and there is none
-            await asyncio.wait({server})
-            ticker.cancel()
+                self.server.force()  # a failed window would wait for an operator, and there is none
+            await asyncio.wait({serving})
+            watching.cancel()
         watch(self)
-        return server.result()
+        return serving.result()
 
-    async def _finished(self) -> None:
+    async def _wait_until_published(self) -> None:
         """Return when the server has published every window, or a window waits for an operator."""
         while not self.halted:
             if await in_time(self.server.finished(), self.clock, _PATIENCE_SECONDS):
                 return
 
-    async def _tick(self, watch: Callable[[Self], None]) -> None:
+    async def _watch_at_interval(self, watch: Callable[[Self], None]) -> None:
         while True:
             watch(self)
             await self.clock.sleep(_TICK_SECONDS)
@@ -176,14 +179,14 @@ class ServerRun(ABC):
 
     @property
     def phase(self) -> str:
-        """What the run is doing, or waiting for, in words."""
+        """What the run is doing, or waiting for, as text for the progress lines of ``mldserver sim`` and ``demo``."""
         if (status := self.status) is None:
             return "starting the server"
         if not self.delivered:
             return "delivering records"
         if status.windows_halted:
             return "stopped: a window has failed for good"
-        # At the end the server is not ready either, but no window waits any more.
+        # A stopping server is not ready either, but then no window waits.
         if status.windows_waiting and not self.server.is_ready:
             return "every record is durable and checkpointed; waiting for the engine to start"
         if not status.stream_ended:
@@ -201,9 +204,10 @@ class ProgressLines:
         self._phase = ""
 
     def __call__(self, run: ServerRun) -> None:
-        """Write a line, if one is due."""
+        """Write the elapsed seconds, the phase and counts of ``run``, if its phase is new or the last line is 5 s old."""
         now, phase, status = time.monotonic(), run.phase, run.status
-        if phase == self._phase and now - self._written_at < _PROGRESS_SECONDS:
+        line_is_recent = now - self._written_at < _PROGRESS_SECONDS
+        if phase == self._phase and line_is_recent:
             return
         self._phase, self._written_at = phase, now
         counts = (
@@ -229,7 +233,9 @@ class Simulation(ServerRun):
         clock: Clock | None = None,
         speed: float | None = None,
     ) -> None:
-        """Prepare; ``settings`` should listen on port 0. ``engine`` takes Spark's place.
+        """Prepare a server and a fake daemon (``FakeMLD``) that will play ``stream`` to it; ``run`` starts both.
+
+        ``settings`` should listen on port 0. ``engine`` takes Spark's place.
 
         ``speed``: seconds of arrival times that are played in one second; None: all records are available at once.
         """
@@ -238,8 +244,8 @@ class Simulation(ServerRun):
         self._speed = speed
         self.faults = faults or Faults()
         self.server = Server(settings, engine=engine, clock=clock)
-        self._dice = random.Random(f"{seed}/faults")  # noqa: S311  # repeatable, not secret
-        self._graceful = False
+        self._fault_random = random.Random(f"{seed}/faults")  # noqa: S311  # repeatable, not secret
+        self._next_loss_is_graceful = False
         self.mld = FakeMLD(
             stream,
             "",
@@ -250,14 +256,14 @@ class Simulation(ServerRun):
         )
 
     async def run(self, watch: Callable[[Simulation], None] = lambda _self: None) -> Report:
-        """Play the stream to its end and stop the server; ``watch`` is called a few times a second."""
-        server_exit = await self._served(watch)
+        """Play the stream to its end, stop the server, and report; ``watch`` is called a few times a second."""
+        server_exit = await self._serve_until_played(watch)
         return Report(
             server_exit=server_exit,
             status=self.status,
             finished=self.mld.finished,
             violations=tuple(self.mld.violations),
-            exits=tuple(f"{ended.code}: {ended.reason}" for ended in self.mld.exits),
+            exits=tuple(f"{jvm_exit.code}: {jvm_exit.reason}" for jvm_exit in self.mld.exits),
             deliveries=self.mld.records_sent,
             refused=dict(self.mld.leases.refused),
         )
@@ -267,28 +273,36 @@ class Simulation(ServerRun):
         """Whether every record was delivered, and every shard's end checkpointed."""
         return self.mld.finished
 
-    async def _play(self) -> None:
-        """Run the daemon, started again after each crash that was asked for, until the stream is over."""
+    async def _play_records(self) -> None:
+        """Plan the faults, then run the fake daemon until the stream is over, and wait until all windows are published.
+
+        The daemon is started again after each crash that ``Faults.crashes`` plans.
+        """
         self.mld.address = await self.server.listening()
         records = max(1, self.stream.records)
         for _ in range(self.faults.crashes):
-            self.mld.at(self._dice.randint(1, records), self.mld.kill)
+            self.mld.at(self._fault_random.randint(1, records), self.mld.kill)
         for _ in range(self.faults.lost_leases):
-            self.mld.at(self._dice.randint(1, records), self._lose_some_lease)
+            self.mld.at(self._fault_random.randint(1, records), self._lose_random_lease)
         if (speed := self._speed) is not None:
-            # The stream's time begins now, with its first record.
+            # A record becomes readable at its arrival time; that time starts now at the first record, and runs at ``speed``.
             began_ms, shards = self.clock.steady_ms(), self.stream.shards.values()
-            first_ms = min((shard.records[0].arrival_ms for shard in shards if shard.records), default=0)
-            self.stream.tip_ms = lambda: first_ms + int((self.clock.steady_ms() - began_ms) * speed)
+            first_arrival_ms = min(
+                (shard.records[0].arrival_ms for shard in shards if shard.records), default=0
+            )
+            self.stream.tip_ms = lambda: first_arrival_ms + int((self.clock.steady_ms() - began_ms) * speed)
         try:
             while await self.mld.run() == EXIT_KILLED:
                 await self.clock.sleep(_RESTART_SECONDS)
         except (NoServer, DaemonHangs):
-            return  # the server's exit code says so, or it is among the violations, with its line
+            return  # the report shows it: as the server's exit code, or as a violation
         if self.mld.finished:
-            await self._finished()
+            await self._wait_until_published()
 
-    def _lose_some_lease(self) -> None:
-        shard_id = self._dice.choice(sorted(self.mld.active_shards))
-        self.mld.lose_lease(shard_id, graceful=self._graceful, back_after_seconds=_LEASE_BACK_SECONDS)
-        self._graceful = not self._graceful
+    def _lose_random_lease(self) -> None:
+        """Move the lease of a connected shard to another worker for a moment: gracefully every second time."""
+        shard_id = self._fault_random.choice(sorted(self.mld.active_shards))
+        self.mld.lose_lease(
+            shard_id, graceful=self._next_loss_is_graceful, back_after_seconds=_LEASE_BACK_SECONDS
+        )
+        self._next_loss_is_graceful = not self._next_loss_is_graceful

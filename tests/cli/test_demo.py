@@ -87,7 +87,7 @@ def test_its_progress_waits_only_for_what_is_missing(known: dict[str, object], w
         )
         server = SimpleNamespace(is_ready=False)
 
-        async def _play(self) -> None:
+        async def _play_records(self) -> None:
             pass
 
     assert words in Stopped(VirtualClock()).phase

@@ -102,7 +102,7 @@ async def test_at_a_speed_so_many_seconds_of_arrival_times_are_played_in_one(
 
     monkeypatch.setattr(simulation.server, "listening", listening)
     monkeypatch.setattr(simulation.mld, "run", read_each_second)
-    await virtual_clock.drive(simulation._play(), step=1)
+    await virtual_clock.drive(simulation._play_records(), step=1)
     assert seen == [1, 21, 41, 50]
 
 
