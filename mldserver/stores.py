@@ -43,6 +43,14 @@ def hash_of(key: bytes) -> int:
     return int.from_bytes(hashlib.md5(key, usedforsecurity=False).digest(), "big")
 
 
+class StoreClaim(NamedTuple):
+    """A shard that is opened needs a store. Its source says which part of the keys the store holds."""
+
+    key_range: KeyRange | None
+    """The shard's range of hashes (Kinesis): it has a store for that range. None: it shares the store of its parent, or, without a
+    parent, has one for all keys (DynamoDB Streams)."""
+
+
 class StateChange(NamedTuple):
     """The new state of one key."""
 

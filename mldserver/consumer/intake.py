@@ -14,6 +14,7 @@ from mldserver.records import Sequence
 
 if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome
+    from mldserver.stores import SnapshotSource, StoreClaim
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class ShardOpening:
     """Parents, where the source knows them."""
     polled: bool = False
     """Whether this server polls the stream itself: empty batches come at the tip, with the time at which the request began."""
+    store: StoreClaim | None = None
+    """The store of keyed state that the shard needs; None: the handler keeps no state."""
 
 
 class KnownShard(NamedTuple):
@@ -68,6 +71,14 @@ class ShardIntake(Protocol):
     @property
     def parked(self) -> Mapping[str, Sequence]:
         """The partition keys that had dead letters when the shard was opened (under ``on_key_failure = park``)."""
+
+    @property
+    def snapshot(self) -> SnapshotSource | None:
+        """Read the state of the shard's store as it is now, for a process that opens the shard. None: the handler keeps no state."""
+
+    @property
+    def next_number(self) -> int | None:
+        """The ``number`` of the shard's next delivery: one more than the session has accepted outcomes. None: no state."""
 
     def batch_began(self, received_ms: int | None = None) -> None:
         """Report that processing of a batch begins. Until the batch is accepted, the shard does not count as idle.

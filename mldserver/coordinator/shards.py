@@ -30,6 +30,7 @@ from mldserver.ledger.contract import ShardState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome
+from mldserver.stores import SnapshotSource
 from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
@@ -335,6 +336,16 @@ class IntakeSession:
     def after(self) -> Sequence | None:
         """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
         return self.position.accepted
+
+    @property
+    def snapshot(self) -> SnapshotSource | None:
+        """See ``ShardIntake``."""
+        return None
+
+    @property
+    def next_number(self) -> int | None:
+        """See ``ShardIntake``."""
+        return None
 
     def batch_began(self, received_ms: int | None = None) -> None:
         """Report that processing of a batch begins. It was received at ``received_ms`` (steady time; None: now)."""
