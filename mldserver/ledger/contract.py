@@ -1,4 +1,4 @@
-"""The ledger's vocabulary: what it holds of shards, segments, windows, servers and dead letters, and what goes in.
+"""The ledger's vocabulary: what it holds of shards, segments, windows, servers, dead letters and keyed state, and what goes in.
 
 ``operations.py`` has the ledger itself.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from mldserver.effects import NOTHING, Effects
 from mldserver.records import DeadLetter, Sequence
+from mldserver.stores import ALL_KEYS, KeyRange
 
 LETTERS_AT_ONCE: Final = 40
 """How many letters one transaction may take out: each may be two of the 100 operations of DynamoDB's (AWS limit)."""
@@ -47,11 +48,70 @@ class ShardState:
     """The server whose connection holds it; None after the lease was lost or the server expired."""
     gap_accepted: bool = False
     """The operator accepts that the next opening starts beyond the position; the opening clears it."""
+    store: str = ""
+    """The store that holds the keyed state of the shard's records; empty for a pipeline without keyed state."""
 
     @property
     def ended(self) -> bool:
         """Whether it is read to its end."""
         return self.ended_ms is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreClaim:
+    """What an opening shard says of its store. The ledger derives the store from the shard's parents."""
+
+    key_range: KeyRange | None
+    """The shard's range on Kinesis: the shard has a store under its own id. None for DynamoDB Streams, which names no ranges:
+    the shard uses its parent's store, or begins one if the ledger does not know its parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """What the ledger knows of a store of keyed state (``mldserver/stores.py``)."""
+
+    store_id: str
+    """The id of its shard (Kinesis), or of the root of its family of shards (DynamoDB Streams)."""
+    serial: int = 0
+    """The number of the last flush that changed it. A child's store goes on from its parents' highest serial, so that serials
+    grow along the history of each key."""
+    first: int = ALL_KEYS.first
+    last: int = ALL_KEYS.last
+    """The range of hashes that it holds, both bounds inclusive."""
+    closed: bool = False
+    """A child has taken over its state: flushes into it are refused."""
+
+    @property
+    def key_range(self) -> KeyRange:
+        """The range of hashes that it holds."""
+        return KeyRange(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """A durable Parquet file with changes of keyed state, of one or more stores."""
+
+    path: str
+    """Relative to the output folder."""
+    needed: Mapping[str, tuple[KeyRange, ...]]
+    """The stores that need it, each with the ranges of hashes for which it does. A store's state are the rows in these ranges of
+    all its files; of a key's rows the one with the highest serial counts."""
+    rows: int
+    bytes: int
+    gone_ms: int | None = None
+    """When the last store stopped needing it (ledger's time); None: a store needs it. Backups may still need it then."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUpdate:
+    """A store that a flush changes, valid only while the ledger holds the serial that the flush goes on from."""
+
+    store_id: str
+    previous: int
+    """The store's serial before the flush, which raises it by one. Refused when the ledger holds another: a registration
+    whose answer was lost can be repeated without doubling its changes, also when no position moves."""
+    shards: tuple[str, ...]
+    """The store's shards that are open at this server: ``FlushResult.lost_shards`` names them when the update is refused."""
 
 
 class SegmentKind(enum.StrEnum):
@@ -182,6 +242,10 @@ class Flush:
     batches: BatchStep | None = None
     redriven: tuple[str, ...] = ()
     """Ids of dead letters that end with it, at most LETTERS_AT_ONCE: what they gave is among the rest of the flush."""
+    stores: tuple[StoreUpdate, ...] = ()
+    """The stores whose state changes."""
+    state_file: StateFile | None = None
+    """The file with these changes, needed by exactly these stores; None when no state changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +253,8 @@ class FlushResult:
     """What a flush came to: registered as a whole, or refused as a whole with the reasons."""
 
     lost_shards: frozenset[str] = frozenset()
-    """Shards that have a newer epoch or another position than ``previous``, or are unknown: their rows must be left
-    out."""
+    """Shards that have a newer epoch or another position than ``previous``, or are unknown, and those of stores that are closed
+    or have another serial: their rows must be left out."""
     cut_windows: frozenset[str] = frozenset()
     """Windows of WINDOW segments that are cut already: their rows are late."""
     expired_windows: frozenset[str] = frozenset()
@@ -334,11 +398,15 @@ class LedgerState:
     """All windows that are cut or committed, whatever ``since`` is."""
     time_ms: int | None = field(default=None, compare=False)
     """The ledger's time when it was last written down; None: in a ledger without servers that has published nothing."""
+    stores: dict[str, StoreState] = field(default_factory=dict)
+    """The stores of keyed state by id, also closed ones whose shards are not pruned."""
+    state_files: dict[str, StateFile] = field(default_factory=dict)
+    """The files of keyed state by path, in order of registration, also those that wait for their deletion."""
 
     def paths(self) -> set[str]:
-        """Return the paths of the segments in this state."""
+        """Return the paths of the segments and the state files in this state."""
         of_windows = (segment for e in self.windows.values() for segment in (*e.segments, *e.pending))
-        return {segment.path for segment in (*self.late_segments, *of_windows)}
+        return {segment.path for segment in (*self.late_segments, *of_windows)} | self.state_files.keys()
 
 
 @dataclass(frozen=True, slots=True)
