@@ -6,6 +6,7 @@ and the place it happened at (``pipeline``, ``shard``, ``sequence`` …) as fiel
     MldserverError
     ├── PeerError          the daemon, or another client of its port
     ├── HandlerError       the user's handler
+    ├── StateMoved         a worker's copy of keyed state is not the server's: it is loaded again
     ├── LedgerError        durable state is damaged, newer than this program, or out of reach
     ├── SparkError         a window's job, the Spark driver, or Java
     ├── OperatorError      settings, files, ports: what the person who starts the server gave it
@@ -178,6 +179,29 @@ class HandlerHalted(HandlerError):
 
 class HandlerLost(HandlerError):
     """A handler that keeps its position is gone with records that it had not checkpointed: they must be read again."""
+
+
+class NoKey(HandlerError):
+    """A record without a partition key was to have keyed state."""
+
+
+class StateTooLarge(HandlerError):
+    """The state of one key, in MessagePack, is longer than the limit. The call fails."""
+
+
+class StateFull(HandlerError):
+    """A store has reached ``state_bytes``: a call that writes state of a new key fails."""
+
+
+class KeyElsewhere(HandlerError):
+    """A record's key hashes outside its shard's range, so another shard has the key's state. The call fails."""
+
+
+class StateMoved(MldserverError):
+    """The runtime's copy of a store lacks a batch that the server accepted, or has one that it did not accept.
+
+    It never reaches the handler: the server opens the shard again with a new snapshot.
+    """
 
 
 class LedgerError(MldserverError):

@@ -97,6 +97,10 @@ class HandlerSpec:
     """What its ``version`` says; else ``sha256:`` and the beginning of its module's hash; empty without a source."""
     changes: ChangeHooks | None = None
     """Which hooks take DynamoDB changes, if they do: ``target`` then stands around the module or class."""
+    keyed: bool = False
+    """Whether its record hook takes a ``Context``: it has state by partition key."""
+    state_ttl_ms: int | None = None
+    """How long a key's state stays after its last write (``state_ttl``); None: until the handler deletes it."""
     code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
     """File and text of the user's modules by name, as they were loaded: what runs later runs the same (``Loaded.code``)."""
 

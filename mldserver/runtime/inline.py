@@ -34,6 +34,7 @@ from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork
+from mldserver.stores import SnapshotSource
 
 log = structlog.get_logger("mldserver")
 
@@ -128,7 +129,7 @@ class InlineRuntime:
             **({"advice": " ".join(map(str, spec.warnings))} if spec.warnings else {}),
         )
 
-    async def open(self, shard: Shard) -> None:
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:  # noqa: ARG002  # keyed handlers come with the next change
         """Make the shard's handler and run its ``initialize`` hook, repeatedly until it succeeds.
 
         Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits,

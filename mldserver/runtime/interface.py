@@ -19,6 +19,7 @@ from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Line, Version
 from mldserver.protocol.wire_records import DecodedBatch
 from mldserver.records import Hook, Record, Sequence, Shard
+from mldserver.stores import SnapshotSource
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
 """Columns that every row carries in addition to the handler's.
@@ -133,6 +134,8 @@ class Delivery(msgspec.Struct, frozen=True):
     Records of parked keys run too. A record that fails for good is a dead letter again, whatever the policy says,
     so the batch never raises HandlerHalted.
     """
+    number: int | None = None
+    """For keyed handlers: how many outcomes of the shard's session the server has accepted, plus one. None: not checked."""
     behind: bool = False
     """Its daemon was answered already, or batches before it are worked on: it may wait a few milliseconds to be handed on
     with others, and does not reach the handler when one before it fails."""
@@ -198,8 +201,11 @@ class Runtime(Protocol):
     async def run(self) -> None:
         """Run background work, after ``start`` and until cancelled."""
 
-    async def open(self, shard: Shard) -> None:
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         """Make the shard's handler (a fresh instance for classes) and run its ``initialize`` hook.
+
+        ``snapshot`` reads the shard's store, for keyed handlers (``HandlerSpec.keyed``). The runtime calls it each time
+        that it must load the store, also after this call. None: the store is empty.
 
         Opening a shard again replaces what was there. Failures are retried for as long as the caller waits, but
         under the policy ``halt``: then HandlerHalted.

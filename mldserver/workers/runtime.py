@@ -33,6 +33,7 @@ from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
 from mldserver.status_document import WorkerRow
+from mldserver.stores import SnapshotSource
 from mldserver.workers import wire
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import Held
@@ -154,7 +155,7 @@ class WorkerRuntime:
             await worker.close()
         await self._standby.close()
 
-    async def open(self, shard: Shard) -> None:
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:  # noqa: ARG002  # workers get it with the next change
         """Open a shard (see ``Runtime.open``). If this ends the process, retry; ``halt`` limits the retries."""
         self._shards[shard.id] = shard
         self._parked.pop(shard.id, None)

@@ -136,6 +136,8 @@ class HandlerLoaded(Message, frozen=True):
     batches: Batches | None
     warnings: tuple[Finding, ...]
     version: str = ""
+    keyed: bool = False
+    state_ttl_ms: int | None = None
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """As in ``HandlerSpec``."""
 
@@ -225,6 +227,8 @@ def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
         windows if isinstance(windows, Batches) else None,
         spec.warnings,
         spec.version,
+        spec.keyed,
+        spec.state_ttl_ms,
         spec.code,
     )
 
@@ -242,6 +246,8 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
         warnings=loaded.warnings,
         concurrency=loaded.concurrency,
         version=loaded.version,
+        keyed=loaded.keyed,
+        state_ttl_ms=loaded.state_ttl_ms,
         code=loaded.code,
     )
 

@@ -24,6 +24,7 @@ from mldserver.ledger.contract import LETTERS_AT_ONCE, LedgerState, ShardState, 
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import DeadLetter, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.stores import SnapshotSource
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -74,7 +75,7 @@ class Handler:
     given: list[Any] = field(default_factory=list)
     """The records of the last call."""
 
-    async def open(self, shard: Shard) -> None:
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         self.calls.append(("open", shard.id))
         if self.refuses is not None:
             raise self.refuses

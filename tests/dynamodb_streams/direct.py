@@ -22,6 +22,7 @@ from mldserver.dynamodb_streams.direct_source import DirectSource
 from mldserver.errors import HandlerHalted
 from mldserver.records import Hook, Record, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.stores import SnapshotSource
 from mldserver.testing import FakeStreams, VirtualClock
 
 START_MS = 1_800_000_000_000
@@ -39,7 +40,7 @@ class Handler:
     halts: Callable[[int], bool] = lambda _: False
     seconds: float = 0.0
 
-    async def open(self, shard: Shard) -> None:
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         self.opened.append((shard.id, shard.start))
 
     async def park(self, shard_id: str, keys: Any) -> None:

@@ -22,6 +22,7 @@ from mldserver.protocol.connection import ConnectionLimits, RetryPolicy
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
 from mldserver.sources.mld import MLDListener
+from mldserver.stores import SnapshotSource
 
 ANYWHERE = TcpAddress("127.0.0.1", 0)
 QUICK = ConnectionLimits(
@@ -56,7 +57,7 @@ class FakeRuntime:
 
     async def start(self) -> None: ...
 
-    async def open(self, shard: Shard) -> None:
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         self.calls.append(("open", shard.id, shard.start))
         self.opened.append(shard)
         await self.doors.wait()
