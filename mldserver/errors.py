@@ -6,7 +6,6 @@ and the place it happened at (``pipeline``, ``shard``, ``sequence`` …) as fiel
     MldserverError
     ├── PeerError          the daemon, or another client of its port
     ├── HandlerError       the user's handler
-    ├── StateMoved         a worker's copy of keyed state is not the server's: it is loaded again
     ├── LedgerError        durable state is damaged, newer than this program, or out of reach
     ├── SparkError         a window's job, the Spark driver, or Java
     ├── OperatorError      settings, files, ports: what the person who starts the server gave it
@@ -197,13 +196,6 @@ class KeyElsewhere(HandlerError):
     """A record's key hashes outside its shard's range, so another shard has the key's state. The call fails."""
 
 
-class StateMoved(MldserverError):
-    """The runtime's copy of a store lacks a batch that the server accepted, or has one that it did not accept.
-
-    It never reaches the handler: the server opens the shard again with a new snapshot.
-    """
-
-
 class LedgerError(MldserverError):
     """Durable state cannot be used."""
 
@@ -264,3 +256,10 @@ class JavaError(OperatorError):
 
 class InternalError(MldserverError):
     """A bug in this server: the state of a core and what was asked of it do not fit."""
+
+
+class StateMoved(InternalError):
+    """The runtime's copy of a store lacks a batch that the server accepted, or has one that it did not accept.
+
+    It never reaches the handler: the server opens the shard again with a new snapshot.
+    """
