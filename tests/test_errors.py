@@ -88,9 +88,13 @@ def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
         "HandlerLost",
         "HandlerNotFound",
         "JavaError",
+        "KeyElsewhere",
         "LedgerUnusable",
         "LedgerVersionError",
+        "NoKey",
         "OperatorError",
+        "StateFull",
+        "StateTooLarge",
     }
     assert not errors.NotThereYet.lasting
     assert not errors.HandlerUnready.lasting
