@@ -87,6 +87,12 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     """The effective time of the shard's last record in it; None: it has none. State that expires at or before it is left out."""
     entries: pa.Table
     """``key`` binary, ``value`` binary, ``expires_ms`` int64 (null: never). One row for each key, in any order."""
+    siblings: dict[str, int] = {}
+    """``accepted`` of each other shard of the store that has a session, at the same moment (families of DynamoDB Streams).
+
+    A runtime that loads the snapshot replaces its copy of the whole store, whichever shard the snapshot was read for. It counts on
+    from these numbers for the other shards that it has open.
+    """
 
 
 SnapshotSource: TypeAlias = "Callable[[], Awaitable[StateSnapshot]]"
