@@ -49,7 +49,7 @@ from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Runtime
-from mldserver.sources.listing import MakeKinesis, ShardPolling
+from mldserver.sources.listing import MakeKinesis, StreamLister
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.source import MakeSource, Source, SourceParts
 from mldserver.windows import Tumbling
@@ -74,7 +74,7 @@ class Parts:
     engine: Engine | None
     runner: WindowRunner | None
     """Engine and runner are None for a handler without rows."""
-    polling: ShardPolling | None
+    polling: StreamLister | None
     """None where no stream is named."""
     tls: ServerTLS | None
     """Of the listener; None for clear text."""
@@ -365,13 +365,13 @@ def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
     )
 
 
-def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> ShardPolling | None:
+def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> StreamLister | None:
     if settings.stream is None:
         return None
     make = kinesis or partial(
         aws_client, "kinesis", region=settings.region, endpoint_url=settings.endpoint_url
     )
-    return ShardPolling(settings.stream, make, clock=clock, **settings.replaced("list_seconds"))
+    return StreamLister(settings.stream, make, clock=clock, **settings.replaced("list_seconds"))
 
 
 def store_of(settings: Settings) -> OutputStore:

@@ -27,7 +27,7 @@ from mldserver.records import DeadLetter
 log = structlog.get_logger("mldserver")
 
 _MIB: Final = 1024 * 1024
-_SENDINGS: Final = 5
+_SEND_ATTEMPTS: Final = 5
 """Of what was not taken, before the flush fails."""
 _SQS_BATCH: Final = 10
 """Messages a call (AWS limit)."""
@@ -109,16 +109,20 @@ class AwsDestination(ABC):
         await self._resources.aclose()
 
 
-class _Sending(AwsDestination):
-    """What takes messages in batches, each of them or not."""
+class _MessageDestination(AwsDestination):
+    """A service that takes messages in batches, and may take only some messages of a batch."""
 
     count: int
+    """The most messages of a request."""
     call_bytes: int
+    """The most bytes of a request."""
 
-    _limit: int | None = None
+    _message_bytes: int | None = None
+    """The most bytes of a message; None: not requested yet."""
 
     async def _store(self, client: Any, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
-        limit = self._limit = self._limit or await self._message_limit(client)
+        """Send letters in batches; send again what was not taken, up to five times; return those too large for a message."""
+        limit = self._message_bytes = self._message_bytes or await self._message_limit(client)
         bodies = [json.dumps(document(letter, self.pipeline)) for letter in letters]
         messages = [
             OutgoingLetter(letter, body, len(body) + _KEY_LENGTH)
@@ -138,14 +142,16 @@ class _Sending(AwsDestination):
         for batch in batches(
             fitting, size=lambda message: message.bytes, count=self.count, most=self.call_bytes
         ):
-            left = batch
-            for turn in range(_SENDINGS):
-                left, why = await self._send(client, left)
-                if not left:
+            not_taken = batch
+            for attempt in range(1, _SEND_ATTEMPTS + 1):
+                not_taken, why = await self._send(client, not_taken)
+                if not not_taken:
                     break
-                await self.clock.sleep(backoff(turn + 1, 0.1, 2.0, self.jitter()))
+                await self.clock.sleep(backoff(attempt, 0.1, 2.0, self.jitter()))
             else:
-                raise self._out_of_reach(f"{len(left)} letters were not taken, {_SENDINGS} times ({why})")
+                raise self._out_of_reach(
+                    f"{len(not_taken)} letters were not taken, {_SEND_ATTEMPTS} times ({why})"
+                )
         return too_large
 
     @abstractmethod
@@ -156,7 +162,7 @@ class _Sending(AwsDestination):
         """Return what was not taken, and why."""
 
 
-class QueueDestination(_Sending):
+class QueueDestination(_MessageDestination):
     """A queue of SQS. In a FIFO queue letters of a shard stay in order, and one written twice is dropped by SQS."""
 
     service = "sqs"
@@ -171,8 +177,8 @@ class QueueDestination(_Sending):
 
     async def _send(self, client: Any, batch: list[OutgoingLetter]) -> tuple[list[OutgoingLetter], str]:
         entries: list[dict[str, Any]] = []
-        for place, message in enumerate(batch):
-            entries.append({"Id": str(place), "MessageBody": message.body})
+        for index, message in enumerate(batch):
+            entries.append({"Id": str(index), "MessageBody": message.body})
             if self.place.endswith(".fifo"):
                 name = identity(message.letter, self.pipeline)
                 entries[-1]["MessageGroupId"] = message.letter.shard_id
@@ -180,10 +186,10 @@ class QueueDestination(_Sending):
         answer = await client.send_message_batch(QueueUrl=self.place, Entries=entries)
         failed = {int(entry["Id"]): entry for entry in answer.get("Failed", ())}
         why = ", ".join(sorted({str(entry.get("Code")) for entry in failed.values()}))
-        return [batch[place] for place in sorted(failed)], why
+        return [batch[index] for index in sorted(failed)], why
 
 
-class StreamDestination(_Sending):
+class StreamDestination(_MessageDestination):
     """A stream of Kinesis, under the partition keys that the records had."""
 
     service = "kinesis"
@@ -203,8 +209,8 @@ class StreamDestination(_Sending):
             records.append({"Data": message.body.encode(), "PartitionKey": key})
         answer = await client.put_records(StreamName=self.place, Records=records)
         codes = [record.get("ErrorCode") for record in answer["Records"]]
-        left = [message for message, code in zip(batch, codes, strict=True) if code]
-        return left, ", ".join(sorted({code for code in codes if code}))
+        not_taken = [message for message, code in zip(batch, codes, strict=True) if code]
+        return not_taken, ", ".join(sorted({code for code in codes if code}))
 
 
 class BucketDestination(AwsDestination):

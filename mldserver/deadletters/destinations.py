@@ -82,14 +82,14 @@ def document(letter: DeadLetter, pipeline: str) -> dict[str, Any]:
 
 
 def from_document(fields: Any) -> DeadLetter:
-    """Return the letter of a document. Raises ValueError for what is none."""
+    """Return the letter that a document holds, as ``document`` makes it. Raises ValueError if a field is missing or invalid."""
     if not isinstance(fields, dict):
         raise ValueError(f"{type(fields).__name__} is no dead letter")  # noqa: TRY004  # damaged text
     for name, types in _TYPES.items():
         if name not in fields or type(fields[name]) not in types:
             raise ValueError(f"{name} is missing or of another type")
-    behind = fields["parked_behind"]
-    number, _, sub = (behind or "").partition("/")
+    parked_behind = fields["parked_behind"]
+    number, _, sub = (parked_behind or "").partition("/")
     return DeadLetter(
         shard_id=fields["shard"],
         sequence=_sequence(fields["sequence"], fields["sub_sequence"]),
@@ -101,7 +101,7 @@ def from_document(fields: Any) -> DeadLetter:
         traceback=fields["traceback"],
         handler=fields["handler"],
         at_ms=fields["at_ms"],
-        parked_behind=None if behind is None else _sequence(number, int(sub or 0)),
+        parked_behind=None if parked_behind is None else _sequence(number, int(sub or 0)),
         handler_version=fields["handler_version"],
     )
 
@@ -125,7 +125,7 @@ _SCHEMA: Final = pa.schema(
 
 
 def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: int) -> Iterator[list[T]]:
-    """Yield items in order, as many at a time as may go together: ``count``, of ``most`` bytes unless one alone is larger."""
+    """Yield items in order, in lists of at most ``count`` items and ``most`` bytes. A larger item has a list of its own."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -141,10 +141,10 @@ def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: i
 def files(
     letters: Iterable[DeadLetter], pipeline: str, kind: Literal["jsonl", "parquet"]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield a file for each shard's letters: its path, ``<shard>/<sequence>-<sub>.<kind>`` of the first, and its bytes.
+    """Yield the path and content of a file for each shard's letters. The path names the shard and its first sequence.
 
-    A flush that is repeated begins with the same letter, so that its file is written over. It may then hold fewer:
-    those it lacks have not moved the position, and come again.
+    A repeated flush begins with the same letter, so it replaces its file. It may hold fewer letters: the others follow in
+    a later flush, because the shard's position does not pass a letter that is not stored.
     """
     shards: dict[str, list[DeadLetter]] = {}
     for letter in letters:
@@ -183,7 +183,7 @@ def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
                 and info.path.endswith((".jsonl", ".parquet"))
                 and fnmatch.fnmatch(info.base_name, pattern)
             )
-        letters = [letter for name in names for letter in _read(fs, name, pipeline)]
+        letters = [letter for name in names for letter in _letters_of_file(fs, name, pipeline)]
     except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
         raise OperatorError(
             f"{place} cannot be read as dead letters: {error}.",
@@ -196,7 +196,8 @@ def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
     return letters
 
 
-def _read(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]:
+def _letters_of_file(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]:
+    """Yield the letters of a JSON lines or Parquet file. Raises ValueError for content that is not letters of ``pipeline``."""
     documents: list[Any]
     with fs.open_input_file(name) as file:
         if name.endswith(".parquet"):

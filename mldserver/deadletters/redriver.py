@@ -52,7 +52,7 @@ def _record(letter: DeadLetter) -> Record:
 
 @dataclass(kw_only=True)
 class Redriver:
-    """Looks for wanted letters, and takes those that are this server's."""
+    """Looks for dead letters that an operator wants to run again, and runs those that this server may run."""
 
     ledger: Ledger
     runtime: Runtime
@@ -60,17 +60,17 @@ class Redriver:
     redriving: RedriveIntake
     clock: Clock
     parks: bool = False
-    """Whether keys are parked."""
+    """Whether a partition key is parked while it has a dead letter: its later records become dead letters too, unrun."""
     why_not: str = ""
     """Why letters cannot run again with this handler, if so."""
-    _asking: dict[str, set[str]] = field(default_factory=dict)
-    """Keys of shards that go on once the ledger says that no letter of theirs is left: it may be out of reach."""
+    _keys_to_unpark: dict[str, set[str]] = field(default_factory=dict)
+    """By shard, the keys whose letters have run: the handler gets their records again once the ledger has no letter of theirs."""
 
     async def run(self) -> None:
         """Redrive letters for ever."""
         while True:
             await self.clock.sleep(_SECONDS)
-            if not self.redriving.wanted and not self._asking:
+            if not self.redriving.wanted and not self._keys_to_unpark:
                 continue
             try:
                 await self.round()
@@ -79,62 +79,68 @@ class Redriver:
                 await self.clock.sleep(10 * _SECONDS)
 
     async def round(self) -> None:
-        """Take every wanted letter that may be taken here, once. Raises LedgerError."""
-        # Finish work that an unreachable ledger had prevented. A shard that was opened meanwhile reads its keys again.
-        for shard_id in tuple(self._asking):
+        """Run every wanted letter that may run on this server, once. Raises LedgerError."""
+        # First unpark keys that remain because the ledger was unreachable. A shard that is not open here reads its parked
+        # keys when it is opened.
+        for shard_id in tuple(self._keys_to_unpark):
             with contextlib.suppress(Superseded):
-                async with visiting(self.runtime, self.claims, shard_id, may_open=False) as possible:
-                    if possible:
-                        await self._unpark(shard_id, ())
+                async with visiting(self.runtime, self.claims, shard_id, may_open=False) as shard_is_open:
+                    if shard_is_open:
+                        await self._unpark_finished_keys(shard_id, ())
                     else:
-                        del self._asking[shard_id]
+                        del self._keys_to_unpark[shard_id]
         async with contextlib.aclosing(wanted_portions(self.ledger)) as wanted:
             async for portion in wanted:
-                await self._take(portion[0].letter.shard_id, portion)
+                await self._redrive_or_refuse(portion[0].letter.shard_id, portion)
 
-    async def _take(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+    async def _redrive_or_refuse(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        """Run a portion of a shard's letters, unless another server has the shard. If that fails, the letters are not wanted any more."""
         try:
             if self.why_not:
-                await self._refuse(letters, PeerError(self.why_not))
+                await self._mark_unwanted(letters, PeerError(self.why_not))
                 return
             unclaimed = shard_id not in self.redriving.elsewhere
-            async with visiting(self.runtime, self.claims, shard_id, may_open=unclaimed) as possible:
-                if possible:
-                    await self._run(shard_id, letters)
+            # If a connection of this server has the shard, the letters run between its batches. Else open the shard for them.
+            async with visiting(self.runtime, self.claims, shard_id, may_open=unclaimed) as shard_is_open:
+                if shard_is_open:
+                    await self._run_letters(shard_id, letters)
         except Superseded:
-            return  # a connection has the shard now, or lets it go: the next round takes its letters there
+            return  # a connection has opened or released the shard meanwhile: the next round tries again
         except LedgerError:
-            raise  # they are tried again when it can be reached
+            raise  # the letters stay wanted: ``run`` tries again
         except MldserverError as error:
-            await self._refuse(letters, error)
+            await self._mark_unwanted(letters, error)
 
-    async def _run(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+    async def _run_letters(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        """Run letters through the handler as one batch; register the results and delete the letters in one transaction.
+
+        A letter that fails again is stored as a new letter, with its attempts added up.
+        """
         began_ms = self.clock.steady_ms()
-        letters = await self._in_turn(shard_id, letters)
+        letters = await self._refuse_overtaking(shard_id, letters)
         if not letters:
             return
         kill_point("redrive.taken")
         delivery = Delivery(
             shard_id,
             Records([_record(stored.letter) for stored in letters]),
-            # Stands in for arrival times that were never told: when the record failed is near it.
+            # Replaces missing arrival times: a record fails soon after it has arrived.
             received_ms=min(stored.letter.at_ms for stored in letters),
             after=None,
             redriven=True,
         )
         outcome = await self.runtime.process(delivery)
-        before = {stored.letter.sequence: stored.letter.attempts for stored in letters}
-        failed = (
-            replace(letter, attempts=letter.attempts + before[letter.sequence])
+        earlier_attempts = {stored.letter.sequence: stored.letter.attempts for stored in letters}
+        failed_again = tuple(
+            replace(letter, attempts=letter.attempts + earlier_attempts[letter.sequence])
             for letter in outcome.effects.dead_letters
         )
-        outcome = msgspec.structs.replace(
-            outcome, effects=msgspec.structs.replace(outcome.effects, dead_letters=tuple(failed))
-        )
+        effects = msgspec.structs.replace(outcome.effects, dead_letters=failed_again)
+        outcome = msgspec.structs.replace(outcome, effects=effects)
         kill_point("redrive.handled")
         await self.redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
         kill_point("redrive.done")
-        await self._unpark(shard_id, (stored.letter.partition_key for stored in letters))
+        await self._unpark_finished_keys(shard_id, (stored.letter.partition_key for stored in letters))
         log.info(
             "redrive.done",
             shard=shard_id,
@@ -144,42 +150,48 @@ class Redriver:
             seconds=(self.clock.steady_ms() - began_ms) / 1000,
         )
 
-    async def _in_turn(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> tuple[StoredLetter, ...]:
-        """Return the letters that may run: not those behind a letter of their key that does not run with them.
+    async def _refuse_overtaking(
+        self, shard_id: str, letters: tuple[StoredLetter, ...]
+    ) -> tuple[StoredLetter, ...]:
+        """Return the letters that may run. Refuse a letter if an older letter of its partition key does not run with it.
 
-        That letter has failed again, perhaps a moment ago, or was never wanted: the letters after it remain in place.
+        That older letter has failed again, or is not wanted. Records of a parked key must run in their order.
         """
         if not self.parks:
             return letters
-        first = await self.ledger.parked_keys(shard_id)
-        here = {(stored.letter.partition_key, stored.letter.sequence) for stored in letters}
-        behind = []
+        oldest_of_keys = await self.ledger.parked_keys(shard_id)
+        running = {(stored.letter.partition_key, stored.letter.sequence) for stored in letters}
+        blocked = []
         for stored in letters:
             key, sequence = stored.letter.partition_key, stored.letter.sequence
-            oldest = sequence if key is None else first.get(key, sequence)
-            if oldest < sequence and (key, oldest) not in here:
-                behind.append(stored)
-        if behind:
+            oldest = sequence if key is None else oldest_of_keys.get(key, sequence)
+            if oldest < sequence and (key, oldest) not in running:
+                blocked.append(stored)
+        if blocked:
             overtaking = HandlerError(
                 "An earlier letter of their partition key is not redriven, or failed again.",
                 did="They stay behind it, and are not wanted any more.",
                 advice="Redrive them together with it.",
             )
-            await self._refuse(tuple(behind), overtaking)
-        return tuple(stored for stored in letters if stored not in behind)
+            await self._mark_unwanted(tuple(blocked), overtaking)
+        return tuple(stored for stored in letters if stored not in blocked)
 
-    async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
-        """Let those keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
+    async def _unpark_finished_keys(self, shard_id: str, keys: Iterable[str | None]) -> None:
+        """Unpark ``keys``, and keys that remain from earlier calls, if the ledger has no letter of theirs any more.
+
+        The handler then processes their records again. Call it while the shard processes no batch and all letters are stored.
+        """
         if not self.parks:
             return
-        asking = self._asking.setdefault(shard_id, set())
-        asking.update(key for key in keys if key is not None)
-        parked = await self.ledger.parked_keys(shard_id)
-        for key in asking.difference(parked):
+        candidates = self._keys_to_unpark.setdefault(shard_id, set())
+        candidates.update(key for key in keys if key is not None)
+        still_parked = await self.ledger.parked_keys(shard_id)
+        for key in candidates.difference(still_parked):
             await self.runtime.unpark(shard_id, key)
-        del self._asking[shard_id]
+        del self._keys_to_unpark[shard_id]
 
-    async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
+    async def _mark_unwanted(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
+        """Log why letters of a shard cannot run, and keep them in the ledger without the operator's wish to redrive them."""
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
         await self.ledger.redrive(tuple(stored.id for stored in letters), wanted=False)
 
@@ -202,22 +214,22 @@ class _WantedLetter:
     bytes: int
     number: int
     """How many wanted letters were stored before it."""
-    before: str | None
-    """The id of the last letter."""
+    previous_id: str | None
+    """The id of the wanted letter that was stored before it."""
 
 
 def portions(letters: Iterable[StoredLetter]) -> Iterator[tuple[StoredLetter, ...]]:
-    """Yield letters as they run together."""
-    return _cut(
+    """Yield letters in portions that run as one batch: of one shard, in its order, with a limited number and size."""
+    return _into_portions(
         letters,
         place=lambda stored: (stored.letter.shard_id, stored.letter.sequence),
         size=lambda stored: len(stored.letter.data),
     )
 
 
-async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ...], None]:
-    """Yield the letters that are wanted now as they run together; those that are gone meanwhile are left out."""
-    page = await book.letters(limit=PAGE, wanted=True)
+async def wanted_portions(ledger: Ledger) -> AsyncGenerator[tuple[StoredLetter, ...], None]:
+    """Yield the letters that are wanted now, in portions that run as one batch (see the module's docstring)."""
+    page = await ledger.letters(limit=PAGE, wanted=True)
     if len(page) < PAGE:
         for portion in portions(page):
             yield portion
@@ -225,25 +237,26 @@ async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ..
     seen: list[_WantedLetter] = []
     while page:
         for stored in page:
-            letter, before = stored.letter, seen[-1].id if seen else None
+            letter, previous_id = stored.letter, seen[-1].id if seen else None
             place = (letter.shard_id, letter.sequence)
-            seen.append(_WantedLetter(stored.id, place, len(letter.data), len(seen), before))
-        page = await book.letters(after=page[-1].id, limit=PAGE, wanted=True)
-    for part in _cut(seen, place=lambda seen: seen.place, size=lambda seen: seen.bytes):
-        ids = {seen.id for seen in part}
+            seen.append(_WantedLetter(stored.id, place, len(letter.data), len(seen), previous_id))
+        page = await ledger.letters(after=page[-1].id, limit=PAGE, wanted=True)
+    for part in _into_portions(seen, place=lambda wanted: wanted.place, size=lambda wanted: wanted.bytes):
+        ids = {wanted.id for wanted in part}
         letters: list[StoredLetter] = []
-        # Those that were stored one after the other are read together.
-        in_order = sorted(part, key=lambda seen: seen.number)
-        for _, run in groupby(enumerate(in_order), key=lambda at: at[1].number - at[0]):
-            members = [seen for _, seen in run]
-            page = await book.letters(after=members[0].before, limit=len(members), wanted=True)
+        # One request reads all letters that were stored one after the other: their number minus their index is the same.
+        stored_order = sorted(part, key=lambda wanted: wanted.number)
+        for _, run in groupby(enumerate(stored_order), key=lambda pair: pair[1].number - pair[0]):
+            members = [wanted for _, wanted in run]
+            page = await ledger.letters(after=members[0].previous_id, limit=len(members), wanted=True)
             letters += [stored for stored in page if stored.id in ids]
         for portion in portions(letters):
             yield portion
 
 
-def _cut(
+def _into_portions(
     items: Iterable[_T], *, place: Callable[[_T], tuple[str, Sequence]], size: Callable[[_T], int]
 ) -> Iterator[tuple[_T, ...]]:
+    """Yield letters in portions. ``place`` returns a letter's shard and sequence, ``size`` its bytes."""
     for _, of_shard in groupby(sorted(items, key=place), key=lambda item: place(item)[0]):
         yield from map(tuple, batches(of_shard, size=size, count=LETTERS_AT_ONCE, most=_PORTION_BYTES))

@@ -59,32 +59,33 @@ def decode_records(line: bytes | bytearray | memoryview, *, version: Version, sh
         raise DecodeError(f"A batch is not JSON: {error.msg}.", excerpt=excerpt(line)) from None
     if type(message) is not dict or message.get("action") != "processRecords":
         raise DecodeError("A line is not a processRecords message.", excerpt=excerpt(line))
-    raw = message.get("records")
-    if type(raw) is not list:
-        raise wrong("records", raw, "a list")
+    items = message.get("records")
+    if type(items) is not list:
+        raise wrong("records", items, "a list")
     lag = optional_long(message, "millisBehindLatest")
     records: list[Record] = []
-    before = (0, "", 0)
-    for index, item in enumerate(raw):
+    previous_order = (0, "", 0)
+    for index, item in enumerate(items):
         record = _record(item, index, version, shard_id)
-        # What sorts as the sequence does, without making integers of it (164 ns a record). DynamoDB Local pads its numbers.
-        number = record.sequence_text
-        number = number.lstrip("0") if number[0] == "0" else number
-        order = (len(number), number, record.sub_sequence_number)
-        if order < before:
+        # Digit texts sort as numbers by (length, text), which saves 164 ns a record. DynamoDB Local pads its numbers.
+        digits = record.sequence_text
+        digits = digits.lstrip("0") if digits[0] == "0" else digits
+        order = (len(digits), digits, record.sub_sequence_number)
+        if order < previous_order:
             raise ProtocolViolation(
                 f"Sequences go down inside a batch: records[{index}] ({record.sequence}) comes after a later one."
             )
-        before = order
-        parts = _user_records(record, item.get("data")) if version is Version.V1 else None
-        if parts is None:
+        previous_order = order
+        user_records = _user_records(record, item.get("data")) if version is Version.V1 else None
+        if user_records is None:
             records.append(record)
         else:
-            records.extend(parts)
+            records.extend(user_records)
     return DecodedBatch(records, lag)
 
 
 def _record(item: Any, index: int, version: Version, shard_id: str) -> Record:
+    """Return one element of ``records`` as a Record. Raises DecodeError for a field of a wrong type or range."""
     if type(item) is not dict:
         raise wrong(f"records[{index}]", item, "an object")
     number = item.get("sequenceNumber")
@@ -116,26 +117,26 @@ def _record(item: Any, index: int, version: Version, shard_id: str) -> Record:
     )
 
 
-def _user_records(record: Record, text: str | None) -> list[Record] | None:
-    """Return the user records of an aggregate (sub-sequences 0 to n-1), None for a plain record."""
-    if text is None or not text.startswith(MAGIC_BASE64):
+def _user_records(record: Record, data_base64: str | None) -> list[Record] | None:
+    """Return the user records if ``record`` is a KPL aggregate (sub-sequences 0 to n-1), None for a plain record."""
+    if data_base64 is None or not data_base64.startswith(MAGIC_BASE64):
         return None
     try:
-        parts = deaggregate(base64.b64decode(text, validate=True))
+        user_records = deaggregate(base64.b64decode(data_base64, validate=True))
     except binascii.Error:
-        return None  # told when the handler reads it, like any damaged payload
-    if parts is None:
+        return None  # reading the record's data raises the error, as for any damaged payload
+    if user_records is None:
         return None
     return [
         Record(
             shard_id=record.shard_id,
             sequence_number=record.sequence_text,
             sub_sequence_number=sub,
-            data=part.data,
-            partition_key=part.partition_key,
+            data=user_record.data,
+            partition_key=user_record.partition_key,
             arrival_ms=record.arrival_ms,
         )
-        for sub, part in enumerate(parts)
+        for sub, user_record in enumerate(user_records)
     ]
 
 
@@ -153,9 +154,9 @@ class UserRecord(NamedTuple):
 
 
 def deaggregate(data: bytes) -> tuple[UserRecord, ...] | None:
-    """Return the user records of an aggregate, None when ``data`` is no (undamaged) aggregate.
+    """Return the user records that ``data`` aggregates, None if it is not a valid aggregate of the Kinesis Producer Library.
 
-    A damaged one is a plain record, as the KCL has it (KCL 1.x UserRecord, KCL 3.1.3 AggregatorUtil).
+    A damaged aggregate counts as a plain record, as in the KCL (KCL 1.x UserRecord, KCL 3.1.3 AggregatorUtil).
     """
     body, digest = data[len(MAGIC) : -_DIGEST_SIZE], data[-_DIGEST_SIZE:]
     if not data.startswith(MAGIC) or len(data) <= len(MAGIC) + _DIGEST_SIZE:
@@ -175,11 +176,10 @@ def deaggregate(data: bytes) -> tuple[UserRecord, ...] | None:
 
 @functools.cache
 def _schema() -> tuple[Any, type[Exception]]:
-    """Load the protobuf schema, at the first aggregate: most daemons never send one.
+    """Return the protobuf schema of aggregates and its parse error; loaded at the first aggregate, since few daemons send any.
 
-    ``aws_kinesis_agg.deaggregator`` puts two folders in front of ``sys.path`` to find its own generated modules;
-    they are taken out again, so that a handler's modules are found as if it had never been loaded. Its own function is
-    not used: it prints, and gives the head of a damaged aggregate before it notices the damage.
+    ``aws_kinesis_agg.deaggregator`` puts two folders in front of ``sys.path``; they are removed, so that they cannot hide
+    a handler's modules. Its own ``deaggregate`` is not used: it prints, and returns the start of a damaged aggregate.
     """
     path = sys.path.copy()
     try:

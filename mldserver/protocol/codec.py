@@ -75,14 +75,14 @@ class LineFramer:
         lines: list[Line] = []
         if self.error is not None:
             return lines
-        stop, start = len(data) if size is None else size, 0
-        if not self.partial and 1 < stop <= self._limit and data.find(b"\n", 0, stop) == stop - 1:
-            # One whole line, as nearly always: the rest of this is for those that are not.
-            whole = bytes(memoryview(data)[: stop - 1]).removesuffix(b"\r")
+        size, start = len(data) if size is None else size, 0
+        if not self.partial and 1 < size <= self._limit and data.find(b"\n", 0, size) == size - 1:
+            # The fast path for what comes nearly always: exactly one whole line.
+            whole = bytes(memoryview(data)[: size - 1]).removesuffix(b"\r")
             return [whole] if whole and not whole.isspace() else lines
         with memoryview(data) as view:
-            while (end := data.find(b"\n", start, stop)) >= 0:
-                if not self._fits(end - start, view[start:]):
+            while (end := data.find(b"\n", start, size)) >= 0:
+                if not self._within_limit(end - start, view[start:]):
                     return lines
                 line: Line
                 if self.partial:
@@ -96,8 +96,8 @@ class LineFramer:
                 if line and not line.isspace():
                     lines.append(line)
                 start = end + 1
-            if self._fits(stop - start, view[start:stop]):
-                self.partial += view[start:stop]
+            if self._within_limit(size - start, view[start:size]):
+                self.partial += view[start:size]
         return lines
 
     def feed_eof(self) -> int:
@@ -109,7 +109,8 @@ class LineFramer:
         self.partial = bytearray()
         return cut_off
 
-    def _fits(self, more: int, rest: memoryview) -> bool:
+    def _within_limit(self, more: int, rest: memoryview) -> bool:
+        """Return whether the line may grow by ``more`` bytes, the first of ``rest``. If not, set ``error`` and drop the line."""
         size = len(self.partial) + more
         if size <= self._limit:
             return True
@@ -174,6 +175,7 @@ def encode_status(response_for: str) -> bytes:
 
 
 def _initialize(message: dict[str, Any]) -> Initialize:
+    """Return the checked fields of ``initialize``. Without a sequence number it comes from a V1 daemon."""
     shard_id = message.get("shardId")
     if type(shard_id) is not str or not 0 < len(shard_id) <= _MAX_SHARD_ID or not shard_id.isprintable():
         raise wrong("shardId", shard_id, f"a text of 1 to {_MAX_SHARD_ID} printable characters")

@@ -34,7 +34,7 @@ from mldserver.protocol.states import TABLE, WORKING, Action, Input, State
 from mldserver.records import Sequence
 
 _CLOSED_IT: Final = "The connection was closed."
-_TURNS: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED})
+_DAEMON_MAY_SEND_REQUEST: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED})
 
 
 CHECKPOINT_ERRORS: Final = {
@@ -121,7 +121,7 @@ class MLDConnection:
         self._error_name = ""
         self.checkpoints_stopped = False
         """Whether the daemon said that the lease is gone; read only."""
-        self._begun = 0
+        self._line_bytes_at_timer_start = 0
         """Bytes of the incomplete line when its timer was started last."""
         self._timers: set[Timer] = set()
         self._out: list[bytes] = []
@@ -150,28 +150,28 @@ class MLDConnection:
             self._cancel(Timer.PARTIAL_LINE)
         for line in lines:
             self._receive_line(line)
-        # What is left of the bytes is an incomplete line, or one that is too long already.
+        # The remaining bytes are an incomplete line, or one that is too long already.
         pending = len(framer.partial)
         if self.state is State.CLOSED:
             return pending
         if framer.error is not None:
-            self._step(Input.FAULT, framer.error)
+            self._apply(Input.FAULT, framer.error)
         elif pending == 0:
             if self._timers:
                 self._cancel(Timer.PARTIAL_LINE)
         elif self.state in WORKING and not framer.pending_blank:
-            # The daemon speaks only when it is its turn, so nothing of it needs to be buffered in ours.
+            # The daemon must not send while its request is unanswered: nothing of an early message is buffered.
             early = f"A message began while {self._response_for} was not answered yet."
             error = ProtocolViolation(early, did=_CLOSED_IT, excerpt=excerpt(framer.partial))
-            self._step(Input.FAULT, error)
+            self._apply(Input.FAULT, error)
         elif Timer.PARTIAL_LINE not in self._timers:
-            self._await_rest()
+            self._start_line_timer()
         return pending
 
     def receive_eof(self) -> None:
         """Take the end of the peer's data. A line without its end is reported and dropped."""
         if self.state is not State.CLOSED:
-            self._step(Input.EOF)
+            self._apply(Input.EOF)
 
     def timer_fired(self, name: Timer, *, patient: bool = True) -> None:
         """Handle a time-out. Ignore a cancelled timer: it may have fired before the cancellation.
@@ -185,115 +185,118 @@ class MLDConnection:
             return
         self._timers.discard(name)
         if name == Timer.CHECKPOINT_RETRY:
-            self._step(Input.RETRY_DUE)
+            self._apply(Input.RETRY_DUE)
         elif name == Timer.CLOSE:
-            self._step(Input.CLOSE_TIMEOUT)
+            self._apply(Input.CLOSE_TIMEOUT)
         elif name == Timer.INITIALIZE:
             seconds = self._limits.initialize_timeout_seconds
-            told = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
-            self._step(Input.INITIALIZE_TIMEOUT, told)
-        elif patient and len(self._framer.partial) > self._begun:
-            self._await_rest()
+            error = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
+            self._apply(Input.INITIALIZE_TIMEOUT, error)
+        elif patient and len(self._framer.partial) > self._line_bytes_at_timer_start:
+            self._start_line_timer()
         else:
             seconds = self._limits.partial_line_timeout_seconds
             what = f"A line was not complete, and nothing more of it came for {seconds:g} seconds."
-            if len(self._framer.partial) > self._begun:
+            if len(self._framer.partial) > self._line_bytes_at_timer_start:
                 what = f"A line was not complete within {seconds:g} seconds, while others waited for room in memory."
-            slow = PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.partial))
-            self._step(Input.PARTIAL_LINE_TIMEOUT, slow)
+            error = PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.partial))
+            self._apply(Input.PARTIAL_LINE_TIMEOUT, error)
 
     def answer(self) -> None:
         """Send the one status for the outstanding request.
 
         Raises InternalError when none is outstanding, or a checkpoint is, or a shard's end is not checkpointed.
         """
-        self._step(Input.ANSWER_GONE if self.checkpoints_stopped else Input.ANSWER)
+        self._apply(Input.ANSWER_GONE if self.checkpoints_stopped else Input.ANSWER)
 
     def checkpoint(self, position: Sequence | None) -> None:
         """Ask for a checkpoint at ``position``; None: at everything delivered, which at a shard's end is SHARD_END.
 
-        After ShutdownException it sends nothing, and reports CheckpointsStopped again. In V1 the sub-sequence is not
-        sent: a position inside an aggregate is then the caller's error. Raises InternalError where the daemon would
-        refuse a checkpoint, and for a position at a shard's end.
+        After ShutdownException (the lease is lost) it sends nothing, and reports CheckpointsStopped again. V1 has no
+        sub-sequences: there the caller must not ask for a position inside an aggregate. Raises InternalError in a state
+        in which the daemon would refuse a checkpoint, and for a position at a shard's end.
         """
         if self.state is State.ENDING and position is not None:
             raise InternalError(f"A shard's end is checkpointed as a whole, not at {position}.")
         command = Input.CHECKPOINT_GONE if self.checkpoints_stopped else Input.CHECKPOINT
         if command in TABLE[self.state]:
             self._position, self._attempts = position, 0
-        self._step(command)
+        self._apply(command)
 
     def abort(self, error: MldserverError) -> None:
         """Close on purpose, because of an error of our own side. Raises InternalError when already closed."""
-        self._step(Input.ABORT, error)
+        self._apply(Input.ABORT, error)
 
     def close(self) -> None:
         """Close on purpose, without an error. Raises InternalError when already closed."""
-        self._step(Input.CLOSE)
+        self._apply(Input.CLOSE)
 
     def _receive_line(self, line: Line) -> None:
-        if self.state is State.CLOSED:  # an earlier line of the same bytes ended it
+        """Decode a line and apply it as an input of the state machine. An invalid line, or one out of turn, is a FAULT."""
+        if self.state is State.CLOSED:  # an earlier line of the same bytes closed the connection
             return
         try:
             message = decode(line)
         except PeerError as error:
-            self._step(Input.FAULT, error)
+            self._apply(Input.FAULT, error)
             return
         action = ""
-        if (known := _REQUESTS.get(type(message))) is not None:
-            happened, action = known
+        if (request := _REQUESTS.get(type(message))) is not None:
+            cause, action = request
         elif isinstance(message, CheckpointReply):
-            happened = self._classify(message)
+            cause = self._input_of_reply(message)
         else:
-            happened, action = _SHUTDOWNS[cast("Shutdown", message).reason], "shutdown"
-        if happened not in TABLE[self.state]:
-            what = f"{happened} came while {self._response_for} was not answered yet."
-            if self.state in _TURNS:
-                what = f"{happened} came in state {self.state}, where it is not allowed."
-            self._step(Input.FAULT, ProtocolViolation(what, did=_CLOSED_IT, excerpt=excerpt(line)))
+            cause, action = _SHUTDOWNS[cast("Shutdown", message).reason], "shutdown"
+        if cause not in TABLE[self.state]:
+            what = f"{cause} came while {self._response_for} was not answered yet."
+            if self.state in _DAEMON_MAY_SEND_REQUEST:  # a request may come, but not this one
+                what = f"{cause} came in state {self.state}, where it is not allowed."
+            self._apply(Input.FAULT, ProtocolViolation(what, did=_CLOSED_IT, excerpt=excerpt(line)))
             return
         if not isinstance(message, CheckpointReply):
             self._request, self._response_for = message, action
-        self._step(happened)
+        self._apply(cause)
 
-    def _classify(self, reply: CheckpointReply) -> Input:
+    def _input_of_reply(self, reply: CheckpointReply) -> Input:
+        """Return what a checkpoint's reply is to the state machine: EXHAUSTED in place of an error without attempts left."""
         if reply.error is None:
             return Input.STORED
         self._error_name = reply.error
-        kind = CHECKPOINT_ERRORS.get(reply.error, Input.REFUSED)
-        row = TABLE[self.state].get(kind)
-        again = row is not None and Action.RETRY_LATER in row.actions
-        if again and self._attempts >= self._policy(self.state).attempts:
+        outcome = CHECKPOINT_ERRORS.get(reply.error, Input.REFUSED)
+        row = TABLE[self.state].get(outcome)
+        would_retry = row is not None and Action.RETRY_LATER in row.actions
+        if would_retry and self._attempts >= self._retry_policy(self.state).attempts:
             return Input.EXHAUSTED
-        return kind
+        return outcome
 
-    def _policy(self, asked_in: State) -> RetryPolicy:
-        return self._limits.end_retries if asked_in is State.ENDING_CHECKPOINT else self._limits.retries
+    def _retry_policy(self, state: State) -> RetryPolicy:
+        """Return the retries of a checkpoint that was sent in ``state``: more at a shard's end, which has one chance."""
+        return self._limits.end_retries if state is State.ENDING_CHECKPOINT else self._limits.retries
 
-    def _await_rest(self) -> None:
-        self._begun = len(self._framer.partial)
+    def _start_line_timer(self) -> None:
+        self._line_bytes_at_timer_start = len(self._framer.partial)
         self._start(Timer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
 
-    def _step(self, happened: Input, error: MldserverError | None = None) -> None:
-        """Take the row of the table. Raises InternalError when there is none: only our own side asks unseen."""
+    def _apply(self, cause: Input, error: MldserverError | None = None) -> None:
+        """Change the state as the table says for this input, and carry out the row's actions.
+
+        Raises InternalError if the state has no row for the input. Inputs from the peer were checked before.
+        """
         before = self.state
-        row = TABLE[before].get(happened)
+        row = TABLE[before].get(cause)
         if row is None:
-            raise InternalError(f"{happened} is not possible in state {before}.", state=str(before))
+            raise InternalError(f"{cause} is not possible in state {before}.", state=str(before))
         self.state = row.to
         if row.to is not before:
-            self._events.append(ev.StateChanged(before, row.to, happened))
+            self._events.append(ev.StateChanged(before, row.to, cause))
         for action in row.actions:
-            self._do(action, before, happened, error)
+            self._carry_out(action, before, cause, error)
 
-    def _do(self, action: Action, before: State, happened: Input, error: MldserverError | None) -> None:
-        """Carry out one action of a transition: from where it came, what caused it, the error that came with it."""
+    def _carry_out(self, action: Action, before: State, cause: Input, error: MldserverError | None) -> None:
+        """Carry out one action of a transition. ``before``: the state that it left; ``cause``: the input that it had."""
         match action:
             case Action.DELIVER:
-                message, self._request = (
-                    self._request,
-                    None,
-                )  # a batch's line may be large, and is no longer ours
+                message, self._request = self._request, None  # frees a batch's line, which may be large
                 assert message is not None, "only a request is delivered"
                 if isinstance(message, Initialize):
                     self._version = message.version
@@ -312,29 +315,29 @@ class MLDConnection:
             case Action.CLOSE:
                 for timer in sorted(self._timers):
                     self._cancel(timer)
-                reason = _REASONS.get(happened, CloseReason.FAILED)
+                reason = _REASONS.get(cause, CloseReason.FAILED)
                 if reason is CloseReason.EOF and before is State.FINAL:
                     reason = CloseReason.FINISHED
-                elif reason is CloseReason.EOF and before not in _TURNS:
+                elif reason is CloseReason.EOF and before not in _DAEMON_MAY_SEND_REQUEST:
                     reason = CloseReason.EOF_IN_REQUEST
                 self._events.append(ev.Closed(reason, self._framer.feed_eof()))
             case _:
-                self._tell(action, before, error)
+                self._report_outcome(action, before, error)
 
-    def _tell(self, action: Action, before: State, error: MldserverError | None) -> None:
-        """Tell how a checkpoint went, or why the connection fails."""
-        tell = self._events.append
+    def _report_outcome(self, action: Action, before: State, error: MldserverError | None) -> None:
+        """Add the event that says how a checkpoint went, or why the connection fails. ``before``: as in ``_carry_out``."""
+        report = self._events.append
         match action:
             case Action.TELL_STORED:
-                tell(ev.CheckpointStored(self._position, self._attempts))
+                report(ev.CheckpointStored(self._position, self._attempts))
             case Action.TELL_STOPPED:
                 self.checkpoints_stopped = True
-                tell(ev.CheckpointsStopped(self._position))
+                report(ev.CheckpointsStopped(self._position))
             case Action.TELL_FAILED:
-                tell(ev.CheckpointFailed(self._position, self._error_name, self._attempts))
+                report(ev.CheckpointFailed(self._position, self._error_name, self._attempts))
             case Action.RETRY_LATER:
-                delay = self._policy(before).delay(self._attempts, self._random())
-                tell(ev.CheckpointRetrying(self._position, self._error_name, self._attempts, delay))
+                delay = self._retry_policy(before).delay(self._attempts, self._random())
+                report(ev.CheckpointRetrying(self._position, self._error_name, self._attempts, delay))
                 self._start(Timer.CHECKPOINT_RETRY, delay)
             case Action.FAIL_END:
                 failed = PeerError(
@@ -343,10 +346,10 @@ class MLDConnection:
                     "shard's children until the JVM restarts.",
                     advice="The JVM exits now; its supervisor must restart it. Look for the cause in its log.",
                 )
-                tell(ev.ConnectionFailed(failed))
+                report(ev.ConnectionFailed(failed))
             case _:
                 assert error is not None, "what fails has an error"
-                tell(ev.ConnectionFailed(error))
+                report(ev.ConnectionFailed(error))
 
     def _start(self, name: Timer, seconds: float) -> None:
         self._timers.add(name)

@@ -147,6 +147,7 @@ _EVERYWHERE: Final = {
 
 
 def _answered(to: State, *more: Action) -> dict[Input, Transition]:
+    """Return the rows for our side's answer to the request, with and without a lease: the status is sent in both cases."""
     row = Transition(to, (Action.SEND_STATUS, *more))
     return {Input.ANSWER: row, Input.ANSWER_GONE: row}
 
@@ -154,7 +155,10 @@ def _answered(to: State, *more: Action) -> dict[Input, Transition]:
 def _checkpointing(
     working: State, outstanding: State, backing_off: State, answered: State
 ) -> dict[State, dict[Input, Transition]]:
-    """Return the three sub-states of a request in which a failed checkpoint does not matter much."""
+    """Return the rows of a request's states: being worked on, its checkpoint waits for the reply, or for the next attempt.
+
+    A checkpoint that fails leads back to ``working``: the next one covers it. ``answered``: the state after the status.
+    """
     ask = Transition(outstanding, (Action.SEND_CHECKPOINT,))
     return {
         working: {

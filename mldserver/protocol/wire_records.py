@@ -1,17 +1,11 @@
 """The fast way from a ``processRecords`` line to records: msgspec's typed structs, checked by columns.
 
-Why msgspec: it makes the records' objects in one pass over the line, and turns base64 into bytes as it goes. CPU ns a
-record on one machine (Python 3.11), data read afterwards:
-
-                                     500 x 100 B   500 x 1 KiB   10,000 x 1 KiB
-    json + base64, dicts                    1300          4900             5500
-    orjson + pybase64, own objects           900          1500             3000
-    msgspec, ``data: bytes``                 300          1210             1260
-    msgspec, ``data: str``, pybase64         750          1240             1490
-    msgspec, ``data: str``, not read         240           580              700
+Why msgspec: it makes the records' objects in one pass over the line, and decodes base64 in the same pass. CPU ns a record
+of 100 B (of 1 KiB), Python 3.11: json and dicts 1300 (4900), orjson and pybase64 900 (1500), msgspec with ``data: bytes``
+300 (1210), msgspec with ``data: str`` that is never read 240 (580).
 
 So payloads are decoded at once, unless they are large and the shard's handler was not seen to read any. The structs are
-frozen, which costs nothing: no handler can change what is read of a record after it.
+frozen, which costs nothing, so no handler can change a record that is read again later.
 
 This module reports no reasons: for any unexpected value it returns None, and ``batch_decoder.py`` reads the line
 again, field by field, to find the fault, or to accept the line (rare nulls, V1).
@@ -104,39 +98,43 @@ class DecodedBatch(msgspec.Struct, frozen=True):
 class FastDecoder:
     """Decodes one shard's lines. Its records know their shard by their class, which costs nothing for each."""
 
-    __slots__ = ("_eager", "_large", "_last", "_lazy", "_reads", "_shard_id")
+    __slots__ = ("_eager", "_large_records", "_lazy", "_payloads_read", "_sample", "_shard_id")
 
     def __init__(self, shard_id: str) -> None:
         """Make nothing yet: an idle shard has no need of classes."""
         self._shard_id = shard_id
         self._eager: msgspec.json.Decoder[Any] | None = None
         self._lazy: msgspec.json.Decoder[Any] | None = None
-        self._large = False
-        self._last: Any = None
+        self._large_records = False
+        self._sample: Any = None
         """A record that was not decoded, to see later whether the handler read it."""
-        self._reads = False
+        self._payloads_read = False
         """Whether the handler was seen to read payloads."""
 
     def decode(self, line: bytes | bytearray | memoryview) -> DecodedBatch | None:
-        """Return the records of a line; None when it must be read with more care (or is wrong)."""
-        if self._last is not None and type(self._last._text) is bytes:  # noqa: SLF001  # of this module
-            self._reads, self._last = True, None
-        lazy = self._large and not self._reads
-        decoder = (self._lazy if lazy else self._eager) or self._made(lazy=lazy)
+        """Return the records of a ``processRecords`` line; None if it is unusual or invalid: ``decode_records`` then reads it.
+
+        If records are large and the handler has not read any payload so far, payloads remain base64 until they are read.
+        """
+        if self._sample is not None and type(self._sample._text) is bytes:  # noqa: SLF001  # the handler has read it
+            self._payloads_read, self._sample = True, None
+        lazy = self._large_records and not self._payloads_read
+        decoder = (self._lazy if lazy else self._eager) or self._make_decoder(lazy=lazy)
         try:
             message = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         records = message.records
         if records:
-            self._large = len(line) > LARGE_RECORD * len(records)
-            if not (is_sequence(records[0].sequence_text) if len(records) == 1 else _rising(records)):
+            self._large_records = len(line) > LARGE_RECORD * len(records)
+            if not (is_sequence(records[0].sequence_text) if len(records) == 1 else _in_order(records)):
                 return None
             if lazy:
-                self._last = records[-1]
+                self._sample = records[-1]
         return DecodedBatch(records, message.millisBehindLatest)
 
-    def _made(self, *, lazy: bool) -> msgspec.json.Decoder[Any]:
+    def _make_decoder(self, *, lazy: bool) -> msgspec.json.Decoder[Any]:
+        """Make and keep a decoder of lines. Its record class has the shard's id as an attribute, so no record stores it."""
         base = _LazyRecord if lazy else _EagerRecord
         options: dict[str, Any] = {"frozen": True, "gc": False, "eq": False, "rename": _NAMES}
         namespace = {"shard_id": self._shard_id}
@@ -155,25 +153,27 @@ class FastDecoder:
         return decoder
 
 
-def _rising(records: list[Any]) -> bool:
-    """Whether all have sequence numbers, and are in order."""
+def _in_order(records: list[Any]) -> bool:
+    """Whether all records have valid sequence numbers, and (sequence, sub-sequence) never descends."""
     numbers = [record.sequence_text for record in records]
-    rising = _as_one_table(numbers)
-    if rising is None:
+    ascending = _strictly_ascending(numbers)
+    if ascending is None:
         if not all(map(is_sequence, numbers)):
             return False
         numbers = [number.rjust(MAX_SEQUENCE_DIGITS, "0") for number in numbers]
-        rising = all(map(lt, numbers, islice(numbers, 1, None)))
-    if rising:
+        ascending = all(map(lt, numbers, islice(numbers, 1, None)))
+    if ascending:
         return True
-    places = list(zip(numbers, [record.sub_sequence_number for record in records], strict=True))
-    return all(map(le, places, islice(places, 1, None)))
+    # Equal numbers are valid if their sub-sequences are in order: the records of one aggregate.
+    pairs = list(zip(numbers, [record.sub_sequence_number for record in records], strict=True))
+    return all(map(le, pairs, islice(pairs, 1, None)))
 
 
-def _as_one_table(numbers: list[str]) -> bool | None:
-    """Return whether each is above the one before it, if each is a text of as many ASCII digits, 1 to 129; else None.
+def _strictly_ascending(numbers: list[str]) -> bool | None:
+    """Return whether each number is above the previous one, by one comparison of byte arrays.
 
-    They are looked at as one array of bytes, not one by one. Of few records it says None: each is quicker to look at.
+    Return None if that is not possible: for texts that are not all of the same length (1 to 129 ASCII digits); and for
+    fewer than 16 numbers, which are compared faster one by one.
     """
     width = len(numbers[0])
     if len(numbers) < _FEW or not 0 < width <= MAX_SEQUENCE_DIGITS:
@@ -182,7 +182,7 @@ def _as_one_table(numbers: list[str]) -> bool | None:
     if len(lines) != len(numbers) * (width + 1):
         return None
     table = np.frombuffer(lines, np.uint8)
-    # Line ends in the last column, and only there: all are of this width.
+    # All numbers have this width if line ends are in the last column, and only there.
     if (
         np.count_nonzero(table < _ZERO) != len(numbers)
         or table.max() > _NINE

@@ -52,9 +52,9 @@ class Link(asyncio.BufferedProtocol):
     ) -> None:
         """``name`` and ``peer`` are for the log; must be made on the loop that it will live on.
 
-        ``buffer`` is received into; all connections of a loop may share one, of which they keep nothing. ``tls`` says who may
-        stay after the handshake. ``secret``: what the peer must show first. ``refusals``: counts how often a host was
-        refused for the same reason, by certificate or by secret.
+        ``buffer``: received bytes are written here first; all connections of a loop may share it. ``budget``: the limit on
+        unread bytes of all connections. ``tls``: which peers may stay after the handshake. ``secret``: what the peer must
+        send first. ``refusals``: counts how often a host was refused for the same reason, by certificate or by secret.
         """
         self.peer = peer
         self.log = log.bind(connection=name)
@@ -64,37 +64,37 @@ class Link(asyncio.BufferedProtocol):
         self._partial_seconds = limits.partial_line_timeout_seconds
         self.budget = budget
         self._buffer = buffer
-        self._offered = memoryview(buffer)
+        self._buffer_view = memoryview(buffer)
         """TLS cuts off what it has filled: of a bytearray that would be a copy."""
         self._tls = tls
-        self._gate: SecretGate | None = SecretGate(secret)
+        self._secret_check: SecretGate | None = SecretGate(secret)
         """Checks the secret that the peer must send before its first line; None: the peer may send lines."""
         self._refusals = refusals
         self._host = peer.rpartition(":")[0]
-        self._refused = ""
+        self._refusal_reason = ""
         """Why the peer was refused (certificate or secret); empty: it was not."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._requests: list[RequestMessage | None] = []
         """Requests that ``request`` has not returned yet; a None at the end: no more will come."""
-        self._come = Flag()
+        self._request_queued = Flag()
         self.on_batch: Callable[[Line], None] = lambda _: None
         """Is called with each batch."""
         self.on_partial: Callable[[bool], None] = lambda _: None
         """Is called with True when the first part of a line has come, and with False when the line is complete."""
         Link.debugging = self.log.is_enabled_for(logging.DEBUG)
-        self._reply: asyncio.Future[CheckpointOutcome] | None = None
+        self._checkpoint_outcome: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
-        self._partial = 0
+        self._incomplete_bytes = 0
         """Bytes of the incomplete line."""
-        self._held = 0
+        self._bytes_in_progress = 0
         """Bytes of the batches that are being processed."""
         self._state_before: State | None = None
         self._asked_at = 0.0
         self.over = Flag()
         """Set when the protocol is over and its end is logged."""
-        self._gone = Flag()
+        self._socket_closed = Flag()
 
     @property
     def closed(self) -> bool:
@@ -109,45 +109,46 @@ class Link(asyncio.BufferedProtocol):
         certificate = transport.get_extra_info("ssl_object")
         self.peer += "".join(f" ({name})" for name in names_of(certificate)[:1])
         self.log.debug("connection.opened", peer=self.peer)
-        self._pump()  # starts the protocol's first timer
+        self._write_and_dispatch()  # starts the protocol's first timer
         if self._tls is not None and (refusal := self._tls.refusal(certificate)) is not None:
             self._refuse(refusal, PROVE)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  # the loop's wish; all of it is offered
         """Return the buffer that all connections share: the loop fills it and calls ``buffer_updated`` before any other."""
-        return self._offered
+        return self._buffer_view
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass bytes on to the core."""
+        """Pass the first ``nbytes`` bytes of the buffer to the core, without the secret, and count those of an incomplete line."""
         data: bytes | bytearray = self._buffer
-        if self._gate is not None:
-            data = self._behind_gate(bytes(self._offered[:nbytes]))
+        if self._secret_check is not None:
+            data = self._bytes_after_secret(bytes(self._buffer_view[:nbytes]))
             nbytes = len(data)
             if not nbytes:
                 return
-        partial = self.core.receive_data(data, nbytes)
-        self._pump()
-        if partial or self._partial:
-            if bool(partial) is not bool(self._partial):
-                self.on_partial(bool(partial))
-            self._partial = partial
-            self.budget.set_partial(self, partial)
+        incomplete_bytes = self.core.receive_data(data, nbytes)
+        self._write_and_dispatch()
+        if incomplete_bytes or self._incomplete_bytes:
+            line_began_or_ended = bool(incomplete_bytes) is not bool(self._incomplete_bytes)
+            if line_began_or_ended:
+                self.on_partial(bool(incomplete_bytes))
+            self._incomplete_bytes = incomplete_bytes
+            self.budget.set_partial(self, incomplete_bytes)
 
-    def _behind_gate(self, data: bytes) -> bytes:
+    def _bytes_after_secret(self, data: bytes) -> bytes:
         """Return the bytes that follow the secret; ``b""`` while it is incomplete. Close if the peer sends a wrong secret."""
-        gate = self._gate
-        if gate is None or self.closed:
+        secret_check = self._secret_check
+        if secret_check is None or self.closed:
             return b""
-        rest = gate.feed(data)
-        if gate.refused:
-            self._refuse(gate.refused, SHOW)
+        rest = secret_check.feed(data)
+        if secret_check.refused:
+            self._refuse(secret_check.refused, SHOW)
         elif rest is not None:
-            self._gate = None
+            self._secret_check = None
         return rest or b""
 
     def _refuse(self, why: str, advice: str) -> None:
         """Close the connection of a peer without a valid certificate or secret."""
-        self._refused = why
+        self._refusal_reason = why
         self.close(PeerError(why, did=_CLOSED, advice=advice))
 
     def eof_received(self) -> bool:
@@ -156,11 +157,11 @@ class Link(asyncio.BufferedProtocol):
         With TLS return False: a TLS transport cannot stay half open, and writes its output by itself.
         """
         self.core.receive_eof()
-        self._pump()
+        self._write_and_dispatch()
         return self._tls is None
 
     def pause_writing(self) -> None:
-        """Close: a peer that has not read an answer has nothing to ask, so what is unread is never more than a line."""
+        """Close: the output buffer fills up only if the peer sends requests and does not read the answers."""
         error = ProtocolViolation("The peer sends requests and does not read the answers.", did=_CLOSED)
         # Later, since the loop calls this in the middle of a write.
         self._loop.call_soon(self.close, error)
@@ -168,9 +169,9 @@ class Link(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # a reset is an EOF to the protocol
         """Note that nothing can be read or written any more."""
         self.core.receive_eof()
-        self._pump()
-        self.budget.forget(self, self._held)
-        self._gone.set()
+        self._write_and_dispatch()
+        self.budget.forget(self, self._bytes_in_progress)
+        self._socket_closed.set()
 
     # The budget's side.
 
@@ -192,26 +193,26 @@ class Link(asyncio.BufferedProtocol):
     async def request(self) -> RequestMessage | None:
         """Return the daemon's next request that is not a batch; None when no more will come."""
         while not self._requests:
-            self._come.clear()
-            await self._come.wait()
+            self._request_queued.clear()
+            await self._request_queued.wait()
         return self._requests.pop(0)
 
     def checkpoint(self, position: Sequence | None) -> asyncio.Future[CheckpointOutcome]:
         """Ask the daemon for a checkpoint; the future gets its outcome, after all retries. None: at everything delivered."""
-        self._reply = self._loop.create_future()
+        self._checkpoint_outcome = self._loop.create_future()
         if self.closed:
-            self._reply.set_result(CheckpointOutcome.CLOSED)
-            return self._reply
+            self._checkpoint_outcome.set_result(CheckpointOutcome.CLOSED)
+            return self._checkpoint_outcome
         self._asked_at = self._loop.time()
         self.core.checkpoint(position)
-        self._pump()
-        return self._reply
+        self._write_and_dispatch()
+        return self._checkpoint_outcome
 
     def acknowledge(self) -> None:
         """Send the status for the outstanding request."""
         if self.core.state is not State.CLOSED:
             self.core.answer()
-            self._pump()
+            self._write_and_dispatch()
 
     def close(self, error: MldserverError | None = None) -> None:
         """Close the connection, if it is open. ``error``: the error of this server that is the reason; None: there is none."""
@@ -220,16 +221,16 @@ class Link(asyncio.BufferedProtocol):
                 self.core.close()
             else:
                 self.core.abort(error)
-            self._pump()
+            self._write_and_dispatch()
 
     async def wait_gone(self) -> None:
         """Return when all output is written and the socket is closed. Cut the connection if the peer does not read in time."""
         try:
             async with asyncio.timeout(self._close_seconds):
-                await self._gone.wait()
+                await self._socket_closed.wait()
         except TimeoutError:
             self.cut()
-            await self._gone.wait()
+            await self._socket_closed.wait()
 
     def cut(self) -> None:
         """Close the socket at once, and drop unwritten output."""
@@ -242,19 +243,17 @@ class Link(asyncio.BufferedProtocol):
 
     # Between core and loop.
 
-    def _pump(self) -> None:
-        """Write the core's output, then carry out its events. Call it after each call of the core."""
-        happened = self.core.events_received()
+    def _write_and_dispatch(self) -> None:
+        """Write the core's output, then deliver its requests and carry out its other events. Call it after each call of the core."""
+        events = self.core.events_received()
         if self._transport is not None and not self._transport.is_closing():
             for data in self.core.data_to_send():
                 self._transport.write(data)
-        for event in happened:
+        for event in events:
             if type(event) is ev.Request:
                 if type(event.message) is not ProcessRecords:
                     self._deliver(event.message)
-                elif (
-                    self.core.state is not State.CLOSED
-                ):  # bytes after the batch may have ended the connection
+                elif not self.closed:  # bytes after the batch may have ended the connection
                     self.on_batch(event.message.line)
             elif type(event) is not ev.StateChanged:
                 self._carry_out(event)
@@ -293,7 +292,7 @@ class Link(asyncio.BufferedProtocol):
             case ev.OutputEnded():
                 self._end_output()
             case ev.Closed(reason, cut_off):
-                self._close(reason, cut_off)
+                self._end(reason, cut_off)
             case ev.StartTimer(name, seconds):
                 self._start_timer(name, seconds)
             case ev.CancelTimer(name):
@@ -310,7 +309,7 @@ class Link(asyncio.BufferedProtocol):
     def _enqueue(self, message: RequestMessage | None) -> None:
         """Queue a message for ``request``; None: no more will come."""
         self._requests.append(message)
-        self._come.set()
+        self._request_queued.set()
 
     @property
     def has_room(self) -> bool:
@@ -319,17 +318,17 @@ class Link(asyncio.BufferedProtocol):
 
     def hold(self, change: int) -> None:
         """Add ``change`` bytes (may be negative) to the size of the batches that are being processed."""
-        self._held += change
-        if not self._gone.up:
+        self._bytes_in_progress += change
+        if not self._socket_closed.up:
             self.budget.hold(change)
 
     def _resolve(self, outcome: CheckpointOutcome) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(outcome)
+        if self._checkpoint_outcome is not None and not self._checkpoint_outcome.done():
+            self._checkpoint_outcome.set_result(outcome)
 
     def _log_failed(self, error: MldserverError) -> None:
-        """Log why the connection failed. Repeated refusals of one host for one reason share a log line."""
-        times = self._refusals.count((self._host, self._refused)) if self._refused else 1
+        """Log why the connection failed. Refusals of one host for the same reason are logged once a minute, with their number."""
+        times = self._refusals.count((self._host, self._refusal_reason)) if self._refusal_reason else 1
         if not times:
             return
         # A warning for a peer's error before initialize: no shard is affected.
@@ -347,7 +346,7 @@ class Link(asyncio.BufferedProtocol):
         getattr(self.log, level)("connection.failed", exc_info=trace, **fields)
 
     def _end_output(self) -> None:
-        """Send the end of the output after everything that is written: the daemon's side exits by it."""
+        """Half-close the connection after all written output: the daemon's bridge process exits when it reads this end."""
         if self._transport is not None and not self._transport.is_closing():
             if self._tls is not None:  # writes the remaining output first, then closes
                 self._transport.close()
@@ -356,8 +355,8 @@ class Link(asyncio.BufferedProtocol):
             with contextlib.suppress(OSError):
                 self._transport.write_eof()
 
-    def _close(self, reason: CloseReason, cut_off: int) -> None:
-        """End everything that waits for the peer, then close the transport. ``cut_off``: bytes of an incomplete line."""
+    def _end(self, reason: CloseReason, cut_off: int) -> None:
+        """Wake all waiting tasks, and close the transport: the protocol is over. ``cut_off``: bytes of an incomplete last line."""
         self.close_reason = reason
         if reason is CloseReason.EOF_IN_REQUEST:
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=_MID_REQUEST)
@@ -383,7 +382,7 @@ class Link(asyncio.BufferedProtocol):
         self._timers.pop(name, None)
         # While other readers wait for memory (``budget.paused``), an incomplete line gets no more time, even if bytes arrive.
         self.core.timer_fired(name, patient=not self.budget.paused)
-        self._pump()
+        self._write_and_dispatch()
 
 
 _BY_PEER: Final = frozenset({CloseReason.EOF, CloseReason.FINISHED})

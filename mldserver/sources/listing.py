@@ -35,7 +35,7 @@ MakeKinesis: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[Ki
 """Makes a client, which is closed when its context ends."""
 
 
-class ShardPolling:
+class StreamLister:
     """Lists a stream's shards at an interval, and whenever ``ask`` is called."""
 
     def __init__(
@@ -59,11 +59,11 @@ class ShardPolling:
         async with self._resources:
             while True:
                 self._wake.clear()
-                asked, self._asked = self._asked, []
+                callers_of_ask, self._asked = self._asked, []
                 listing = await self._list()
                 if listing is not None:
                     on_listing(listing)
-                for waiting in asked:
+                for waiting in callers_of_ask:
                     if not waiting.done():
                         waiting.set_result(listing is not None)
                 await first_of(self._wake.wait(), self._clock.sleep(self._list_seconds))

@@ -42,9 +42,9 @@ _RECEIVE_BYTES: Final = 256 * 1024
 _ACCEPT_PAUSE_SECONDS: Final = 0.5
 """After a failed accept, e.g. when the process is out of file descriptors."""
 _HANDSHAKE_SECONDS: Final = 10.0
-"""Whoever has shown no certificate by then gives its slot back."""
+"""A peer that has not finished its TLS handshake by then is disconnected."""
 _HANDSHAKE_PAUSE_SECONDS: Final = 0.01
-"""Between two handshakes: each takes the loop about 2 ms before anybody is known, and a flood must leave it to batches."""
+"""Between two handshakes: each costs the event loop about 2 ms, and a flood of unknown peers must not delay batches."""
 _NOTICE_SILENCE: Final = tuple(
     (getattr(socket, name), value)
     for name, value in {
@@ -81,10 +81,11 @@ class MLDListener:
     ) -> None:
         """Listen at ``address`` once ``run`` is called.
 
-        ``tls``: None for clear text; on a Unix socket it always is. ``secret``: what each peer must show; None: nothing. ``allow_shards``: patterns of the shards that may be
-        connected for; none: any. At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
-        all connections but one wait with theirs. ``answer_deadline``: seconds after which a batch is answered though
-        its records are still worked on; None: never. ``progress_seconds``: how often the log sums up a shard's batches.
+        ``tls``: None for clear text; ignored on a Unix socket. ``secret``: what each peer must send first; None: nothing.
+        ``allow_shards``: patterns of the shard ids that a peer may name; empty: any. At ``connection_limit`` connections,
+        new peers wait in the kernel's queue. ``read_bytes``: see ``ReadBudget``. ``answer_deadline``: seconds after which a
+        batch is acknowledged although its records are still being processed; None: never. ``progress_seconds``: how often
+        the log sums up a shard's batches.
         """
         self._address = address
         self.parts, clock = parts, parts.clock
@@ -100,14 +101,14 @@ class MLDListener:
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
-        self._slots = asyncio.Semaphore(connection_limit)
+        self._free_connections = asyncio.Semaphore(connection_limit)
         self._accepted = 0
         self._serving: dict[Link, Requests] = {}
         self._handshakes: set[asyncio.Task[Any]] = set()
         self._failed_handshakes = Folding(clock.steady_ms)
         self._refusals = Folding(clock.steady_ms)
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._no_connections = asyncio.Event()
+        self._no_connections.set()
         self._accepting: asyncio.Task[None] | None = None
         self._stopped = False
         self._started = asyncio.Event()
@@ -120,20 +121,20 @@ class MLDListener:
 
     @property
     def waits_for(self) -> str | None:
-        """An address, until connections are accepted there."""
+        """Why no shard can come now, as a clause for ``server.unready``: nothing is listened on. Else None."""
         return "no address is listened on" if self._listening_on is None or self._stopped else None
 
     def status(self) -> SourceStatus:
-        """Return what the listener knows of itself and its connections."""
-        serving = self._serving.items()
+        """Return the address, the counts, and each connection's state, for the status page and metrics."""
+        consumers = [(link.peer, requests.consumer) for link, requests in self._serving.items()]
         return SourceStatus(
-            None if self._stopped else self._listening_on,
-            self._accepted,
-            Counter(str(link.core.state) for link, _ in serving),
-            {shard_id: link.peer for link, each in serving if (shard_id := each.consumer.shard_id)},
-            {each.consumer.shard_id: ms for _, each in serving if (ms := each.consumer.since_ms) is not None},
-            self._counts,
-            (self._budget.held, self._budget.limit),
+            address=None if self._stopped else self._listening_on,
+            accepted=self._accepted,
+            connections=Counter(str(link.core.state) for link in self._serving),
+            peers={consumer.shard_id: peer for peer, consumer in consumers if consumer.shard_id},
+            since_ms={one.shard_id: ms for _, one in consumers if (ms := one.since_ms) is not None},
+            counts=self._counts,
+            lines=(self._budget.held, self._budget.limit),
         )
 
     async def listening(self) -> str:
@@ -160,18 +161,18 @@ class MLDListener:
                 listening.callback(self._address.path.unlink, missing_ok=True)
             listening.callback(listener.close)
             async with asyncio.TaskGroup() as group:
-                self._accepting = group.create_task(self._accept(listener, group))
+                self._accepting = group.create_task(self._accept_connections(listener, group))
                 if self._stopped:
                     self._accepting.cancel()
-                beside = [group.create_task(self._deadlines.run()), group.create_task(self._counts.run())]
+                background = [group.create_task(self._deadlines.run()), group.create_task(self._counts.run())]
                 await asyncio.wait({self._accepting})
                 listening.close()
-                await self._empty.wait()
-                for task in beside:
+                await self._no_connections.wait()
+                for task in background:
                     task.cancel()
 
     def stop_accepting(self) -> None:
-        """Take no more connections; those that are there go on, but for those that are not proven yet."""
+        """Accept no more connections, and close those in a TLS handshake. Connections that are served continue."""
         self._stopped = True
         for handshake in self._handshakes:
             handshake.cancel()
@@ -192,76 +193,79 @@ class MLDListener:
         finally:
             for link in tuple(self._serving):
                 link.close()
-        await self._empty.wait()
+        await self._no_connections.wait()
 
     # Listening.
 
     async def _listen(self) -> socket.socket:
+        """Return a socket that listens at the address. Raises OperatorError, and NotThereYet if a retry may succeed."""
         try:
             if isinstance(self._address, UnixAddress):
                 listener = listen_unix(self._address.path)
-                shown = str(self._address)
+                actual_address = str(self._address)
             else:
                 listener = await listen_tcp(*self._address)
-                shown = str(TcpAddress(*listener.getsockname()[:2]))
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
-            # A port that is taken, an address or a folder that is not there: all that may change.
-            lasting = (
+                actual_address = str(
+                    TcpAddress(*listener.getsockname()[:2])
+                )  # with the port that the system chose
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
+            # All other errors may pass: the port is in use, or the address or the folder does not exist yet.
+            is_permanent = (
                 isinstance(error, UnicodeError | PermissionError)
                 or error.errno == errno.ENAMETOOLONG
                 or error.errno is None  # the socket module itself refuses the address
             )
-            raise (OperatorError if lasting else NotThereYet)(
+            raise (OperatorError if is_permanent else NotThereYet)(
                 f"Cannot listen on {self._address}: {getattr(error, 'strerror', None) or error}.",
                 advice="Give another address with --listen, or stop what uses this one.",
             ) from error
-        self._listening_on = shown
-        log.info("server.listening", address=shown)
+        self._listening_on = actual_address
+        log.info("server.listening", address=actual_address)
         return listener
 
-    async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
-        """Take a slot, then a connection; say so when a peer has to wait for one."""
+    async def _accept_connections(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
+        """Accept connections until cancelled; serve each in a task. At the limit, new peers wait in the kernel's queue: logged."""
         loop = asyncio.get_running_loop()
 
-        def tell() -> None:
+        def log_waiting_peer() -> None:
             loop.remove_reader(listener)
             log.warning("connection.refused", limit=self._connection_limit)
 
         while True:
-            if self._slots.locked():
-                loop.add_reader(listener, tell)
+            if self._free_connections.locked():
+                loop.add_reader(listener, log_waiting_peer)
             try:
-                await self._slots.acquire()
+                await self._free_connections.acquire()
             finally:
                 loop.remove_reader(listener)
             try:
                 peer_socket, peer = await loop.sock_accept(listener)
             except OSError as error:
-                self._slots.release()
+                self._free_connections.release()
                 log.warning("connection.refused", what=f"accept failed: {error}")
                 await self._clock.sleep(_ACCEPT_PAUSE_SECONDS)
             except asyncio.CancelledError:
-                self._slots.release()
+                self._free_connections.release()
                 raise
             else:
-                group.create_task(self._serve(peer_socket, peer))
+                group.create_task(self._serve_connection(peer_socket, peer))
                 if self._tls is not None:
                     await self._clock.sleep(_HANDSHAKE_PAUSE_SECONDS)
 
     # Serving.
 
-    async def _serve(self, peer_socket: socket.socket, peer: object) -> None:
-        if self._stopped:  # accepted in the very moment of the stop: too late to be drained
+    async def _serve_connection(self, peer_socket: socket.socket, peer: object) -> None:
+        """Serve an accepted connection to its end, then free its place under the limit. ``peer``: its address."""
+        if self._stopped:  # accepted at the moment of the stop: too late to be drained
             peer_socket.close()
-            self._slots.release()
+            self._free_connections.release()
             return
         self._accepted += 1
-        name = f"c{self._accepted}"
-        # The peer of a Unix socket has no name.
-        shown = str(TcpAddress(*peer[:2])) if isinstance(peer, tuple) else "unix"
+        # The peer of a Unix socket has no address.
+        peer_name = str(TcpAddress(*peer[:2])) if isinstance(peer, tuple) else "unix"
         link = Link(
-            name,
-            shown,
+            f"c{self._accepted}",
+            peer_name,
             limits=self._limits,
             random=self._random,
             budget=self._budget,
@@ -278,23 +282,23 @@ class MLDListener:
             allow_shards=self._allow_shards,
         )
         self._serving[link] = requests
-        self._empty.clear()
+        self._no_connections.clear()
         try:
             if await self._connect(peer_socket, link):
                 await requests.run()
                 await link.wait_gone()
         except Exception:
-            # Errors of requests end there: this one prevents the release of a shard.
-            link.log.exception("connection.failed", peer=shown)
+            # Errors of requests were handled before: this error prevents the release of a shard.
+            link.log.exception("connection.failed", peer=peer_name)
         finally:
             link.cut()
             del self._serving[link]
             if not self._serving:
-                self._empty.set()
-            self._slots.release()
+                self._no_connections.set()
+            self._free_connections.release()
 
     async def _connect(self, peer_socket: socket.socket, link: Link) -> bool:
-        """Give the link its transport, behind a handshake where TLS is spoken; return whether it came about."""
+        """Connect the link to its socket, after a handshake if TLS is used; return False if the handshake failed."""
         peer_socket.setblocking(False)
         if peer_socket.family != socket.AF_UNIX:
             peer_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -319,7 +323,7 @@ class MLDListener:
             )
         except OSError as error:  # ssl.SSLError is one
             error = failures[0] if failures else error
-            if isinstance(error, ConnectionResetError):  # somebody only looks whether there is a server
+            if isinstance(error, ConnectionResetError):  # a port scan, or a health check
                 link.log.debug("tls.failed", peer=link.peer, what="The peer went away in the handshake.")
             else:
                 self._log_failed_handshake(link, handshake_failure(error))
@@ -329,7 +333,7 @@ class MLDListener:
         return True
 
     def _log_failed_handshake(self, link: Link, why: str) -> None:
-        """Log why a handshake failed; a daemon that tries again and again for the same reason fills one line a minute."""
+        """Log why a handshake failed: of a host that fails repeatedly for the same reason, one line a minute."""
         host = link.peer.rpartition(":")[0]
         if times := self._failed_handshakes.count(f"{host} {why}"):
             link.log.warning(

@@ -82,6 +82,7 @@ class Requests:
         await self.consumer.finish()
 
     def _deliver(self, line: Line) -> None:
+        """Pass a batch to the shard's consumer, with the time at which its first bytes came."""
         self.consumer.deliver(MLDLine(line, self._version), len(line), self._line_since_ms)
 
     def _note_partial(self, began: bool) -> None:  # noqa: FBT001  # a callback
@@ -125,10 +126,11 @@ class Requests:
                 shard=shard_id,
             )
         self._version = message.version
+        # Where the daemon starts: at a record, or at a name such as TRIM_HORIZON.
         start, start_sub = message.sequence_number, message.sub_sequence_number or 0
-        begins = Sequence(int(start), start_sub) if start is not None and start.isdigit() else start
+        checkpoint = Sequence(int(start), start_sub) if start is not None and start.isdigit() else start
         self.consumer.log = self._link.log  # it names the shard now
         await self.consumer.open(
-            ShardOpening(shard_id, begins, tells_lag=v2, within_aggregates=v2),
+            ShardOpening(shard_id, checkpoint, tells_lag=v2, within_aggregates=v2),
             Shard(shard_id, start, start_sub),
         )

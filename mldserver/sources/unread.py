@@ -69,14 +69,13 @@ class ReadBudget:
     def _balance(self) -> None:
         """Pause readers while the limit is exceeded, else resume as many as there is room for."""
         if self.held > self.limit:
-            # Only the reader with the oldest line goes on.
+            # Only the reader with the oldest incomplete line continues.
             oldest = next(iter(self._partial), None)
             if oldest in self.paused:
                 self._resume(oldest)
             if len(self._partial) - len(self.paused) > 1:
-                for reader in [
-                    each for each in self._partial if each not in self.paused and each is not oldest
-                ]:
+                others = [reader for reader in self._partial if reader is not oldest]
+                for reader in [each for each in others if each not in self.paused]:
                     self.paused[reader] = None
                     reader.pause()
         elif self.paused:

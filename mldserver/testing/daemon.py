@@ -53,10 +53,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def checkpoint_reply(form: Form, number: str | None, sub: int | None, error: str | None) -> bytes:
-    """Return the line that answers a checkpoint request: it repeats the request's numbers, and names the error, if any.
-
-    ``error`` is the simple class name of a Java exception; None: the checkpoint was stored.
-    """
+    """Return the line that answers a checkpoint request. ``error``: a Java exception's simple class name; None: it is stored."""
     if form is Form.V1:
         return _line({"action": "checkpoint", "checkpoint": number, "error": error})
     return _line({"action": "checkpoint", "sequenceNumber": number, "subSequenceNumber": sub, "error": error})

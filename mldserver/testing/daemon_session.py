@@ -105,10 +105,9 @@ class DaemonSession:
             abort(self._writer, reset=reset)
 
     async def _deliver_shard(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send one request after another, each once the previous one is answered: ``initialize``, batches, and an ending.
+        """Send ``initialize``, batches and the ending (``leaseLost`` or ``shardEnded``), each once the previous one is answered.
 
-        The ending is ``leaseLost`` or ``shardEnded``. If the lease is handed over or the JVM stops, ``shutdownRequested``
-        precedes ``leaseLost``, so that the server can checkpoint a last time.
+        If the lease is handed over or the JVM stops, ``shutdownRequested`` lets the server checkpoint before ``leaseLost``.
         """
         core, shard_id, v1 = self.core, self.core.shard_id, self.habits.form is Form.V1
         read_up_to = self.leases.place(shard_id)

@@ -137,10 +137,9 @@ class FakeMLD:
     def lose_lease(
         self, shard_id: str, *, graceful: bool = False, back_after_seconds: float | None = None
     ) -> None:
-        """Give the shard's lease to another worker, so that this worker's checkpoints of it fail from now on.
+        """Give the shard's lease to another worker: checkpoints fail from now on (if ``graceful``, after ``shutdownRequested``).
 
-        If ``graceful``, the server may first checkpoint a last time (``shutdownRequested``). With ``back_after_seconds``
-        this worker gets the lease back then, and reads on from the checkpoint on a new connection.
+        With ``back_after_seconds`` this worker gets the lease back, and reads on from the checkpoint on a new connection.
         """
         self.leases.lose(shard_id, graceful=graceful)
         if back_after_seconds is not None:
@@ -188,10 +187,9 @@ class FakeMLD:
             await self._clock.sleep(self._restart_seconds)
 
     async def _run_jvm_once(self) -> DaemonExit:
-        """Serve every shard until the JVM exits; return its exit code and reason.
+        """Serve every shard until the JVM exits; return its exit code. As in the JVM, one session's failure ends all sessions.
 
-        As in the JVM, the first failure of one session cancels the sessions of all other shards. Raises DaemonHangs, and
-        NoServer if no server has ever answered and no supervisor starts the JVM again.
+        Raises DaemonHangs, and NoServer if no server has ever answered and no supervisor starts the JVM again.
         """
         self.life += 1
         self._exit_requested.clear()

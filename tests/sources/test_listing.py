@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError, HTTPClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.sources import listing
-from mldserver.sources.listing import ShardPolling
+from mldserver.sources.listing import StreamLister
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -71,9 +71,9 @@ class FakeClient:
 @contextlib.asynccontextmanager
 async def polling(
     make: Callable[[], Any], tell: Callable[[Any], object]
-) -> AsyncIterator[tuple[ShardPolling, VirtualClock]]:
+) -> AsyncIterator[tuple[StreamLister, VirtualClock]]:
     clock = VirtualClock()
-    polls = ShardPolling("flights", make, clock=clock)
+    polls = StreamLister("flights", make, clock=clock)
     task = asyncio.create_task(polls.run(tell))
     await clock.advance(0)
     try:
@@ -181,7 +181,7 @@ async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None
 async def test_whoever_asks_before_the_first_listing_waits_for_that() -> None:
     listings, told = Listings(), []
     listings.gate.set()
-    polls = ShardPolling("flights", listings.make, clock=VirtualClock())
+    polls = StreamLister("flights", listings.make, clock=VirtualClock())
     asking = asyncio.create_task(polls.ask())
     await asyncio.sleep(0)
     running = asyncio.create_task(polls.run(told.extend))
