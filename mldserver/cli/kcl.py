@@ -201,8 +201,8 @@ async def _run(
     properties = daemon_properties(wanted)
     java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
     shown = {name: redacted(value) for name, value in properties.items()}
-    told = {"java": java.version, "retrieval": wanted.retrieval, "properties": shown}
-    told["command"] = [java.command, *map(redacted_option, java_options)]
+    start_fields = {"java": java.version, "retrieval": wanted.retrieval, "properties": shown}
+    start_fields["command"] = [java.command, *map(redacted_option, java_options)]
     command, environment = prepare(
         files,
         java=java.command,
@@ -222,7 +222,7 @@ async def _run(
         server=settings.listen,
         answers=partial(answers, settings.listen, tls),
         worker=LeaseWorker(properties, clock),
-        told=told,
+        start_fields=start_fields,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -40,15 +40,18 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("mldserver")
 
-_DECIDED: Mapping[WindowState, Decision] = {WindowState.SET_ASIDE: "set_aside", WindowState.PUBLISHED: "skip"}
+_DECISION_OF_STATE: Mapping[WindowState, Decision] = {
+    WindowState.SET_ASIDE: "set_aside",
+    WindowState.PUBLISHED: "skip",
+}
 
-_FAULTS = (SparkError, LedgerError, OperatorError, OSError)
-"""What a window is tried again after; all else is a bug."""
+_RETRIED_ERRORS = (SparkError, LedgerError, OperatorError, OSError)
+"""Errors after which a window is tried again. Any other error is a bug and ends the server."""
 
 _NUMBERS = re.compile(r"\d+")
 
-_MOST_SIGNALS = 5
-"""Deaths of a driver by a signal, in a row and with one window alone there, from which on they count against the window."""
+_MAX_SIGNAL_DEATHS = 5
+"""So many deaths of a driver by a signal, in a row while one window ran alone, count against the window."""
 
 _RETRY_SECONDS = (1.0, 60.0)
 """The first wait between two runs of a window, and the longest. Most errors of a job pass within seconds (an executor
@@ -89,17 +92,17 @@ class WindowLife:
     signals: int = 0
     """Such deaths in a row by a signal while it was alone."""
     suspect: bool = False
-    """Whether a driver died while it and others were there: it runs alone until it succeeds, or until its hook is slow."""
+    """Whether a driver died while it and others ran: it runs alone until it succeeds, or until its ``on_window`` is slow."""
     joined: bool = False
-    """Whether others may run beside its present attempt, because its hook is slow."""
+    """Whether other windows may run beside its present attempt, because its ``on_window`` is slow."""
     stays_alone: bool = False
     """Whether the driver died while others had joined it: nothing runs beside its next attempt, however slow it is."""
     traceback: str = ""
     """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an operator has decided about it, while it is halted."""
-    kept: bool = False
-    """Whether the ledger holds why it is halted, as far as this server knows."""
+    error_is_stored: bool = False
+    """Whether the ledger holds the error for which the window is halted, as far as this server knows."""
 
     def row(self, late_rows: int) -> WindowRow:
         """Return its row of the status document."""
@@ -121,26 +124,26 @@ class WindowLife:
         )
 
 
-class _Company:
-    """Lets attempts run beside each other, or one alone. Those that must be alone go first."""
+class _RunGate:
+    """A lock: attempts at windows run side by side, or one attempt runs alone. Those that must run alone go first."""
 
     def __init__(self) -> None:
         self._changed = Flag()
         self._inside: dict[frozenset[str], bool] = {}
-        """The windows of each attempt that runs and is not left out, and whether it must be alone."""
-        self._alone = 0
-        """How many wait to be alone."""
+        """By the windows of each attempt that holds the lock: whether it must run alone."""
+        self._waiting_alone = 0
+        """How many attempts wait to run alone."""
 
     @contextlib.asynccontextmanager
     async def enter(self, windows: Iterable[str], *, alone: bool) -> AsyncIterator[None]:
-        """Wait for a place, and have it until the block ends."""
+        """Wait until an attempt at ``windows`` may run, and hold the lock while the context lasts."""
         key = frozenset(windows)
-        self._alone += alone
+        self._waiting_alone += alone
         try:
-            while self._inside if alone else (self._alone or any(self._inside.values())):
+            while self._inside if alone else (self._waiting_alone or any(self._inside.values())):
                 await self._changed.wait()
         finally:
-            self._alone -= alone
+            self._waiting_alone -= alone
             self._wake()
         self._inside[key] = alone
         try:
@@ -149,8 +152,8 @@ class _Company:
             self._inside.pop(key, None)
             self._wake()
 
-    def leave_out(self, window_id: str) -> None:
-        """Let others run as if the attempt at a window had ended."""
+    def release(self, window_id: str) -> None:
+        """Release the lock of the attempt at a window before it ends, so that other attempts run beside it."""
         for key in [key for key in self._inside if window_id in key]:
             del self._inside[key]
         self._wake()
@@ -161,7 +164,7 @@ class _Company:
 
 
 class WindowRunner:
-    """Takes cut windows and sees them through, oldest first.
+    """Computes and publishes the windows that were cut, oldest first, and retries what fails.
 
     The policy says how often a window's job is run (in one life of the server), and what then. What fails beside jobs, the
     ledger or the disk, is tried again however often; as many failures of those in their turn halt the others. ``halt``:
@@ -170,7 +173,7 @@ class WindowRunner:
 
     A driver's death counts against a window that was alone there. Where several were, each runs alone from then on until it
     has succeeded, and the death counts for none. So do deaths from outside: a signal, or a cluster that is gone. A window that
-    meets signals whenever it is alone is the cause after all (``_MOST_SIGNALS``).
+    meets signals whenever it is alone is the cause after all (``_MAX_SIGNAL_DEATHS``).
 
     While a hook of ``on_window`` is slow, it may hang, and one more worker continues with the other windows, also if the slow
     window must run alone. If the driver dies then, the slow window's next attempt is alone to its end, and a death counts
@@ -192,19 +195,19 @@ class WindowRunner:
         ``retry_seconds``: the first and the longest wait between runs.
         """
         self._retry_seconds = retry_seconds
-        self._messages = log_error_messages
+        self._quote_errors = log_error_messages
         self.steps = steps
         self._policy = policy
         self._random = random
         self._ledger, self._engine, self._clock = steps.ledger, steps.engine, steps.clock
-        self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
+        self._ready_windows: asyncio.Queue[WindowEntry] = asyncio.Queue()
         self.unfinished: dict[tuple[str, int], WindowLife] = {}
         """The windows and revisions that are cut and not published yet."""
         self.latest: deque[WindowLife] = deque(maxlen=_LATEST)
         self.halted: dict[str, WindowLife] = {}
         """Windows that kept failing and that every other waits for."""
-        self._go = asyncio.Event()
-        self._go.set()
+        self._not_halted = asyncio.Event()
+        self._not_halted.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.idle = self._idle.wait
@@ -212,10 +215,10 @@ class WindowRunner:
         self.published = self.set_aside = self.rows_out = 0
         self._alone: deque[tuple[WindowEntry, Committed | None]] = deque()
         """Windows that come next, each alone, with their output where it counts already."""
-        self._company = _Company()
-        self._slow: set[str] = set()
+        self._run_gate = _RunGate()
+        self._slow_windows: set[str] = set()
         """Windows whose hooks were slow; beside each one more worker goes on until it is done."""
-        self._relief = 0
+        self._extra_workers = 0
         """How many workers there are more than ``window_concurrency``."""
         self._workers: asyncio.TaskGroup | None = None
         self._engine.when_slow(self.relieve)
@@ -223,15 +226,19 @@ class WindowRunner:
         """Windows from being taken up until their output was visible."""
 
     def apply_decisions(self, state: LedgerState) -> None:
-        """Take in what operators decided about halted windows: each is looked at again at once."""
+        """Wake the retries of halted windows about which an operator has decided: retry, set aside or skip.
+
+        ``state``: what has changed in the ledger (``state.since`` is not 0), or the whole ledger.
+        """
         for window_id, life in self.halted.items():
             entry = state.windows.get(window_id)
-            # Without a stored error, the window may have succeeded. A missing entry may mean no change.
-            if not life.kept or (entry.is_halted if entry is not None else state.since):
+            still_halted = entry.is_halted if entry is not None else bool(state.since)
+            # Without a stored error there is nothing that an operator could have decided about.
+            if not life.error_is_stored or still_halted:
                 continue
-            life.kept = False
+            life.error_is_stored = False
             life.decided.set()
-            decision = _DECIDED.get(entry.state, "retry") if entry is not None else "skip"
+            decision = _DECISION_OF_STATE.get(entry.state, "retry") if entry is not None else "skip"
             log.warning("window.decided", window=window_id, decision=decision)
 
     def submit(self, entries: Iterable[WindowEntry]) -> None:
@@ -242,7 +249,7 @@ class WindowRunner:
                 self.unfinished[_key(entry)] = life
                 self.latest.append(life)
                 self._idle.clear()
-                self._queue.put_nowait(entry)
+                self._ready_windows.put_nowait(entry)
 
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
@@ -250,26 +257,28 @@ class WindowRunner:
             self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
             for _ in range(self._policy.window_concurrency):
-                group.create_task(self._work(), name="windows")
+                group.create_task(self._work_forever(), name="windows")
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
                 self._workers = None  # a group that ends takes no task any more
 
     def relieve(self, window_id: str) -> None:
-        """Let others go on beside a window whose hook is slow, and maybe hangs: as many more as run anyway, at most."""
+        """Start one more worker beside a window whose ``on_window`` is slow, since it may hang. Called by the engine.
+
+        At most ``window_concurrency`` extra workers run. Other windows may now run beside the slow one, even if it had to
+        run alone, unless the driver died the last time that they did (``stays_alone``).
+        """
         if self._workers is None:
             return
         for (each, _), life in self.unfinished.items():
             if each == window_id and not life.stays_alone:
                 life.joined = True
-                self._company.leave_out(window_id)
-        if window_id in self._slow:
-            return
-        if len(self._slow) < self._policy.window_concurrency:
-            self._slow.add(window_id)
-            self._relief += 1
-            self._workers.create_task(self._work(), name="windows")
+                self._run_gate.release(window_id)
+        if window_id not in self._slow_windows and len(self._slow_windows) < self._policy.window_concurrency:
+            self._slow_windows.add(window_id)
+            self._extra_workers += 1
+            self._workers.create_task(self._work_forever(), name="windows")
 
     def oldest_seconds(self) -> float | None:
         """Return for how long the oldest window that is cut has waited to be published; None: none waits."""
@@ -304,65 +313,73 @@ class WindowRunner:
                 return life.entry.window_id, seconds
         return None
 
-    async def _work(self) -> None:
+    async def _work_forever(self) -> None:
+        """One worker: run groups of ready windows, and the windows that must continue alone. An extra worker ends in time."""
         while True:
             if not self._alone:
-                await self._take_group()
-            # One at a time: another worker may take what this one has left.
+                await self._process_group()
+            # Other workers take windows from `_alone` too, so it may be empty.
             if self._alone:
                 entry, committed = self._alone.popleft()
-                await self._go.wait()
+                await self._not_halted.wait()
                 self.unfinished[_key(entry)].begun_ms = self._clock.steady_ms()
                 with structlog.contextvars.bound_contextvars(window=entry.window_id):
-                    await self._see_through(entry, committed)
-                self._end(entry)
-            if self._relief > len(self._slow) and not self._alone:
-                self._relief -= 1
+                    await self._run_until_done(entry, committed)
+                self._forget(entry)
+            if self._extra_workers > len(self._slow_windows) and not self._alone:
+                self._extra_workers -= 1
                 return
 
-    async def _take_group(self) -> None:
-        """Take what is ready together from the queue, and leave in ``_alone`` what must run, or go on, alone."""
-        first = await self._queue.get()
-        await self._go.wait()
+    async def _process_group(self) -> None:
+        """Wait for a ready window; run it with others that are ready as one job. Put those that did not finish into ``_alone``.
+
+        A single ready window is not run here, but put into ``_alone``.
+        """
+        first = await self._ready_windows.get()
+        await self._not_halted.wait()
         group = [first]
         size = sum(segment.bytes for segment in first.segments)
         # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
-        while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
-            group.append(self._queue.get_nowait())
+        while (
+            len(group) < self._engine.group_limit and not self._ready_windows.empty() and size <= _GROUP_BYTES
+        ):
+            group.append(self._ready_windows.get_nowait())
             size += sum(segment.bytes for segment in group[-1].segments)
-        left: dict[str, Committed | None] = {first.window_id: None}
+        unfinished: dict[str, Committed | None] = {first.window_id: None}
         if len(group) > 1:
             lives = [self.unfinished[_key(entry)] for entry in group]
             for life in lives:
                 life.begun_ms = self._clock.steady_ms()
-            left = await self._together(group)
+            unfinished = await self._run_group(group)
             for life in lives:
                 life.begun_ms = None
         entries = {entry.window_id: entry for entry in group}
-        self._alone += [(entries[window_id], committed) for window_id, committed in left.items()]
-        for window_id in entries.keys() - left.keys():
-            self._end(entries[window_id])
+        self._alone += [(entries[window_id], committed) for window_id, committed in unfinished.items()]
+        for window_id in entries.keys() - unfinished.keys():
+            self._forget(entries[window_id])
 
-    def _end(self, entry: WindowEntry) -> None:
-        self._slow.discard(entry.window_id)
+    def _forget(self, entry: WindowEntry) -> None:
+        """Forget a window that is published, set aside, or no longer this server's."""
+        self._slow_windows.discard(entry.window_id)
         self.unfinished.pop(_key(entry), None)
         if not self.unfinished:
             self._idle.set()
 
-    async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
-        """See windows through as one; return those that must go on alone, with their output where it counts.
+    async def _run_group(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
+        """Compute windows as one job, and publish them. Return those that must continue alone, in this order.
 
-        In the order in which they go on: last the one that the others' job failed of, where that is known.
+        The value is the window's output if that is committed and only its publication is left. A window that is known to
+        have made the job fail comes last.
         """
         alone: dict[str, Committed | None] = {
             entry.window_id: None for entry in group if entry.state is WindowState.COMMITTED
         }
         entries = [entry for entry in group if entry.window_id not in alone]
         try:
-            async with self._company.enter([entry.window_id for entry in entries], alone=False):
+            async with self._run_gate.enter([entry.window_id for entry in entries], alone=False):
                 done = await self.steps.compute(entries)
-        except _FAULTS as error:
-            log.warning("window.group_failed", windows=len(entries), **self._fields(error))
+        except _RETRIED_ERRORS as error:
+            log.warning("window.group_failed", windows=len(entries), **self._log_fields(error))
             for entry in entries:
                 life = self.unfinished[_key(entry)]
                 life.suspect = isinstance(error, DriverLost) and error.blame == "others"
@@ -370,19 +387,20 @@ class WindowRunner:
             return dict.fromkeys(
                 sorted((entry.window_id for entry in group), key=lambda each: each == cause), None
             )
-        # Whoever began an attempt and is not among them finds out alone what has become of the window.
+        # A window whose attempt was not committed may be another server's by now: it continues alone, which finds out.
         alone |= {entry.window_id: None for entry in entries}
         alone |= {window.entry.window_id: window for window in done or ()}
         try:
             await self._publish(done or ())
-        except _FAULTS as error:
-            log.warning("window.group_failed", windows=len(done or ()), **self._fields(error))
+        except _RETRIED_ERRORS as error:
+            log.warning("window.group_failed", windows=len(done or ()), **self._log_fields(error))
             return alone
         for window in done or ():
             del alone[window.entry.window_id]
         return alone
 
     async def _publish(self, committed: Sequence[Committed]) -> None:
+        """Make committed outputs visible to readers, count them, and log ``window.done`` for each. Raises as ``steps.publish``."""
         if not committed:
             return
         await self.steps.publish(committed)
@@ -411,34 +429,41 @@ class WindowRunner:
                 path=self.steps.publisher.shown(entry.window_id) if output.files else None,
             )
 
-    async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
+    async def _run_until_done(self, entry: WindowEntry, committed: Committed | None) -> None:
+        """Compute, commit and publish one window, retrying until it is published, set aside, or another server's.
+
+        ``committed``: its output, if only the publication is left.
+        """
         life = self.unfinished[_key(entry)]
         while True:
             life.joined = False
             try:
-                async with self._company.enter([entry.window_id], alone=life.suspect):
-                    # After the commit only publishing is retried: another computation would not count.
-                    committed = committed or await self._commit(entry)
-                    life.kept = False  # by the commit
+                async with self._run_gate.enter([entry.window_id], alone=life.suspect):
+                    # After the commit only the publication is retried: the ledger accepts no second output.
+                    committed = committed or await self._compute_or_find(entry)
+                    life.error_is_stored = False  # the commit has deleted it
                     if committed is not None:
                         await self._publish([committed])
-            except _FAULTS as error:
-                # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
-                of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
-                if await self._failed(life, error, of_run=of_run):
+            except _RETRIED_ERRORS as error:
+                # A committed output cannot be set aside: its publication is retried without end.
+                job_failed = committed is None and isinstance(error, WindowFailed | DriverLost)
+                if await self._handle_failure(life, error, job_failed=job_failed):
                     break
                 if committed is not None and isinstance(error, FileNotFoundError):
-                    # Somebody else may have published it, and the next revision too: the ledger knows.
+                    # Another server may have published the output and deleted its files: ask the ledger.
                     committed, entry = None, replace(entry, state=WindowState.COMMITTED)
             else:
                 break
-        # The others go on, unless another window halts them.
+        # Other windows continue, unless a further window is halted.
         self.halted.pop(entry.window_id, None)
         if not self.halted:
-            self._go.set()
+            self._not_halted.set()
 
-    async def _commit(self, entry: WindowEntry) -> Committed | None:
-        """Compute a window, or find its output committed. None: it is not this server's any more, or done."""
+    async def _compute_or_find(self, entry: WindowEntry) -> Committed | None:
+        """Compute and commit a window, or return its output if that is committed already.
+
+        Return None if the window is done, or no longer this server's. Raises as ``steps.compute``.
+        """
         if entry.state is WindowState.COMMITTED:
             return await self.steps.find_committed(entry)
         done = await self.steps.compute([entry])
@@ -452,80 +477,99 @@ class WindowRunner:
             )
         return done[0]
 
-    async def _failed(self, life: WindowLife, error: Exception, *, of_run: bool) -> bool:
-        """Apply the policy to a failed attempt; True when the window is done with."""
-        window_id, fields = life.entry.window_id, self._fields(error)
-        before, life.traceback = life.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
-        if life.traceback and life.traceback == before:
+    async def _handle_failure(self, life: WindowLife, error: Exception, *, job_failed: bool) -> bool:
+        """Count a failure of a window and wait before its next attempt; return False. Return True if it was set aside.
+
+        ``job_failed``: its Spark job failed, not another step. After ``window_attempts`` failures that count against the
+        window, set it aside (``window_on_failure = dead_letter``), or halt it: all others wait, while it is retried once a
+        minute, or as soon as an operator decides.
+        """
+        window_id, fields = life.entry.window_id, self._log_fields(error)
+        former_traceback, life.traceback = life.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
+        if life.traceback and life.traceback == former_traceback:
             del fields["traceback"]  # it was logged the time before
-        life.state, life.error = "failed", str(error) if self._quotable(error) else fields["what"]
-        counts = _counts(life, error)
-        life.lost_runs += not counts
-        life.failed_runs += counts and of_run
-        life.failed_steps += counts and not of_run
-        most = max(life.failed_runs, life.failed_steps)
-        last = most >= self._policy.window_attempts
-        worn_out = of_run and life.failed_runs >= self._policy.window_attempts
-        if worn_out and self._policy.window_on_failure == "dead_letter":
+        life.state, life.error = "failed", str(error) if self._may_quote(error) else fields["what"]
+        counts_against_window = _count_driver_death(life, error)
+        if not counts_against_window:
+            life.lost_runs += 1
+        elif job_failed:
+            life.failed_runs += 1
+        else:
+            life.failed_steps += 1
+        failures = max(life.failed_runs, life.failed_steps)
+        must_halt = failures >= self._policy.window_attempts
+        must_set_aside = (
+            job_failed
+            and life.failed_runs >= self._policy.window_attempts
+            and self._policy.window_on_failure == "dead_letter"
+        )
+        if must_set_aside:
             try:
                 await self._ledger.set_aside(window_id, str(error))
             except LedgerError as refused:
-                # It stays cut: the next attempt that fails tries again to put it aside.
+                # The next failure tries again to set it aside.
                 fields = refused.told()
             else:
                 self.set_aside += 1
                 life.state = "set_aside"
                 log.error("window.set_aside", attempts=life.failed_runs, **fields)
                 return True
-        tries = life.failed_runs + life.failed_steps + life.lost_runs
-        life.state = "halted" if last else life.state
+        attempts = life.failed_runs + life.failed_steps + life.lost_runs
+        life.state = "halted" if must_halt else life.state
         base, cap = self._retry_seconds
-        delay = cap if last else backoff(tries, base, cap, self._random())
-        if last and window_id not in self.halted:
+        delay = cap if must_halt else backoff(attempts, base, cap, self._random())
+        if must_halt and window_id not in self.halted:
             self.halted[window_id] = life
-            self._go.clear()
-            way_out = f"`mldserver windows retry {window_id}` tries it at once"
-            way_out += ", `set-aside` or `skip` let those behind it go on." if of_run else "."
-            fields["advice"] = " ".join(filter(None, [fields.get("advice"), way_out]))
-            log.error("window.halted", attempts=most, **fields)
+            self._not_halted.clear()
+            commands = f"`mldserver windows retry {window_id}` tries it at once"
+            commands += ", `set-aside` or `skip` let those behind it go on." if job_failed else "."
+            fields["advice"] = " ".join(filter(None, [fields.get("advice"), commands]))
+            log.error("window.halted", attempts=failures, **fields)
         else:
-            log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **fields)
-        if not last:
+            log.warning("window.failed", attempt=attempts, delay_seconds=round(delay, 3), **fields)
+        if not must_halt:
             await self._clock.sleep(delay)
-        elif await self._keep_error(life, error):
+        elif await self._store_error(life, error):
             await in_time(life.decided.wait(), self._clock, delay)
             life.decided.clear()
         return False
 
-    async def _keep_error(self, life: WindowLife, error: Exception) -> bool:
+    async def _store_error(self, life: WindowLife, error: Exception) -> bool:
         """Store a halted window's error in the ledger. Return False if an operator has decided meanwhile."""
         try:
-            kept = await self._ledger.halt(life.entry.window_id, str(error), first=not life.kept)
+            is_stored = await self._ledger.halt(
+                life.entry.window_id, str(error), first=not life.error_is_stored
+            )
         except LedgerError:
             return True  # logged already; the next failure stores its error
-        decided, life.kept = life.kept and not kept, kept
-        return not decided
+        # The ledger stores a further error only if no operator has decided since the first one.
+        was_decided, life.error_is_stored = life.error_is_stored and not is_stored, is_stored
+        return not was_decided
 
-    def _quotable(self, error: Exception) -> bool:
-        return self._messages or not isinstance(error, WindowFailed) or not error.quotes
+    def _may_quote(self, error: Exception) -> bool:
+        return self._quote_errors or not isinstance(error, WindowFailed) or not error.quotes
 
-    def _fields(self, error: Exception) -> dict[str, Any]:
+    def _log_fields(self, error: Exception) -> dict[str, Any]:
         """Return a failure as fields of the log."""
         fields = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
-        if not self._quotable(error):
+        if not self._may_quote(error):
             fields |= {
                 name: without_messages(fields[name]) for name in ("what", "traceback") if name in fields
             }
         return fields
 
 
-def _counts(life: WindowLife, error: Exception) -> bool:
-    """Tell whether a failure counts against the window, and note what follows from a driver's death."""
+def _count_driver_death(life: WindowLife, error: Exception) -> bool:
+    """Return whether a failure counts against the window. If the driver died, decide whether the window must run alone.
+
+    It must if several windows ran, any of which may have killed the driver. A death by a signal counts only if
+    ``_MAX_SIGNAL_DEATHS`` happen in a row.
+    """
     blame = error.blame if isinstance(error, DriverLost) else None
     life.signals = life.signals + 1 if blame == "outside" else 0
     life.suspect = life.suspect or blame == "others"
     life.stays_alone = blame == "others" and life.joined
-    return blame in {None, "window"} or life.signals >= _MOST_SIGNALS
+    return blame in {None, "window"} or life.signals >= _MAX_SIGNAL_DEATHS
 
 
 def _key(entry: WindowEntry) -> tuple[str, int]:

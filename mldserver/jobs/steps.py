@@ -48,7 +48,7 @@ class Committed:
 
 @dataclass(kw_only=True)
 class WindowSteps:
-    """What is done with windows, without any thought of failures: ``WindowRunner`` decides what follows those."""
+    """The steps that compute and publish windows. They raise every failure: ``WindowRunner`` decides what follows."""
 
     pipeline: str
     ledger: Ledger
@@ -64,7 +64,7 @@ class WindowSteps:
     ledger_id: str = ""
     """Of the ledger that attempts are made for."""
     older: Mapping[str, str] = field(default_factory=dict)
-    """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
+    """For segments of an earlier handler with other columns: their schema as DDL, by the fingerprint in their names."""
     _replaced: asyncio.Queue[tuple[int, Commit]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
@@ -91,22 +91,25 @@ class WindowSteps:
             for (entry, staging, job), result in zip(begun, results, strict=True)
         )
         if self.store.local:
-            # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
+            # To publish an output without files, the publisher renames an empty folder.
             if empty := [output.staging for output in outputs if not output.files]:
                 await asyncio.to_thread(self.store.prepare, *empty)
-            # Once committed they must not be lost.
+            # Sync before the commit: a committed output must survive a crash of the host.
             await asyncio.to_thread(self.store.sync, *(output.staging for output in outputs))
         kill_point("attempt.staged")
-        counted = await self.ledger.commit(outputs)
+        accepted = await self.ledger.commit(outputs)
         kill_point("window.committed")
         return tuple(
             Committed(entry, output, result.seconds, began_ms)
             for (entry, _, _), output, result in zip(begun, outputs, results, strict=True)
-            if entry.window_id in counted
+            if entry.window_id in accepted
         )
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[tuple[WindowEntry, str, WindowJob], ...]:
-        """Count attempts in the ledger; return each with its folder, relative to the output folder, and its job."""
+        """Number a new attempt at each window in the ledger, and return for each (window, staging folder, job).
+
+        Omit windows that are no longer this server's. The staging folder is relative to the output folder, and empty.
+        """
         attempts = await self.ledger.begin_attempts(tuple(entry.window_id for entry in entries))
         tag = writer_tag(self.ledger_id, self.ledger.server_id)
         for entry in entries:
@@ -118,7 +121,7 @@ class WindowSteps:
             number = attempts[entry.window_id]
             staging = attempt_path(self.publisher.root, entry.window_id, number, tag)
             sizes = joined.to_read(self.store, entry.window_id, entry.segments)
-            # What an earlier life left under the same number is not this attempt's.
+            # An earlier process of this server may have left files of an attempt with the same number.
             self.store.delete(staging)
             if self.store.local:
                 self.store.prepare(staging.rpartition("/")[0])
@@ -147,17 +150,23 @@ class WindowSteps:
         )
 
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
-        """Return a window that counts and is this server's to publish; None when it is not, or not any more.
+        """Read from the ledger whether this revision of a window is committed, and this server's to publish; else return None.
 
-        So it is after a commit whose answer was lost, after a crash, and after another server's death.
+        A commit may exist already if its answer was lost, after a crash, or if a dead server made it.
         """
-        now = next(iter(await self.ledger.find((entry.window_id,))), None)
-        ours = (WindowState.COMMITTED, self.ledger.server_id, entry.revision)
-        if now is None or now.staging is None or (now.state, now.owner, now.revision) != ours:
+        stored = next(iter(await self.ledger.find((entry.window_id,))), None)
+        expected = (WindowState.COMMITTED, self.ledger.server_id, entry.revision)
+        if (
+            stored is None
+            or stored.staging is None
+            or (stored.state, stored.owner, stored.revision) != expected
+        ):
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
-        output = Commit(now.window_id, now.attempt, now.staging, now.files, now.rows_out, now.revision)
-        return Committed(now, output, 0.0, self.clock.steady_ms())
+        output = Commit(
+            stored.window_id, stored.attempt, stored.staging, stored.files, stored.rows_out, stored.revision
+        )
+        return Committed(stored, output, 0.0, self.clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and delete the files that they no longer need. May be repeated.
@@ -165,8 +174,8 @@ class WindowSteps:
         Raises OSError and LedgerError; for a table also what the engine raises.
         """
         outputs = tuple(window.output for window in committed)
-        table = self.publisher.table is not None
-        if table:
+        into_table = self.publisher.table is not None
+        if into_table:
             await self._into_table(committed)
         else:
             await asyncio.to_thread(self.publisher.publish, outputs)
@@ -176,8 +185,8 @@ class WindowSteps:
             {output.window_id: output.attempt for output in outputs}, retain=self.retain
         )
         kill_point("window.published")
-        # Delete now what nobody can be reading: a first revision replaces nothing, and a table's readers open no files.
-        deletable_now = tuple(output for output in outputs if output.revision == 1 or table)
+        # Delete at once what no reader can have open: a first revision replaces no output, and readers of a table open no files.
+        deletable_now = tuple(output for output in outputs if output.revision == 1 or into_table)
         # The ledger returns each segment only once, so remember them in ``garbage`` before deleting.
         self.garbage.add(unneeded)
 
@@ -197,7 +206,7 @@ class WindowSteps:
         self.freed(freed_bytes)
 
     async def _into_table(self, committed: Sequence[Committed]) -> None:
-        """Let the engine write each window into the table. Raises FileNotFoundError if a window's output is gone."""
+        """Have the engine write each window into the table. Raises FileNotFoundError if a window's output is gone."""
         for entry, output in ((window.entry, window.output) for window in committed):
             first = f"{output.staging}/{output.files[0]}" if output.files else None
             if first is not None and not await asyncio.to_thread(self.store.exists, first):
@@ -209,7 +218,7 @@ class WindowSteps:
             kill_point("sink.written")
 
     async def clean_up(self) -> None:
-        """Delete what revisions have replaced, each a while after that, until cancelled."""
+        """Delete the files of replaced outputs 5 s after their replacement, until cancelled. Readers may have them open."""
         while True:
             due_ms, output = await self._replaced.get()
             await self.clock.sleep(max(0, due_ms - self.clock.steady_ms()) / 1000)

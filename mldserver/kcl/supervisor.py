@@ -47,7 +47,7 @@ ASK_SECONDS: Final = 0.25
 """Between two looks for a server that does not answer."""
 ANSWER_SECONDS: Final = 1.0
 """One look takes no longer."""
-TELL_SECONDS: Final = 60.0
+REPORT_SECONDS: Final = 60.0
 ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
 """Exit codes of a daemon that was asked to stop: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
@@ -56,53 +56,53 @@ DRAIN_SECONDS: Final = 2.0
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Runs one daemon, again and again, until asked to stop."""
+    """Runs the Java daemon, starting it again each time it exits, until asked to stop."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     backoff: Backoff
     grace: float
-    """What its end may take after SIGTERM (seconds)."""
+    """Seconds that the daemon may take to end after SIGTERM."""
     clock: Clock
     chance: Callable[[], float]
-    """Gives numbers from 0 to 1."""
+    """Returns numbers in [0, 1), for the jitter of the back-off."""
     server: Address
     answers: Callable[[], Awaitable[bool]]
     """Whether the server can be connected to now."""
     worker: LeaseWorker
     """The KCL worker that each daemon in turn acts as."""
-    told: Mapping[str, Any]
+    start_fields: Mapping[str, Any]
     """The fields of the event ``kcl.starting``."""
     _filter: LogFilter = field(default_factory=LogFilter)
     _parser: LogParser = field(default_factory=LogParser)
-    _joining: asyncio.TimerHandle | None = None
+    _flush_timer: asyncio.TimerHandle | None = None
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _forced: asyncio.Event = field(default_factory=asyncio.Event)
-    _doomed: asyncio.Event = field(default_factory=asyncio.Event)
-    """The daemon that runs now has begun to end itself, unasked."""
-    _leased: bool = False
-    """The daemon that runs now has gained a lease, and may have something to checkpoint."""
+    _daemon_is_ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the running daemon has begun to exit by itself, because one of its connections failed."""
+    _has_lease: bool = False
+    """The running daemon has gained a lease of a shard, so it may need time for a last checkpoint."""
     _killed: bool = False
     """The last daemon was killed by this supervisor."""
     _lead_released: bool = False
     """No JVM of this worker can hold the leader's lock."""
     _starts: int = 0
-    _doing: str = "starting"
+    _activity: str = "starting"
 
     def report(self) -> ServiceReport:
-        """Return how it is, in a line for systemd. It is ready at once: what is not there yet it waits for."""
-        return ServiceReport(self._doing, ready=True, stopping=self._stopping.is_set())
+        """Return the state in a line for systemd. It is ready at once, even while it waits for the server."""
+        return ServiceReport(self._activity, ready=True, stopping=self._stopping.is_set())
 
     def stop(self) -> None:
-        """Ask for the end: the daemon gets SIGTERM and its grace; asked again, it is killed."""
+        """End the daemon with SIGTERM and its grace; at a second call, kill it at once."""
         if self._stopping.is_set():
             self._forced.set()
         self._stopping.set()
 
     async def run(self) -> int:
-        """Run until stopped. Returns the exit code: 0 after the daemon's end in order, 3 when this had to kill it, else 1.
+        """Run until stopped; return the exit code of this program.
 
-        Raises OperatorError when the command cannot be started at all.
+        0: the daemon stopped in time; 3: it had to be killed; 1: it ended otherwise. Raises OperatorError when the command cannot be started at all.
         """
         try:
             code = await self._keep_running()
@@ -116,18 +116,18 @@ class Supervisor:
 
         async def run_once() -> ChildExit | None:
             nonlocal exit_code
-            if not await self._server_is_there():
+            if not await self._wait_for_server():
                 return None
             await self._release_lead()  # again, if it failed before
             began_ms = self.clock.steady_ms()
-            code = await self._once()
+            code = await self._run_daemon()
             seconds = (self.clock.steady_ms() - began_ms) / 1000
             await self._release_lead()
             if self._stopping.is_set():
                 exit_code = self._report_stop(code, seconds)
             return ChildExit(partial(self._report_exit, code, seconds))
 
-        if await self._name_is_free():
+        if await self._wait_for_name():
             # Of a former supervisor that was killed, with its JVM.
             await self._release_lead()
             await supervise(
@@ -152,11 +152,11 @@ class Supervisor:
 
     def _report_exit(self, code: int, seconds: float, delay: float) -> None:
         """Log that the daemon ended unasked, and when it starts again."""
-        self._doing = f"the daemon ended with exit code {code}; it starts again in {delay:.1f} s"
+        self._activity = f"the daemon ended with exit code {code}; it starts again in {delay:.1f} s"
         log.warning("kcl.exited", exit_code=code, seconds=seconds, delay_seconds=round(delay, 3))
 
-    async def _name_is_free(self) -> bool:
-        """Return True once no other process on this host is the same worker, False when told to stop first."""
+    async def _wait_for_name(self) -> bool:
+        """Wait until no other process on this host uses the worker's name. Return False if asked to stop first."""
 
         async def claimed() -> bool:
             return self.worker.claim()
@@ -170,21 +170,23 @@ class Supervisor:
             advice="Stop the other one, or give this one a name with --property workerIdentifier=NAME.",
         )
 
-    async def _server_is_there(self) -> bool:
-        """Return True once the server answers, False when told to stop first."""
+    async def _wait_for_server(self) -> bool:
+        """Wait until the server accepts connections. Return False if asked to stop first."""
         return await self._wait_for(self.answers, f"the server at {self.server}", address=str(self.server))
 
-    async def _wait_for(self, there: Callable[[], Awaitable[bool]], what_for: str, **fields: object) -> bool:
-        """Return True once ``there`` does, False when told to stop first. Logs every minute that it waits."""
-        began = tell_at = self.clock.steady_ms()
-        self._doing = f"waiting for {what_for}"
+    async def _wait_for(
+        self, condition: Callable[[], Awaitable[bool]], what_for: str, **fields: object
+    ) -> bool:
+        """Poll until ``condition`` returns True; return False if asked to stop first. Log once a minute meanwhile."""
+        began_ms = report_at_ms = self.clock.steady_ms()
+        self._activity = f"waiting for {what_for}"
         while not self._stopping.is_set():
-            if await there():
+            if await condition():
                 return True
-            now = self.clock.steady_ms()
-            if now >= tell_at:
-                tell_at = now + round(TELL_SECONDS * 1000)
-                log.warning("kcl.waiting", seconds=(now - began) / 1000, **fields)
+            now_ms = self.clock.steady_ms()
+            if now_ms >= report_at_ms:
+                report_at_ms = now_ms + round(REPORT_SECONDS * 1000)
+                log.warning("kcl.waiting", seconds=(now_ms - began_ms) / 1000, **fields)
             await first_of(self._stopping.wait(), self.clock.sleep(ASK_SECONDS))
         return False
 
@@ -197,89 +199,102 @@ class Supervisor:
 
             await first_of(self._forced.wait(), release())
 
-    async def _once(self) -> int:
-        """Run the daemon once; return its exit code (negative: the signal that ended it)."""
+    async def _run_daemon(self) -> int:
+        """Start the daemon and wait until it exits; return its exit code (negative: the signal that ended it).
+
+        Beside it run ``_end_when_needed`` and the watch on the application's leader. Raises OperatorError if the command
+        can never be started, NotThereYet if it may start later.
+        """
         self._starts += 1
-        self._doomed.clear()
-        self._killed = self._leased = False
+        self._daemon_is_ending.clear()
+        self._killed = self._has_lease = False
         self._lead_released = False
-        self._doing = f"the daemon runs (start {self._starts})"
-        log.info("kcl.starting", start=self._starts, **self.told)
+        self._activity = f"the daemon runs (start {self._starts})"
+        log.info("kcl.starting", start=self._starts, **self.start_fields)
         try:
             child = await ChildProcess.start(
-                self.command, environment=self.environment, output=[self._pass_on], keep=self.worker.held
+                self.command, environment=self.environment, output=[self._log_output], keep=self.worker.held
             )
         except OSError as error:
-            lasting = isinstance(error, FileNotFoundError | PermissionError)
-            raise (OperatorError if lasting else NotThereYet)(
+            is_permanent = isinstance(error, FileNotFoundError | PermissionError)
+            raise (OperatorError if is_permanent else NotThereYet)(
                 f"{self.command[0]} cannot be started: {error.strerror}."
             ) from error
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._end(child)), tasks.create_task(self.worker.watch_leader())]
+                beside = [
+                    tasks.create_task(self._end_when_needed(child)),
+                    tasks.create_task(self.worker.watch_leader()),
+                ]
                 code = await child.wait()
                 for task in beside:
                     task.cancel()
         finally:
-            # With bridges that outlive their JVM.
+            # This also ends bridge processes that have outlived their JVM.
             await child.close(DRAIN_SECONDS)
-            self._join(self._parser.flush())
+            self._log_events(self._parser.flush())
         return code
 
-    async def _end(self, child: ChildProcess) -> None:
-        """End the daemon: in order when told to stop, without its grace when it ends itself."""
-        await first_of(self._stopping.wait(), self._doomed.wait())
-        self._doing = "the daemon ends"
-        if self._doomed.is_set():
-            there = await self.answers()
+    async def _end_when_needed(self, child: ChildProcess) -> None:
+        """Wait until this program is asked to stop, or the daemon begins to exit by itself; then make sure that it ends.
+
+        Asked to stop: send SIGTERM, wait for the grace, then kill. A daemon without a lease gets a short grace, as it has
+        nothing to checkpoint. A daemon that exits by itself gets ``LAST_SECONDS`` while the server answers, else none.
+        A second request to stop (``_forced``) ends each wait.
+        """
+        await first_of(self._stopping.wait(), self._daemon_is_ending.wait())
+        self._activity = "the daemon ends"
+        if self._daemon_is_ending.is_set():
+            server_answers = await self.answers()
             log.warning(
                 "kcl.cut_short",
                 what="A connection to the server ended, which ends the daemon.",
                 did=f"Its other shards get {LAST_SECONDS:g} s."
-                if there
+                if server_answers
                 else "The server is gone too: the daemon was killed.",
             )
-            if there:
+            if server_answers:
                 await first_of(self._forced.wait(), self.clock.sleep(LAST_SECONDS))
         else:
             if not self._forced.is_set():
                 child.signal(signal.SIGTERM)
-                soon = min(UNLEASED_SECONDS, self.grace)
-                await first_of(self._forced.wait(), self.clock.sleep(soon))
-                if self._leased:
-                    await first_of(self._forced.wait(), self.clock.sleep(self.grace - soon))
-            if self._leased:
-                self._forced.set()
+                short_grace = min(UNLEASED_SECONDS, self.grace)
+                await first_of(self._forced.wait(), self.clock.sleep(short_grace))
+                if self._has_lease:
+                    await first_of(self._forced.wait(), self.clock.sleep(self.grace - short_grace))
+            if self._has_lease:
+                self._forced.set()  # the exit code of this program then says that the daemon was killed
         self._killed = True
         child.kill()
 
-    def _pass_on(self, lines: list[str]) -> bool:
-        """Log what the daemon prints; a line of the JVM's own is held back for those that may belong to it."""
-        self._join(self._parser.feed(lines))
+    def _log_output(self, lines: list[str]) -> bool:
+        """Log the daemon's output. A line that Java wrote without logback waits for further lines of the same message."""
+        self._log_events(self._parser.feed(lines))
         if self._parser.waiting:
-            self._joining = asyncio.get_running_loop().call_later(
-                JOIN_SECONDS, lambda: self._join(self._parser.flush())
+            self._flush_timer = asyncio.get_running_loop().call_later(
+                JOIN_SECONDS, lambda: self._log_events(self._parser.flush())
             )
         return True
 
-    def _join(self, events: Iterable[LogEvent]) -> None:
-        if self._joining is not None:
-            self._joining.cancel()
-            self._joining = None
+    def _log_events(self, events: Iterable[LogEvent]) -> None:
+        """Log the daemon's events, filtered; note whether it has gained a lease, and whether it begins to exit."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
         now = self.clock.steady_ms() / 1000
         for event in events:
-            # What a daemon says while it falls is the same fault again, from each of its shards.
-            lines = [verbatim(event)] if self._doomed.is_set() else self._filter.filter(event, now)
-            self._leased = self._leased or any(line.event == "kcl.lease_gained" for line in lines)
-            _write(lines)
+            # While the daemon exits, each of its shards reports the same fault: log these at debug only.
+            lines = [verbatim(event)] if self._daemon_is_ending.is_set() else self._filter.filter(event, now)
+            self._has_lease = self._has_lease or any(line.event == "kcl.lease_gained" for line in lines)
+            _log_lines(lines)
             if event.text == ENDS_ITSELF and not self._stopping.is_set():
-                self._doomed.set()
+                self._daemon_is_ending.set()
 
 
 async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
-    """Whether the server takes connections now; ``tls``: authority, certificate and key, read again at each look.
+    """Whether the server accepts a connection now. ``tls``: paths of authority, certificate and key, read at each call.
 
-    Raises ConfigError when one of the certificates is not what it should be.
+    Raises ConfigError if the server's certificate is not trusted, or a file does not hold what it should.
     """
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -288,8 +303,9 @@ async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
             else:
                 context = None
                 if tls:
-                    making = partial(client_context, tls[1], tls[2], tls[0])
-                    context = await run_in_daemon_thread(making, name="mldserver-tls")
+                    authority, certificate, key = tls
+                    make_context = partial(client_context, certificate, key, authority)
+                    context = await run_in_daemon_thread(make_context, name="mldserver-tls")
                 _, writer = await asyncio.open_connection(server.host, server.port, ssl=context)
             writer.close()
             return True
@@ -302,6 +318,6 @@ async def answers(server: Address, tls: Sequence[Path] = ()) -> bool:
         return False
 
 
-def _write(lines: Iterable[FilteredEvent]) -> None:
+def _log_lines(lines: Iterable[FilteredEvent]) -> None:
     for line in lines:
         getattr(log, line.level)(line.event, **line.fields)

@@ -56,13 +56,16 @@ _COLUMN_TYPES: Final = f"`{WINDOW}` VARCHAR(64)"
 
 _STAGE: Final = "__stage_"
 _FIRST: Final = "__first_"
-"""The same, of a try that makes the table."""
-_THERE_ALREADY: Final = re.compile("already|exists|duplicate", re.IGNORECASE)
+"""The same, for a try that creates the table."""
+_INDEX_EXISTS: Final = re.compile("already|exists|duplicate", re.IGNORECASE)
 """In the words of databases that have an index of a name: they share no SQLSTATE for it."""
 _LONGEST_SUFFIX: Final = len(_STAGE) + 12
 
-_THERE: Final = "23"
+_KEY_EXISTS: Final = "23"
 """How SQLSTATEs begin of a key that is there already."""
+
+_UNKNOWN_OR_FORBIDDEN: Final = "42"
+"""How SQLSTATEs begin of an unknown name, a wrong type, or a missing right."""
 
 _NOT_THERE_YET: Final = ("08", "40", "53", "57")
 """How SQLSTATEs begin of what passes by itself: no connection, a deadlock, no room, a database that starts or stops."""
@@ -95,9 +98,9 @@ def _owner(table: str) -> str:
     return suffixed(table, "__owner")
 
 
-def _is_first(stage: str) -> bool:
-    """Whether a try of this stage makes the table, or goes on where one died that did."""
-    # A table's own name may hold anything.
+def _creates_table(stage: str) -> bool:
+    """Whether the try with this stage creates the table, or continues a try that died while it created the table."""
+    # Look at the suffix only: a table's own name may contain anything.
     return f"__{stage.rpartition('__')[2]}".startswith(_FIRST)
 
 
@@ -115,17 +118,20 @@ def check_settings(sink: SinkSpec) -> None:
 
 
 def check(spark: SparkSession, sink: SinkSpec) -> None:
-    """Raise OperatorError where a window's steps cannot work; they are rehearsed, without rows. NotThereYet: for now."""
+    """At the server's start, run all statements of a publication without rows. Raises OperatorError if one cannot work.
+
+    Raises NotThereYet if it may work later: the database is not up, for example.
+    """
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise OperatorError(
             "Spark Connect gives no access to JDBC transactions.",
             advice="Set spark_master to a Spark of the server's own, such as local[*], or choose another sink.",
         )
-    with _words_of_start(), connected(spark, sink) as database:
+    with _start_errors(), connected(spark, sink) as database:
         has_transactions, longest = database.limits()
         if not has_transactions:
             raise OperatorError("The database of sink has no transactions.", advice="Choose another sink.")
-        # Names that were cut short would fall together.
+        # A database that cuts long names short would give several tables one name.
         size = len(last_name(sink.table).strip('"`[]').encode())
         if longest and size > longest - _LONGEST_SUFFIX:
             raise OperatorError(
@@ -140,13 +146,14 @@ def check(spark: SparkSession, sink: SinkSpec) -> None:
 
 
 def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> None:
-    """Note whose the table is. Raises OperatorError as ``must_note``, and where the table was dropped."""
-    with _words_of_start(), connected(spark, sink) as database:
-        _own(database, sink.table, owner, new_ledger=new_ledger)
+    """Store the table's owner. Raises OperatorError if the table is another's (``must_note``), or was dropped."""
+    with _start_errors(), connected(spark, sink) as database:
+        _ensure_owner(database, sink.table, owner, new_ledger=new_ledger)
 
 
 @contextlib.contextmanager
-def _words_of_start() -> Iterator[None]:
+def _start_errors() -> Iterator[None]:
+    """Raise a DatabaseError of the block as OperatorError with advice, or as NotThereYet if it may pass by itself."""
     try:
         yield
     except DatabaseError as error:
@@ -159,29 +166,32 @@ def _words_of_start() -> Iterator[None]:
 
 
 def _rehearse(database: Database, table: str, columns: dict[str, str] | None) -> None:
-    """Do all that a window needs the right for, without rows: a database looks at rights and types all the same."""
+    """Run each kind of statement of a publication without rows. A database checks rights and types all the same.
+
+    ``columns``: those of the table; None: no such table exists yet. Raises DatabaseError.
+    """
     windows, stage = _windows(table), suffixed(table, f"{_STAGE}{secrets.token_hex(6)}")
-    _make_windows(database, windows)
+    _create_windows_table(database, windows)
     with database.together():
         database.change(f"CREATE TABLE {stage} (stage INTEGER)")
         database.change(f"DROP TABLE {stage}")
-    nothing = f"FROM {windows} WHERE 1 = 0"
-    database.change(f"INSERT INTO {windows} SELECT * {nothing}")
+    from_no_rows = f"FROM {windows} WHERE 1 = 0"
+    database.change(f"INSERT INTO {windows} SELECT * {from_no_rows}")
     database.change(f"UPDATE {windows} SET revision = 0 WHERE 1 = 0")  # noqa: S608  # the operator's own name
     if columns is None:
         return
     window, revision = (database.quoted(columns[name]) for name in (WINDOW, REVISION))
     database.change(f"DELETE FROM {table} WHERE {window} = ? AND 1 = 0", "")  # noqa: S608  # see above
     try:
-        database.change(f"INSERT INTO {table} ({window}, {revision}) SELECT stage, revision {nothing}")
+        database.change(f"INSERT INTO {table} ({window}, {revision}) SELECT stage, revision {from_no_rows}")
     except DatabaseError as error:
-        # Of the columns that are not named here a window gives values.
-        if error.state.startswith("42"):
+        # Other classes: a column that is not named here must not be NULL. A real window has a value for it.
+        if error.state.startswith(_UNKNOWN_OR_FORBIDDEN):
             raise
 
 
-def _make_windows(database: Database, windows: str) -> None:
-    _make(
+def _create_windows_table(database: Database, windows: str) -> None:
+    _create_if_missing(
         database,
         windows,
         "pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL, revision INTEGER NOT NULL,"
@@ -189,110 +199,120 @@ def _make_windows(database: Database, windows: str) -> None:
     )
 
 
-def _make(database: Database, table: str, columns: str) -> None:
+def _create_if_missing(database: Database, table: str, columns: str) -> None:
     if database.columns(table) is not None:
         return
     try:
         database.change(f"CREATE TABLE {table} ({columns})")
     except DatabaseError:
-        # Another server may have made it in the same instant.
+        # Another server may have created it in the same instant.
         if database.columns(table) is None:
             raise
 
 
-def _own(database: Database, table: str, owner: Owner, *, new_ledger: bool = False) -> bool:
-    """Note whose the table is, unless it is known; return whether the table is known to have been made.
+def _ensure_owner(database: Database, table: str, owner: Owner, *, new_ledger: bool = False) -> bool:
+    """Store ``owner`` in ``<table>__owner`` unless it is there. Return whether ``owner`` is known to have created the table.
 
-    Raises OperatorError when the table is another's, or was dropped.
+    Raises OperatorError if the table belongs to another owner (unless ``new_ledger``), or was created and then dropped.
     """
-    windows, name = _windows(table), _owner(table)
-    _make_windows(database, windows)
-    _make(
+    windows, owner_table = _windows(table), _owner(table)
+    _create_windows_table(database, windows)
+    _create_if_missing(
         database,
-        name,
+        owner_table,
         "id INTEGER NOT NULL PRIMARY KEY, pipeline VARCHAR(255) NOT NULL, ledger VARCHAR(64) NOT NULL,"
         " made INTEGER NOT NULL",
     )
     while True:
-        line = database.first(f"SELECT pipeline, ledger, made FROM {name}")  # noqa: S608  # the operator's own name
-        found = Owner(line[0], line[1]) if line is not None else None
-        note = must_note(found, owner, table, new_ledger=new_ledger)
-        same = found is not None and found.ledger == owner.ledger
-        # Of a table that an earlier version of the program made only its windows are noted.
-        made = bool(int(line[2])) if line is not None else _count(database, windows) > 0
-        if made and (same or found is None) and database.columns(table) is None:
+        row = database.first(f"SELECT pipeline, ledger, made FROM {owner_table}")  # noqa: S608  # the operator's own name
+        stored = Owner(row[0], row[1]) if row is not None else None
+        must_store = must_note(stored, owner, table, new_ledger=new_ledger)
+        is_same_ledger = stored is not None and stored.ledger == owner.ledger
+        # A version of the program without owners stored only windows.
+        was_created = bool(int(row[2])) if row is not None else _count_published(database, windows) > 0
+        if was_created and (is_same_ledger or stored is None) and database.columns(table) is None:
             raise OperatorError(
                 f"The table {table} was dropped or renamed, and with it the windows that were published into it "
-                f"({_count(database, windows):,}).",
+                f"({_count_published(database, windows):,}).",
                 did="Nothing was written.",
-                advice=f"Bring the table back. Or drop {windows} and {name} too: the server then makes a new table, and "
+                advice=f"Bring the table back. Or drop {windows} and {owner_table} too: the server then makes a new table, and "
                 "`mldserver windows retry --published WINDOW …` fills it with windows whose segments are still there.",
             )
-        if not note or _take(database, table, found, owner):
-            return made and same
+        if not must_store or _replace_owner(database, table, stored, owner):
+            return was_created and is_same_ledger
+        # Another server has stored an owner meanwhile: compare again.
 
 
-def _count(database: Database, windows: str) -> int:
-    line = database.first(f"SELECT COUNT(*) FROM {windows} WHERE revision > 0")  # noqa: S608  # the operator's own name
-    return 0 if line is None else int(line[0])
+def _count_published(database: Database, windows: str) -> int:
+    row = database.first(f"SELECT COUNT(*) FROM {windows} WHERE revision > 0")  # noqa: S608  # the operator's own name
+    return 0 if row is None else int(row[0])
 
 
-def _take(database: Database, table: str, found: Owner | None, owner: Owner) -> bool:
-    """Make ``owner`` the table's owner in place of ``found``. Return False if the stored owner has changed.
+def _replace_owner(database: Database, table: str, former: Owner | None, owner: Owner) -> bool:
+    """Make ``owner`` the table's owner in place of ``former`` (None: the table has none yet).
 
-    Revisions that another ledger counted are forgotten.
+    An owner with another ledger counts revisions from 1 again: reset those of all windows to 0, and drop all stages.
+    Return False, without a change of the owner, if another server has stored an owner meanwhile.
     """
-    windows, name = _windows(table), _owner(table)
-    if found is not None and found.ledger == owner.ledger:
-        renamed = f"UPDATE {name} SET pipeline = ? WHERE ledger = ?"  # noqa: S608  # the operator's own name
-        return bool(database.change(renamed, owner.pipeline, owner.ledger))
+    windows, owner_table = _windows(table), _owner(table)
+    if former is not None and former.ledger == owner.ledger:
+        rename = f"UPDATE {owner_table} SET pipeline = ? WHERE ledger = ?"  # noqa: S608  # the operator's own name
+        return bool(database.change(rename, owner.pipeline, owner.ledger))
     stages = f"SELECT stage FROM {windows} WHERE stage <> ?"  # noqa: S608  # see above
-    while (left := database.first(stages, _NONE)) is not None:
-        # Before the line forgets it; its try is another owner's, or dead.
-        database.drop(left[0])
-        database.change(f"UPDATE {windows} SET stage = ? WHERE stage = ?", _NONE, left[0])  # noqa: S608  # see above
+    while (row := database.first(stages, _NONE)) is not None:
+        # Drop the stage while a row still names it. The try that filled it is dead, or belongs to the former owner.
+        database.drop(row[0])
+        database.change(f"UPDATE {windows} SET stage = ? WHERE stage = ?", _NONE, row[0])  # noqa: S608  # see above
     try:
         with database.together():
-            if found is None:
-                database.change(f"INSERT INTO {name} VALUES (1, ?, ?, 0)", owner.pipeline, owner.ledger)  # noqa: S608  # see above
+            if former is None:
+                database.change(
+                    f"INSERT INTO {owner_table} VALUES (1, ?, ?, 0)",  # noqa: S608  # see above
+                    owner.pipeline,
+                    owner.ledger,
+                )
             elif not database.change(
-                f"UPDATE {name} SET pipeline = ?, ledger = ?, made = 0 WHERE ledger = ?",  # noqa: S608  # see above
+                f"UPDATE {owner_table} SET pipeline = ?, ledger = ?, made = 0 WHERE ledger = ?",  # noqa: S608  # see above
                 owner.pipeline,
                 owner.ledger,
-                found.ledger,
+                former.ledger,
             ):
                 return False
             database.change(f"UPDATE {windows} SET revision = 0, stage = ?", _NONE)  # noqa: S608  # see above
     except DatabaseError as error:
-        # Of two first claims the key lets one through.
-        if found is None and error.state.startswith(_THERE):
+        # If two servers insert the first owner, the primary key rejects one of them.
+        if former is None and error.state.startswith(_KEY_EXISTS):
             return False
         raise
     return True
 
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
-    """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
+    """Replace the window's rows in the table by those of its revision: the steps that the module's docstring lists.
+
+    Does nothing if the table already has this revision of the window, or a later one. May be repeated.
+    """
     with connected(spark, sink) as database:
-        made = _own(database, sink.table, owner_of(job))
-        kind = _FIRST if database.columns(sink.table) is None else _STAGE
-        stage = suffixed(sink.table, f"{kind}{secrets.token_hex(6)}")
+        was_created = _ensure_owner(database, sink.table, owner_of(job))
+        is_missing = database.columns(sink.table) is None
+        stage = suffixed(sink.table, f"{_FIRST if is_missing else _STAGE}{secrets.token_hex(6)}")
         attempt = claim(database, Try(job, sink.table, stage))
     if attempt is None:
         return
+    creates_table = _creates_table(attempt.stage)
     if job.files:
-        fill(staged(spark, job), sink, attempt, create=_is_first(attempt.stage))
+        fill(staged(spark, job), sink, attempt, create=creates_table)
     with connected(spark, sink) as database:
         try:
-            if job.files and not made:
-                # Before the first rows are in it: a table that is gone is then known to have held some.
+            if job.files and not was_created:
+                # Before the first row: if the table is missing later, the next start knows that rows are lost.
                 database.change(f"UPDATE {_owner(sink.table)} SET made = 1 WHERE ledger = ?", job.ledger)  # noqa: S608  # the operator's own name
-            if _is_first(attempt.stage):
+            if creates_table:
                 try:
-                    _make_index(database, sink.table)
+                    _create_index(database, sink.table)
                 except DatabaseError as error:
-                    # The try that made the table, and died, may have made it. What is not understood fails this one.
-                    if kind == _FIRST or not _THERE_ALREADY.search(str(error)):
+                    # A former try that created the table, and died, may have created the index too.
+                    if is_missing or not _INDEX_EXISTS.search(str(error)):
                         raise
             move(database, attempt)
         except BaseException:
@@ -304,45 +324,47 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
 
 
 def claim(database: Database, attempt: Try) -> Try | None:
-    """Name this try's stage as the window's, and drop that of a try that died. None: the table has the revision.
+    """Store this try's stage in the window's row, so that only this try can move rows; drop the stage of a former try.
 
-    Where the one that died was making the table, so is the one that is returned.
+    Return the try to continue with; None if the table already has this revision or a later one. If the former try died
+    while it created the table, the returned try creates it. Raises RuntimeError if another server writes the table or
+    the window.
     """
     windows, job = attempt.windows, attempt.job
     with database.together():
-        # First, so that no other server claims this window, or the table, before this is done.
-        locked = f"UPDATE {_owner(attempt.table)} SET ledger = ledger WHERE ledger = ?"  # noqa: S608  # the operator's own name
-        if not database.change(locked, job.ledger):
+        # This update changes nothing. It locks the owner's row, so that no other server claims the window or the table.
+        lock_owner = f"UPDATE {_owner(attempt.table)} SET ledger = ledger WHERE ledger = ?"  # noqa: S608  # the operator's own name
+        if not database.change(lock_owner, job.ledger):
             raise RuntimeError(f"another pipeline, or another ledger, has claimed the table {attempt.table}")
-        line = database.first(
+        row = database.first(
             f"SELECT revision, stage FROM {windows} WHERE pipeline = ? AND window_id = ?",  # noqa: S608  # see above
             *attempt.key,
         )
-        if line is None:
+        if row is None:
             database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
             return attempt
-        noted, left = int(line[0]), line[1]
-        if _is_first(left) and not _is_first(attempt.stage):
+        stored_revision, former_stage = int(row[0]), row[1]
+        if _creates_table(former_stage) and not _creates_table(attempt.stage):
             attempt = replace(attempt, stage=_FIRST.join(attempt.stage.rsplit(_STAGE, 1)))
-        due = noted < job.window.revision
+        must_write = stored_revision < job.window.revision
         changed = database.change(
             f"UPDATE {windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND revision = ? AND stage = ?",  # noqa: S608  # see above
-            attempt.stage if due else left,
+            attempt.stage if must_write else former_stage,
             *attempt.key,
-            noted,
-            left,
+            stored_revision,
+            former_stage,
         )
         if not changed:
             raise RuntimeError(f"another server writes window {job.window.id} at the same time")
-    if left != _NONE and due:
-        database.drop(left)
-    elif left != _NONE:
-        clear(database, attempt, left)
-    return attempt if due else None
+    if former_stage != _NONE and must_write:
+        database.drop(former_stage)
+    elif former_stage != _NONE:
+        clear(database, attempt, former_stage)
+    return attempt if must_write else None
 
 
-def _make_index(database: Database, table: str) -> None:
-    """Make an index for a table that Spark made, or each window would look through all others for its own rows."""
+def _create_index(database: Database, table: str) -> None:
+    """Create an index of window ids, for a table that Spark created. Without it, each ``move`` would scan the table."""
     columns, name = database.columns(table), suffixed(last_name(table), "__window")
     if columns is not None:
         database.change(f"CREATE INDEX {name} ON {table} ({database.quoted(columns[WINDOW])})")
@@ -354,17 +376,17 @@ def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None
     types = ", ".join(filter(None, [lower.get("createtablecolumntypes"), _COLUMN_TYPES]))
     options = sink.options | {"url": f"jdbc:{sink.target}", "createTableColumnTypes": types}
     if create:
-        # Appended, since another server may have made it meanwhile.
+        # Mode "append" does not fail if another server has created it meanwhile.
         table = rows.limit(0).write.format("jdbc").options(**options).option("dbtable", attempt.table)
         table.mode("append").save()
-    # Spark's default mode is wanted: a table of this name is none of this try's.
+    # Spark's default mode fails if the stage exists: it would belong to another try.
     rows.write.format("jdbc").options(**options).option("dbtable", attempt.stage).save()
 
 
 def move(database: Database, attempt: Try) -> None:
-    """Replace the window's rows by the stage's, in one transaction.
+    """Replace the window's rows in the table by the stage's rows, and store the revision, in one transaction.
 
-    Raises RuntimeError when another try has claimed the window, or a task's rows are missing or there twice.
+    Raises RuntimeError if another try has claimed the window, or if rows of a Spark task are missing or doubled.
     """
     job, table = attempt.job, attempt.table
     columns = database.columns(table)
@@ -372,7 +394,7 @@ def move(database: Database, attempt: Try) -> None:
     if stage is None or (columns is None and job.files):
         raise RuntimeError(f"the stage of window {job.window.id} is gone: another server writes the window")
     with database.together():
-        # First, so that other writers of this window wait here.
+        # This statement comes first: other writers of this window wait at it for the transaction's end.
         changed = database.change(
             f"UPDATE {attempt.windows} SET revision = ? WHERE pipeline = ? AND window_id = ? AND stage = ?"  # noqa: S608  # the operator's own name
             " AND revision < ?",
@@ -387,19 +409,25 @@ def move(database: Database, attempt: Try) -> None:
             window = database.quoted(columns[WINDOW])
             database.change(f"DELETE FROM {table} WHERE {window} = ?", job.window.id)  # noqa: S608  # see above
         if columns is not None and stage:
-            _insert(database, attempt, columns, stage)
+            _copy_stage(database, attempt, columns, stage)
 
 
-def _insert(database: Database, attempt: Try, columns: dict[str, str], stage: dict[str, str]) -> None:
-    foreign = sorted(stage.keys() - columns.keys())
-    if foreign:
-        raise RuntimeError(f"the table {attempt.table} has no column {', '.join(foreign)}")
-    into = ", ".join(database.quoted(columns[name]) for name in stage)
-    source = ", ".join(database.quoted(name) for name in stage.values())
+def _copy_stage(
+    database: Database, attempt: Try, table_columns: dict[str, str], stage_columns: dict[str, str]
+) -> None:
+    """Insert the stage's rows into the table, within the transaction of ``move``. Raises RuntimeError for a wrong row count.
+
+    Columns are dicts of their exact names by their names in lower case: the two tables may differ in case and order.
+    """
+    unknown = sorted(stage_columns.keys() - table_columns.keys())
+    if unknown:
+        raise RuntimeError(f"the table {attempt.table} has no column {', '.join(unknown)}")
+    targets = ", ".join(database.quoted(table_columns[name]) for name in stage_columns)
+    sources = ", ".join(database.quoted(name) for name in stage_columns.values())
     inserted = database.change(
-        f"INSERT INTO {attempt.table} ({into}) SELECT {source} FROM {attempt.stage}"  # noqa: S608  # the operator's own names
+        f"INSERT INTO {attempt.table} ({targets}) SELECT {sources} FROM {attempt.stage}"  # noqa: S608  # the operator's own names
     )
-    # A task that ran twice on a cluster may have written twice (Spark's JDBC writer commits each task for itself).
+    # Spark's JDBC writer commits each task by itself: a task that ran twice may have written its rows twice.
     if inserted != attempt.job.rows:
         raise RuntimeError(
             f"the stage of window {attempt.job.window.id} holds {inserted} rows, not {attempt.job.rows}"
@@ -407,7 +435,7 @@ def _insert(database: Database, attempt: Try, columns: dict[str, str], stage: di
 
 
 def clear(database: Database, attempt: Try, stage: str) -> None:
-    """Drop a stage of the try's window, and name none. Repeatable."""
+    """Drop a stage of the try's window and remove its name from the window's row. May be repeated."""
     database.drop(stage)
     database.change(
         f"UPDATE {attempt.windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND stage = ?",  # noqa: S608  # the operator's own name

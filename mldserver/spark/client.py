@@ -44,7 +44,7 @@ log = structlog.get_logger("mldserver")
 _FIRST_STARTS = 3
 """Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong.
 
-A driver that was killed has said nothing of the settings, and does not count."""
+The death of a driver that was killed says nothing about the settings, and does not count."""
 
 _TRAIN_SECONDS = 900
 """Beyond it the machine has no time to spare, and the class archive is not worth it."""
@@ -106,7 +106,7 @@ class SparkEngine:
         """How the last driver ended, until another is warm."""
         self._was_ready = False
         self._start_seconds: float | None = None
-        self._outdated = asyncio.Event()
+        self._code_changed = asyncio.Event()
         """Set when a driver that imports the changed handler must replace the present one."""
         self._retired: Life | None = None
         """The driver that was stopped for that."""
@@ -126,7 +126,7 @@ class SparkEngine:
         return self._lost
 
     def facts(self) -> EngineFacts:
-        """Return what it and its present driver know of the session."""
+        """Return the facts about Spark that the server's status shows."""
         life = self._ready_life
         started = None if life is None else life.started
         return EngineFacts(
@@ -139,24 +139,24 @@ class SparkEngine:
         )
 
     async def run(self) -> None:
-        """Live until closed or cancelled.
+        """Keep a driver alive, one process after another, until closed or cancelled.
 
         Raises JavaError when Java is missing or too old, HandlerInvalid when the driver cannot import the handler,
         OperatorError when a local session cannot be made.
         """
         self._running = True
-        over = "The engine is closed."
+        end_reason = "The engine is closed."
         try:
             java = None if is_connect(self.setup.master) else await probe(self.java_home, os.environ)
-            await asyncio.to_thread(self._sweep)
+            await asyncio.to_thread(self._remove_old_scratch)
             if self.setup.sink is not None and not is_tested(self.setup.sink):
                 log.warning("sink.untested", table=str(self.setup.sink))
             await self._keep_alive(java)
         except BaseException as error:
-            over = f"The engine ended: {error}"
+            end_reason = f"The engine ended: {error}"
             raise
         finally:
-            self._over = over
+            self._over = end_reason
             self._running = False
             self._announce(None)
             self._ended.set()
@@ -175,14 +175,14 @@ class SparkEngine:
         See ``Engine.compute_group``.
         """
         began = time.monotonic()
-        async with self._slot() as let_go:
+        async with self._slot() as free_slot:
             life = await self._ready()
 
-            def slow(window_id: str) -> None:
-                let_go()
+            def on_slow(window_id: str) -> None:
+                free_slot()  # another window may be computed beside the slow one
                 self._on_slow(window_id)
 
-            outputs = await life.ask(jobs, deadline_seconds(self.job_deadline, jobs), slow)
+            outputs = await life.ask(jobs, deadline_seconds(self.job_deadline, jobs), on_slow)
         seconds = time.monotonic() - began
         return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
 
@@ -193,16 +193,16 @@ class SparkEngine:
             await life.ask(job, deadline_seconds(self.job_deadline, (job,)))
 
     def when_slow(self, call: Callable[[str], None]) -> None:
-        """Call it when a hook is slow. See ``Engine.when_slow``."""
+        """Call ``call`` when the ``on_window`` of a window is slow. See ``Engine.when_slow``."""
         self._on_slow = call
 
     def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Start the driver afresh between two jobs. See ``Engine.renew``."""
         self.setup = msgspec.structs.replace(self.setup, code=code)
-        self._outdated.set()
+        self._code_changed.set()
 
     async def close(self) -> None:
-        """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
+        """Ask the driver to stop; kill it after ``stop_grace`` seconds. No process is left on return."""
         self._closing.set()
         if not self._running:
             return
@@ -220,10 +220,10 @@ class SparkEngine:
     async def _slot(self) -> AsyncIterator[Callable[[], None]]:
         """Hold one of the slots for concurrent jobs. The block receives a function that frees the slot early."""
         await self._slots.acquire()
-        undo = contextlib.ExitStack()
-        undo.callback(self._slots.release)
-        with undo:
-            yield undo.close
+        release_once = contextlib.ExitStack()
+        release_once.callback(self._slots.release)
+        with release_once:
+            yield release_once.close
 
     async def _ready(self) -> Life:
         """Wait for a driver that takes jobs, and return it. Raises DriverLost if the engine has ended.
@@ -238,9 +238,9 @@ class SparkEngine:
                     error.blame = "server"
                     raise error
                 await self._changed.wait()
-            if not life.is_doubtful:
+            if not life.is_cancelling:
                 return life
-            await life.settled()
+            await life.cancellations_ended()
 
     def _announce(self, life: Life | None) -> None:
         """Set the driver that takes jobs (None: none does), and wake the tasks that wait in ``_ready``."""
@@ -255,20 +255,20 @@ class SparkEngine:
         """
 
         async def run_once() -> ChildExit | None:
-            reason, exit_code, who, useful = "", None, "driver", False
+            reason, exit_code, who, did_jobs = "", None, "driver", False
             try:
-                life = await self._one_life(java)
+                life = await self._run_driver(java)
             except OSError as error:
                 self._lost = reason = f"No process could be started: {error}"
             else:
                 if self._closing.is_set() or life is self._retired:
                     return None
                 self._count_failure_or_raise(life)
-                reason, exit_code, useful = life.reason(), life.child.exit_code, life.jobs_done > 0
+                reason, exit_code, did_jobs = life.reason(), life.child.exit_code, life.jobs_done > 0
                 if life.jvm_exit_code is not None:
                     who, exit_code = "jvm", life.jvm_exit_code
             fields = {"who": who, "reason": reason, "exit_code": exit_code}
-            return ChildExit(lambda delay: log.error("spark.lost", delay_seconds=delay, **fields), useful)
+            return ChildExit(lambda delay: log.error("spark.lost", delay_seconds=delay, **fields), did_jobs)
 
         if not self._closing.is_set():
             backoff = Backoff(base=1.0, cap=60.0)
@@ -305,16 +305,16 @@ class SparkEngine:
         master = redacted(self.setup.master)
         raise final_error(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
 
-    async def _one_life(self, java: Java | None) -> Life:
+    async def _run_driver(self, java: Java | None) -> Life:
         """Start a driver, wait until it is dead, and return it. Raises OSError if no process can be started.
 
         Always remove the driver's scratch directory. If the driver died before any job succeeded, also remove
         the class archive that it used.
         """
         self._starts += 1
-        self._outdated.clear()
+        self._code_changed.clear()
         began = time.monotonic()
-        start, driver_environment, missing_archive = await asyncio.to_thread(self._plan, java)
+        start, driver_environment, missing_archive = await asyncio.to_thread(self._plan_start, java)
         log.info(
             "spark.starting",
             master=redacted(self.setup.master),
@@ -353,7 +353,7 @@ class SparkEngine:
 
     async def _retire(self, life: Life) -> None:
         """When the handler's code has changed, stop the driver as soon as it runs no job; kill it after the grace."""
-        await self._outdated.wait()
+        await self._code_changed.wait()
         async with contextlib.AsyncExitStack() as slots:
             # Holding every slot means that no job runs, and that no job can begin.
             for _ in range(self.setup.concurrency):
@@ -387,13 +387,15 @@ class SparkEngine:
             return
         await self.clock.sleep(self.archive_after)
         try:
-            start, driver_environment, _ = await asyncio.to_thread(self._plan, java, train=missing_archive)
+            start, driver_environment, _ = await asyncio.to_thread(
+                self._plan_start, java, train=missing_archive
+            )
         except OSError as error:  # a full disk must not end a working driver
             log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
         else:
             await train(start, self.command, driver_environment, self.clock)
 
-    def _plan(
+    def _plan_start(
         self, java: Java | None, *, train: Path | None = None
     ) -> tuple[StartSession, dict[str, str], Path | None]:
         """Return the start message of a driver, its environment, and the path of the missing class archive.
@@ -429,7 +431,7 @@ class SparkEngine:
             )
         return start, environment(start, os.environ, java_home=java.home if java else None), missing_archive
 
-    def _sweep(self) -> None:
+    def _remove_old_scratch(self) -> None:
         """Remove scratch directories of drivers whose server was killed. The directory is this server's own."""
         if self._work is not None:
             for left in self._work.glob(f"{_SCRATCH}*"):
@@ -438,8 +440,8 @@ class SparkEngine:
 
 def make_engine(handler: str, schema: str, **options: Any) -> SparkEngine:
     """Return an engine. ``options`` are fields of ``StartSession`` and of ``SparkEngine``."""
-    of_session = {name: options.pop(name) for name in StartSession.__struct_fields__ if name in options}
-    return SparkEngine(StartSession(handler, schema, **of_session), **options)
+    session_options = {name: options.pop(name) for name in StartSession.__struct_fields__ if name in options}
+    return SparkEngine(StartSession(handler, schema, **session_options), **options)
 
 
 async def train(
@@ -450,25 +452,25 @@ async def train(
     The JVM writes the archive when it exits. A failure is only logged, since drivers also start without the archive.
     """
     assert start.archive is not None
-    wanted = Path(start.archive)
-    said = "The time allowed for it was over."
+    archive = Path(start.archive)
+    outcome = "The time allowed for it was over."
     try:
         async with asyncio.timeout(_TRAIN_SECONDS):
-            await asyncio.to_thread(discard, wanted)
+            await asyncio.to_thread(discard, archive)
             life = await Life.begin(command, environment, start, clock, cancel_grace=0)
             async with asyncio.TaskGroup() as tasks:
                 stopper = tasks.create_task(life.stop_when_warm())
                 await life.live(_TRAIN_SECONDS)
                 stopper.cancel()
-            said = life.reason()
+            outcome = life.reason()
     except (OSError, TimeoutError) as error:
-        said = str(error) or said
+        outcome = str(error) or outcome
     finally:
         await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(discard, wanted)
-    if await asyncio.to_thread(os.path.isfile, wanted):
-        said = f"Spark's classes are archived in {wanted}: later starts take about half the time."
-        log.info("spark.log", logger=__name__, text=said)
+            await asyncio.to_thread(discard, archive)
+    if await asyncio.to_thread(os.path.isfile, archive):
+        outcome = f"Spark's classes are archived in {archive}: later starts take about half the time."
+        log.info("spark.log", logger=__name__, text=outcome)
     else:
-        log.warning("spark.log", logger=__name__, text=f"No class archive was made. {said}")
+        log.warning("spark.log", logger=__name__, text=f"No class archive was made. {outcome}")

@@ -58,20 +58,20 @@ _DEATH_SECONDS = 5
 
 @dataclass(slots=True)
 class _HookCall:
-    """A call of ``on_window`` that runs."""
+    """A call of the user's ``on_window`` that runs now."""
 
     window: str
     thread: int
     began: float
-    due_seconds: float = _SLOW_SECONDS
-    """How long it may run until that is said."""
+    report_after_seconds: float = _SLOW_SECONDS
+    """How long it may run until it is reported as slow; doubled at each report."""
 
 
 @dataclass(slots=True)
 class _DriverJob:
-    run: wire.RunWindows | wire.Publish
+    request: wire.RunWindows | wire.Publish
     group: str
-    """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
+    """The name of its Spark job group. Never used twice: Spark refuses later jobs of a cancelled group."""
     cancelled: bool = False
     running: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -88,8 +88,8 @@ class Jobs:
     send: Callable[[wire.Message], None]
     """Called from any thread."""
     concurrency: int
-    stopped: Callable[[], None]
-    """Called from any thread when a job has left, or found, a session on which no other can run."""
+    on_session_stopped: Callable[[], None]
+    """Called from any thread when a job ends and its session can run no further job."""
     sink: SinkSpec | None = None
     """Where outputs are published, if that is a table."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -98,15 +98,15 @@ class Jobs:
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
 
-    def start(self, run: wire.RunWindows | wire.Publish) -> None:
-        """Take a job; it begins when a thread is free."""
-        job = _DriverJob(run, f"mldserver-{run.id}-{run.job.window.id}")
+    def start(self, request: wire.RunWindows | wire.Publish) -> None:
+        """Queue a job; it begins when a thread is free."""
+        job = _DriverJob(request, f"mldserver-{request.id}-{request.job.window.id}")
         with self._lock:
-            self._jobs[run.id] = job
-        self._pool.submit(self._run, job)
+            self._jobs[request.id] = job
+        self._pool.submit(self._run_and_answer, job)
 
     def cancel(self, job_id: int) -> None:
-        """End a job, and return when it has ended. One that is not there any more has been answered already."""
+        """Cancel a job in Spark, and return when it has ended. Does nothing for a job that was answered already."""
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None or job.cancelled:
@@ -121,90 +121,103 @@ class Jobs:
                 spark.interruptTag(job.group)
             else:
                 spark.sparkContext._jsc.sc().cancelJobGroupAndFutureJobs(job.group)  # noqa: SLF001  # no Python face yet
-            # Again: of a cancelled group Spark refuses later jobs, but not the stages that a plan begins with.
+            # Cancel repeatedly: Spark refuses later jobs of a cancelled group, but not the stages that a plan begins with.
             if job.ended.wait(_CANCEL_AGAIN_SECONDS):
                 return
 
-    def _run(self, job: _DriverJob) -> None:
+    def _run_and_answer(self, job: _DriverJob) -> None:
+        """Run a job in this pool thread, and send the server its result: JobDone, or FailedJob for any error.
+
+        If the JVM died under the job, send nothing: the JVM's watcher ends this process. If the session can run no
+        further job, call ``on_session_stopped`` after the answer.
+        """
         with self._lock:
             job.running = not job.cancelled
         answer: wire.Message
-        closed = False
+        session_is_gone = False
         try:
-            answer = wire.FailedJob(
-                job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True
-            )
             if job.running:
-                answer = self._compute(job)
+                answer = self._compute_or_publish(job)
+            else:
+                text = "The job was cancelled before it began."
+                answer = wire.FailedJob(job.request.id, "Cancelled", text, cancelled=True)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
             if self.session.jvm is not None and wire.lost_connection(error):
-                # The calls of a dead JVM fail a moment before its end can be seen.
+                # Calls into a dead JVM fail a moment before its process has exited.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.session.jvm.wait(_DEATH_SECONDS)
-                    return  # not the job's failure: the JVM's watcher ends this process, and so the job
-            fault, advice = wire.describe(error), ""
-            closed = self.session.connect and CLOSED in fault.message
-            if not (self.session.is_local or job.cancelled):
-                from mldserver.spark.counts import advice_on, where_failed  # noqa: PLC0415  # as in `_compute`
-
-                jobs = job.run.jobs if isinstance(job.run, wire.RunWindows) else ()
-                segments = [path for each in jobs for path in each.segments]
-                said = wire.text_of(error)
-                advice = " ".join(filter(None, [where_failed(self.session.spark), advice_on(said, segments)]))
-            answer = wire.FailedJob(
-                job.run.id,
-                fault.error,
-                fault.message,
-                fault.traceback,
-                cancelled=job.cancelled,
-                advice=advice,
-            )
+                    return
+            answer = self._failed_job(job, error)
+            session_is_gone = self.session.connect and CLOSED in answer.message
         with self._lock:
-            del self._jobs[job.run.id]
+            del self._jobs[job.request.id]
         job.ended.set()
         self.send(answer)
         with contextlib.suppress(Exception):  # a dying JVM raises; its watcher handles that
-            closed = closed or self.session.is_stopped
-        if closed:
-            self.stopped()
+            session_is_gone = session_is_gone or self.session.is_stopped
+        if session_is_gone:
+            self.on_session_stopped()
 
-    def _compute(self, job: _DriverJob) -> wire.JobDone:
+    def _failed_job(self, job: _DriverJob, error: BaseException) -> wire.FailedJob:
+        """Return the message that reports a job's error; on a cluster, with advice about the executors that failed."""
+        fault, advice = wire.describe(error), ""
+        if not (self.session.is_local or job.cancelled):
+            from mldserver.spark.counts import advice_on, where_failed  # noqa: PLC0415  # pyspark, which the server never imports
+
+            jobs = job.request.jobs if isinstance(job.request, wire.RunWindows) else ()
+            segments = [path for each in jobs for path in each.segments]
+            sentences = where_failed(self.session.spark), advice_on(wire.text_of(error), segments)
+            advice = " ".join(filter(None, sentences))
+        return wire.FailedJob(
+            job.request.id,
+            fault.error,
+            fault.message,
+            fault.traceback,
+            cancelled=job.cancelled,
+            advice=advice,
+        )
+
+    def _compute_or_publish(self, job: _DriverJob) -> wire.JobDone:
+        """Do what the server requested in this thread: compute windows (``on_window``), or write an output into the table.
+
+        The Spark jobs of it get a group (on Spark Connect: a tag), by which ``cancel`` finds them. Raises what the
+        user's code, Spark or the sink raises.
+        """
         from mldserver.spark.local_staging import can_stage_locally, compute_via_local_disk  # noqa: PLC0415  # pyarrow, as below
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
-        spark, window = self.session.spark, job.run.job.window
+        spark, request = self.session.spark, job.request
         if self.session.connect:
             spark.addTag(job.group)
         else:
-            # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
-            count = len(job.run.jobs) if isinstance(job.run, wire.RunWindows) else 1
-            others = f" and {count - 1} more" if count > 1 else ""
-            spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
+            count = len(request.jobs) if isinstance(request, wire.RunWindows) else 1
+            label = f"window {request.job.window.id}" + (f" and {count - 1} more" if count > 1 else "")
+            # Cancelling must not interrupt threads: HDFS marks nodes as dead when a call to them is interrupted.
+            spark.sparkContext.setJobGroup(job.group, label, interruptOnCancel=False)
         try:
-            if isinstance(job.run, wire.RunWindows):
-                cores = self.session.slots()
+            if isinstance(request, wire.Publish):
+                if self.sink is None:
+                    raise ValueError("no table was named to publish into")
+                find(self.sink.format).publish(spark, self.sink, request.job)
+                return wire.JobDone(request.id, ())
+            cores = self.session.slots()
+            pipeline = replace(self.pipeline, around=partial(self._record_hook_call, job))
 
-                pipeline = replace(self.pipeline, around=partial(self._calling, job))
+            def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
+                return run_windows(spark, self.schema, pipeline, jobs, cores)
 
-                def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
-                    return run_windows(spark, self.schema, pipeline, jobs, cores)
-
-                # A local master's tasks are on this machine, and can take what this process fetches for them.
-                jobs = job.run.jobs
-                near = self.session.is_local and can_stage_locally(jobs[0].out, self.session.hadoop)
-                return wire.JobDone(
-                    job.run.id, compute_via_local_disk(jobs, compute) if near else compute(jobs)
-                )
-            if self.sink is None:
-                raise ValueError("no table was named to publish into")
-            find(self.sink.format).publish(spark, self.sink, job.run.job)
-            return wire.JobDone(job.run.id, ())
+            jobs = request.jobs
+            # Only a local master's tasks, which run on this machine, can read files that this process fetches.
+            if self.session.is_local and can_stage_locally(jobs[0].out, self.session.hadoop):
+                return wire.JobDone(request.id, compute_via_local_disk(jobs, compute))
+            return wire.JobDone(request.id, compute(jobs))
         finally:
             if self.session.connect:
                 spark.removeTag(job.group)
 
     @contextlib.contextmanager
-    def _calling(self, job: _DriverJob, window: Window) -> Iterator[None]:
+    def _record_hook_call(self, job: _DriverJob, window: Window) -> Iterator[None]:
+        """Note in ``job`` that ``on_window`` runs while the context lasts, so that ``report_slow`` sees a slow call."""
         job.call = _HookCall(window.id, threading.get_ident(), time.monotonic())
         try:
             yield
@@ -212,16 +225,16 @@ class Jobs:
             job.call = None
 
     def report_slow(self) -> None:
-        """Send which calls of ``on_window`` run for long, and where they are. Asks Spark nothing."""
+        """Report each call of ``on_window`` that has run for a minute, two, four…, with its current line. Never waits for Spark."""
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:
             call = job.call
-            if call is None or (seconds := time.monotonic() - call.began) < call.due_seconds:
+            if call is None or (seconds := time.monotonic() - call.began) < call.report_after_seconds:
                 continue
-            call.due_seconds *= 2
+            call.report_after_seconds *= 2
             line = wire.line_of(sys._current_frames().get(call.thread), self.pipeline.on_window)  # noqa: SLF001  # the only way
-            self.send(wire.HookSlow(job.run.id, call.window, round(seconds, 1), line))
+            self.send(wire.HookSlow(job.request.id, call.window, round(seconds, 1), line))
 
 
 @dataclass(eq=False, repr=False)  # what it was started with holds secrets
@@ -235,7 +248,7 @@ class Driver:
     _stopping: bool = False
 
     def send(self, message: wire.Message) -> None:
-        """Send from any thread. A driver that cannot, as the server is gone, say, is of no use."""
+        """Send a message from any thread. If that fails, the server is gone: kill this process."""
         try:
             send_now(self._sock, message)
         except OSError:
@@ -246,22 +259,27 @@ class Driver:
         try:
             while messages := receive_now(self._sock, wire.FromServer):
                 for message in messages:
-                    self._take(message)
+                    self._handle(message)
         except Exception as error:  # noqa: BLE001  # bytes that are no message, or no thread for a job
             print(f"the server's messages cannot be taken: {error}", file=sys.stderr)  # noqa: T201  # the log's way out
         finally:
             self.die()
 
-    def _take(self, message: wire.FromServer) -> None:
+    def _handle(self, message: wire.FromServer) -> None:
+        """Carry out a message of the server in another thread, since this thread must go on reading messages.
+
+        Raises WireError for a message that may not come now, such as a job before the session is ready.
+        """
         match message:
             case wire.StartSession():
                 self._start = message
                 entitle(message.app_name.removeprefix("mldserver: "), "Spark driver")
-                threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
+                threading.Thread(
+                    target=self._start_or_die, args=(message,), name="start", daemon=True
+                ).start()
             case wire.RunWindows() | wire.Publish() if self._jobs is not None:
                 self._jobs.start(message)
             case wire.CancelJob() if self._jobs is not None:
-                # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.
                 threading.Thread(
                     target=self._jobs.cancel, args=(message.id,), name="cancel", daemon=True
                 ).start()
@@ -271,32 +289,38 @@ class Driver:
             case _:
                 raise WireError(f"{type(message).__name__} does not come now")
 
-    def _open(self, start: wire.StartSession) -> None:
+    def _start_or_die(self, start: wire.StartSession) -> None:
+        """Start the session and send ``Warm``: jobs may come. If it fails, send ``StartFailed`` and end the process.
+
+        ``StartFailed`` says who must act: the author of the "handler", the "operator", or, for all other errors, "spark".
+        """
         try:
             self._jobs = self._make_ready(start)
         except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
             fault = wire.describe(error)
+            traceback = fault.traceback
             if isinstance(error, HandlerError):
-                whose, told = "handler", str(error.where.get("traceback", fault.traceback))
+                at_fault, traceback = "handler", str(error.where.get("traceback", traceback))
             else:
-                whose = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
-                told = fault.traceback
-            self.send(wire.StartFailed(whose, fault.error, fault.message, told))
+                at_fault = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
+            self.send(wire.StartFailed(at_fault, fault.error, fault.message, traceback))
             self.die()
         self.send(wire.Warm())
 
     def _make_ready(self, start: wire.StartSession) -> Jobs:
-        """Make the session; load the handler, and see that its code reaches the executors; warm up.
+        """Create the Spark session, load the user's handler, ship its code to the executors, and run a warm-up window.
 
-        UDFs and columns at module level need the session.
+        The session comes before the handler, whose module may create UDFs and columns. Return what runs the jobs.
         """
         if start.train:
             os.nice(19)
         session = self._session = open_session(start)
         if session.jvm is not None:
             wait = session.jvm.wait
-            threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
-        watch = JobWatch(session.health_check(), self.send, self._fall)
+            threading.Thread(
+                target=lambda: self._send_and_die(wire.JvmGone(wait())), name="jvm", daemon=True
+            ).start()
+        watch = JobWatch(session.health_check(), self.send, self._send_and_die)
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
         jvm_pid = None if session.jvm is None else session.jvm.pid
@@ -326,21 +350,24 @@ class Driver:
             schema=start.schema,
             pipeline=pipeline,
             send=self.send,
-            concurrency=2 * start.concurrency,  # beside each hook that is slow the server sends one job more
-            stopped=partial(self._fall, wire.Health(STOPPED, over=True)),
+            concurrency=2 * start.concurrency,  # for each slow `on_window` the server sends one job more
+            on_session_stopped=partial(self._send_and_die, wire.Health(STOPPED, over=True)),
             sink=start.sink,
         )
         watch.report_slow = jobs.report_slow
         return jobs
 
-    def _fall(self, last_words: wire.JvmGone | wire.Health) -> None:
-        """End at once, unless the process is stopping."""
+    def _send_and_die(self, reason: wire.JvmGone | wire.Health) -> None:
+        """Send the server the reason and kill this process at once; do nothing if it is stopping anyway."""
         if not self._stopping:
-            self.send(last_words)
+            self.send(reason)
             self.die()
 
     def _stop(self) -> None:
-        """Stop in good order: the server waits, and kills when it takes too long."""
+        """Stop Spark and its JVM, then exit. The server waits, and kills this process if that takes too long.
+
+        A driver that was started only to make a class archive (``train``) keeps the archive if the JVM exited well.
+        """
         if self._session is None or self._jobs is None:
             self.die()
         session, start = self._session, self._start
@@ -356,23 +383,23 @@ class Driver:
                 wire.Log("warning", f"Spark did not stop in good order: {wire.describe(error).message}")
             )
             self.die()
-        self._tidy()
+        self._remove_scratch()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the user's code may have closed the stream
                 stream.flush()
         os._exit(0)  # threads of cancelled jobs may still hang in user code
 
     def die(self) -> None:
-        """End at once, with the JVM and all else in the process group. Does not return."""
+        """Kill this process at once, with the JVM and all else in the process group. Does not return."""
         session = self._session
         if session is not None and session.jvm is not None:
             session.jvm.kill()
-        self._tidy()
+        self._remove_scratch()
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    def _tidy(self) -> None:
+    def _remove_scratch(self) -> None:
         if self._start is not None:
             for left in (self._start.scratch, f"{self._start.scratch}{wire.WARM_UP}"):
                 shutil.rmtree(left, ignore_errors=True)

@@ -128,7 +128,7 @@ class StartFailed(channel.Message, frozen=True):
 
 
 class HookSlow(channel.Message, frozen=True):
-    """A window's ``on_window`` runs for a minute; said again each time that has doubled."""
+    """A window's ``on_window`` has run for a minute, two, four and so on."""
 
     id: int
     window: str
@@ -165,7 +165,7 @@ class FailedJob(channel.Message, frozen=True):
     """The user's own frames."""
     cancelled: bool = False
     advice: str = ""
-    """Where its tasks failed, and what to do; never what the user's code, Spark or a database has said."""
+    """Where its tasks failed, and what to do; never text of the user's code, Spark or a database."""
 
 
 class Health(channel.Message, frozen=True):
@@ -218,12 +218,12 @@ class Fault:
 
 def describe(error: BaseException) -> Fault:
     """Describe ``error``. Failures in the code of the user's exception are caught."""
-    name, said = type(error).__name__, message(error)
+    name, text = type(error).__name__, message(error)
     try:
-        frames = _clip("".join(_lines(error, set())).rstrip())
+        frames = _shorten("".join(_traceback_lines(error, set())).rstrip())
     except Exception:  # noqa: BLE001  # a thousand causes in a row, say: better no frames than no answer
-        frames = f"{name}: {said}"
-    return Fault(name, said, frames)
+        frames = f"{name}: {text}"
+    return Fault(name, text, frames)
 
 
 def text_of(error: BaseException) -> str:
@@ -235,65 +235,65 @@ def text_of(error: BaseException) -> str:
 
 
 def message(error: BaseException) -> str:
-    """Return an error's text without the Java stack below it; first of all what a function of the user's raised in Python."""
+    """Return an error's text without Java's stack trace; an error that the user's Python code raised comes first."""
     text = text_of(error)
-    told = _of_function(text)
+    user_error = _python_worker_error(text)
     # An exception raised in Java carries "\n\tat package.Class.method" lines, Spark's own a "JVM stacktrace:" part.
     for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
         text = text.partition(marker)[0]
-    return _clip(f"{told}{text.strip() or type(error).__name__}")
+    return _shorten(f"{user_error}{text.strip() or type(error).__name__}")
 
 
-def _of_function(text: str) -> str:
-    """Return the error of a Python worker of Spark as a line, with the user's line; empty where there is none in the text.
+def _python_worker_error(text: str) -> str:
+    """Find the last Python traceback in a message of Spark; return its error and the user's line as one line, or "".
 
-    Its traceback, the last one of several, stands somewhere within Spark's own words, or below Java's stack, indented or not.
+    An executor's Python process raised it (a UDF, for example). Spark puts the traceback anywhere into its own message.
     """
     lines = text.rpartition(_TRACEBACK)[2].splitlines() if _TRACEBACK in text else []
-    place = ""
+    users_line = ""
     for line in lines:
         if frame := _FRAME.match(line):
-            if not is_library(frame[1]) and "/pyspark.zip/" not in frame[1]:
-                place = f" ({relative(frame[1])}:{frame[2]}, in {frame[3]})"
+            path, number, function = frame.groups()
+            if not is_library(path) and "/pyspark.zip/" not in path:
+                users_line = f" ({relative(path)}:{number}, in {function})"
         elif raised := _RAISED.match(line):
-            return f"{raised[0].strip()}{place}\n"
+            return f"{raised[0].strip()}{users_line}\n"
     return ""
 
 
 def line_of(frame: FrameType | None, function: object) -> str:
     """Return which line of the user's code a thread is at, for people; without one, where ``function`` is defined."""
     stack = [] if frame is None else traceback.extract_stack(frame)
-    users = [one for one in stack if not is_library(one.filename)]
-    if users:
-        at = users[-1]
-        return f"{relative(at.filename)}:{at.lineno}, in {at.name}: {at.line}"
+    users_frames = [each for each in stack if not is_library(each.filename)]
+    if users_frames:
+        innermost = users_frames[-1]
+        return f"{relative(innermost.filename)}:{innermost.lineno}, in {innermost.name}: {innermost.line}"
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return "" if code is None else f"{relative(code.co_filename)}:{code.co_firstlineno}, in {code.co_name}"
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, may mean that the other end of a connection died."""
+    """Whether an error, or one of its causes, may mean that the other end of a connection (the JVM) died."""
     seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        if isinstance(at, (OSError, EOFError)) or type(at).__name__ == "Py4JNetworkError":
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, (OSError, EOFError)) or type(current).__name__ == "Py4JNetworkError":
             return True
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
     return False
 
 
-def _lines(error: BaseException, seen: set[int]) -> list[str]:
-    """Return the traceback with the user's frames only, causes first, as Python writes it."""
+def _traceback_lines(error: BaseException, seen: set[int]) -> list[str]:
+    """Return the traceback as Python writes it, causes first, but only with the user's frames. ``seen``: ids of printed errors."""
     lines: list[str] = []
     seen.add(id(error))
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if before is not None and id(before) not in seen:
-        earlier = _lines(before, seen)
-        joint = "was the direct cause of" if error.__cause__ else "was being handled during"
-        lines += [*earlier, f"\nThe error above {joint} the one below:\n\n"]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and id(cause) not in seen:
+        relation = "was the direct cause of" if error.__cause__ else "was being handled during"
+        lines += [*_traceback_lines(cause, seen), f"\nThe error above {relation} the one below:\n\n"]
     stack = traceback.extract_tb(error.__traceback__)
-    # Not the user's; but a folder of theirs may be named as one of these.
+    # Compare whole paths: a folder of the user's may have the name of one of these packages.
     specs = (importlib.util.find_spec(name) for name in ("pyspark", "py4j"))
     packages = (Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)
     folders = (Path(__file__).parent, _LIBRARY / "concurrent" / "futures", _LIBRARY / "asyncio", *packages)
@@ -307,5 +307,5 @@ def _lines(error: BaseException, seen: set[int]) -> list[str]:
     return lines
 
 
-def _clip(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _LIMIT else f"{text[:_LIMIT]} … ({len(text)} characters)"

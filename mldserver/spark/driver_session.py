@@ -67,7 +67,10 @@ _RAISED: Final = re.compile(r"(?:[A-Za-z_$][\w$]*\.)*[A-Za-z_$][\w$]*(?:Error|Ex
 
 
 class Life:
-    """Reads one driver's messages until it ends. Pending jobs then raise DriverLost."""
+    """One driver process, from its start to its end: sends it jobs, and accepts its messages.
+
+    When the process ends, pending jobs raise DriverLost.
+    """
 
     def __init__(
         self, start: wire.StartSession, clock: Clock, *, cancel_grace: float, log_error_messages: bool = True
@@ -76,37 +79,38 @@ class Life:
 
         ``log_error_messages``: whether the log quotes what errors say in Spark's own log.
         """
-        self._messages = log_error_messages
+        self._log_error_messages = log_error_messages
         self._start = start
         self._clock = clock
         self._cancel_grace = cancel_grace
         self.child: ChildProcess
         self._channel: Channel[wire.FromDriver]
-        self._hung_up = asyncio.Event()
-        """Set when no message can come any more."""
+        self._disconnected = asyncio.Event()
+        """Set when the driver can send no further message."""
         self._ids = itertools.count(1)
         self.waiting: dict[
             int, tuple[wire.RunWindows | wire.Publish, asyncio.Future[wire.JobDone | wire.FailedJob]]
         ] = {}
-        """The jobs that it works on, by their ids, and what waits for their answers."""
+        """By id: each job that the driver has not answered, and the future for its answer."""
         self._on_slow: dict[int, Callable[[str], None]] = {}
-        """What is called when a hook of one of them is slow."""
+        """By job: called with a window's id when its ``on_window`` is slow."""
         self._blame: Blame | None = None
-        """Whose doing the end is, if that is known before the driver is dead."""
+        """What caused the end, if that is known before the driver is dead."""
         self._cancelling: dict[int, asyncio.Event] = {}
+        """By job: set when the driver has answered a job that was cancelled."""
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = LineLimit(), LineLimit()
         options = {} if start.sink is None else start.sink.options
         self._redacted = redaction(secrets_in(start.master, start.conf, start.storage, options))
-        """Without the secrets that the driver was given: it, Spark and the user's code may say them."""
+        """Removes the secrets of the settings from a text: the driver, Spark and the user's code may print them."""
         self._reason = ""
         self.trouble: str | None = None
-        """Why a job would not run, as the driver says."""
-        self._troubles = 0
-        """How often it has said so."""
+        """Why no job can run now, as the driver's health check reports: the cluster is full, for example. None: jobs run."""
+        self._trouble_count = 0
+        """How many reports of trouble have come."""
         self.over = asyncio.Event()
-        """Set when a job would not even be sent: the driver is dead, or is being killed."""
+        """Set when the driver takes no further job: it is dead, or is being killed."""
         self.warm = asyncio.Event()
         """Set when the driver is warm."""
         self.started: wire.Started | None = None
@@ -130,46 +134,49 @@ class Life:
         """Start a driver's process. Raises OSError."""
         self = cls(start, clock, cancel_grace=cancel_grace, log_error_messages=log_error_messages)
         self.child = child = await ChildProcess.start(
-            command, environment=environment, output=[self._take_stdout, self._take_stderr], talks=True
+            command, environment=environment, output=[self._log_stdout, self._log_stderr], talks=True
         )
         assert child.end is not None, "it was started with a socket"
-        self._channel = Channel(child.end, wire.FromDriver, receive=self._take, ended=self._end)
+        self._channel = Channel(child.end, wire.FromDriver, receive=self._handle, ended=self._channel_ended)
         return self
 
     def reason(self, *, briefly: bool = False) -> str:
-        """Return why the life ended, in a sentence; unless ``briefly`` with what was said last."""
+        """Return in a sentence why the driver ended; unless ``briefly``, also its last lines of output."""
         if self._reason:
             return self._reason
-        said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines and not briefly else ""
+        last = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines and not briefly else ""
         if self.jvm_exit_code == _OUT_OF_MEMORY:
             memory = self._start.conf.get("spark.driver.memory", "Spark's default of 1g")
             return (
                 f"The JVM ran out of memory (exit code {_OUT_OF_MEMORY}), and its driver ended with it. Raise "
-                f"spark.driver.memory in spark_conf (now {memory}).{said}"
+                f"spark.driver.memory in spark_conf (now {memory}).{last}"
             )
         if self.jvm_exit_code is not None:
-            return f"The JVM died ({ending(self.jvm_exit_code)}), and its driver with it.{said}"
+            return f"The JVM died ({ending(self.jvm_exit_code)}), and its driver with it.{last}"
         if self.failed is not None:
-            return f"The start failed: {self.failed.error}: {self.failed.message}{said}"
+            return f"The start failed: {self.failed.error}: {self.failed.message}{last}"
         code = self.child.exit_code
-        return f"The driver's process died{'' if code is None else f' ({ending(code)})'}.{said}"
+        return f"The driver's process died{'' if code is None else f' ({ending(code)})'}.{last}"
 
     async def live(self, start_deadline: float) -> None:
-        """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
+        """Send the driver its start message and accept its messages; return when its process is dead.
+
+        If it is not warm within ``start_deadline`` seconds, kill it. At the end all pending jobs raise DriverLost.
+        """
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 late = f"The driver was not ready within {start_deadline:g} seconds."
                 watches = (
                     self._tasks.create_task(
-                        self._kill_unless(self.warm, start_deadline, late, SystemClock())
+                        self._kill_unless_set(self.warm, start_deadline, late, SystemClock())
                     ),
-                    self._tasks.create_task(self._watch_end()),
+                    self._tasks.create_task(self._watch_process()),
                 )
                 self._channel.send(self._start)
                 try:
-                    await self._hung_up.wait()
+                    await self._disconnected.wait()
                 finally:
-                    # Also when it is cancelled: from now on the group takes no task any more.
+                    # The task group ends, also on cancellation: `ask` must create no further task in it.
                     self.over.set()
                     for ended in self._cancelling.values():
                         ended.set()
@@ -180,43 +187,44 @@ class Life:
             self.over.set()
             await self.child.close()
             self._channel.close()
-            blame = self._whose()
+            blame = self._guess_blame()
             for _, answer in self.waiting.values():
                 if not answer.done():
-                    answer.set_exception(self._lost(blame))
+                    answer.set_exception(self._lost_error(blame))
             self._stdout.report()
             self._stderr.report()
 
-    def _end(self, garbled: str | None) -> None:
-        if garbled is not None:
-            self._reason = f"The driver's messages cannot be read: {garbled}"
-            self._blame = self._blame or self._whose()
-        self._hung_up.set()
+    def _channel_ended(self, protocol_error: str | None) -> None:
+        """Note that the driver's socket ended: closed (None), or because of a malformed message. Called by the channel."""
+        if protocol_error is not None:
+            self._reason = f"The driver's messages cannot be read: {protocol_error}"
+            self._blame = self._blame or self._guess_blame()
+        self._disconnected.set()
 
     def kill(self, reason: str) -> None:
-        """End the life at once; ``live`` returns soon after."""
+        """Kill the driver's process; ``live`` returns soon after. The first reason counts."""
         self._reason = self._reason or reason
         self._blame = self._blame or "server"
         self.over.set()
         self.child.kill()
 
     def stop(self) -> None:
-        """Ask the driver to stop in good order."""
+        """Ask the driver to stop Spark and exit."""
         self._blame = "server"
         self._channel.send(wire.Stop())
 
     async def stop_when_warm(self) -> None:
-        """Do so: that is all a driver is for that writes the class archive."""
+        """Wait until the driver is warm, then stop it: a driver that only makes the class archive runs no job."""
         await self.warm.wait()
         self.stop()
 
     @property
-    def is_doubtful(self) -> bool:
-        """Whether a job is being cancelled, and may yet cost the driver its life."""
+    def is_cancelling(self) -> bool:
+        """Whether a cancelled job has not ended yet. If it does not end in time, the driver is killed."""
         return bool(self._cancelling)
 
-    async def settled(self) -> None:
-        """Return when that is decided."""
+    async def cancellations_ended(self) -> None:
+        """Return when the jobs that are being cancelled have ended, or the driver is dead."""
         for ended in tuple(self._cancelling.values()):
             await ended.wait()
 
@@ -226,71 +234,77 @@ class Life:
         deadline: float | None,
         on_slow: Callable[[str], None] = lambda _: None,
     ) -> tuple[wire.Output, ...]:
-        """Run windows as one job and return their outputs; or write an output into the table.
+        """Send the driver one job and wait for its answer. Windows: compute them and return their outputs. An output: publish it.
 
-        Raises WindowFailed when it fails, takes longer than ``deadline`` seconds, or is of several windows one of whose hooks is
-        slow; DriverLost when the driver dies. ``on_slow`` is called when the hook of a single window is slow. Cancelling this
-        call cancels the job; a job that goes on all the same costs the driver its life.
+        Raises WindowFailed if the job fails or takes longer than ``deadline`` seconds, or if one of several windows has a
+        slow ``on_window``; DriverLost if the driver dies. ``on_slow`` is called if the ``on_window`` of a single window is
+        slow. Cancelling this call cancels the job; if the job then does not end in time, the driver is killed.
         """
         if self.over.is_set():
-            raise self._lost("server")  # it has not begun
-        number = next(self._ids)
-        run = wire.RunWindows(number, work) if isinstance(work, tuple) else wire.Publish(number, work)
-        # In a group, the slow window is unknown.
-        about = {} if isinstance(work, tuple) and work[1:] else {"window": run.job.window.id}
+            raise self._lost_error("server")  # the job has not begun, so it is not the cause
+        job_id = next(self._ids)
+        request = wire.RunWindows(job_id, work) if isinstance(work, tuple) else wire.Publish(job_id, work)
+        # An error of several windows names none: any of them may be the cause.
+        where = {} if isinstance(work, tuple) and work[1:] else {"window": request.job.window.id}
         answer: asyncio.Future[wire.JobDone | wire.FailedJob] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = (run, answer)
-        self._on_slow[number] = on_slow
+        self.waiting[job_id] = (request, answer)
+        self._on_slow[job_id] = on_slow
         try:
-            self._channel.send(run)
-            kill_point("job.running" if isinstance(run, wire.RunWindows) else "sink.writing")
-            calm = self._calm()
+            self._channel.send(request)
+            kill_point("job.running" if isinstance(request, wire.RunWindows) else "sink.writing")
+            mark = self._undisturbed_mark()
             while not (await asyncio.wait({answer}, timeout=deadline))[0]:
-                if calm == self._calm():
-                    said = f"The job ran longer than its deadline of {deadline:g} seconds."
-                    raise WindowFailed(said, did="It was cancelled.", **about)
-                calm = self._calm()  # as in `_kill_unless`: it has its time once more
-            done = answer.result()
-            if isinstance(done, wire.JobDone):
-                return done.outputs
-            said = self._redacted(f"{done.error}: {done.message}")
-            traceback = self._redacted(done.traceback)
-            failed = WindowFailed(said, advice=done.advice, traceback=traceback, **about)
-            failed.quotes = done.error not in _OWN_ERRORS
+                if mark == self._undisturbed_mark():
+                    what = f"The job ran longer than its deadline of {deadline:g} seconds."
+                    raise WindowFailed(what, did="It was cancelled.", **where)
+                mark = (
+                    self._undisturbed_mark()
+                )  # the job may have waited for the cluster: its deadline begins again
+            result = answer.result()
+            if isinstance(result, wire.JobDone):
+                return result.outputs
+            what = self._redacted(f"{result.error}: {result.message}")
+            traceback = self._redacted(result.traceback)
+            failed = WindowFailed(what, advice=result.advice, traceback=traceback, **where)
+            failed.quotes = result.error not in _OWN_ERRORS
             raise failed
         finally:
-            del self._on_slow[number]
-            no_answer = self.waiting.pop(number, None) is not None
-            if no_answer and not self.over.is_set() and self._tasks is not None:
-                ended = self._cancelling[number] = asyncio.Event()
-                self._channel.send(wire.CancelJob(number))
-                # Python code in a loop cannot be stopped otherwise.
-                late = f"A cancelled job did not end within {self._cancel_grace:g} seconds."
-                self._tasks.create_task(self._kill_unless(ended, self._cancel_grace, late, self._clock))
+            del self._on_slow[job_id]
+            is_unanswered = self.waiting.pop(job_id, None) is not None
+            if is_unanswered and not self.over.is_set() and self._tasks is not None:
+                ended = self._cancelling[job_id] = asyncio.Event()
+                self._channel.send(wire.CancelJob(job_id))
+                # Only killing its process stops Python code that runs in a loop.
+                reason = f"A cancelled job did not end within {self._cancel_grace:g} seconds."
+                self._tasks.create_task(self._kill_unless_set(ended, self._cancel_grace, reason, self._clock))
 
-    async def _kill_unless(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
-        calm = self._calm()
-        # Set in the very turn in which the time is over, it counts.
+    async def _kill_unless_set(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
+        """Kill the driver if ``event`` is not set within ``seconds``. If the session was in trouble meanwhile, wait again.
+
+        Trouble is, for example, a full cluster: another driver would have to wait for it as long.
+        """
+        mark = self._undisturbed_mark()
+        # An event that is set in the same turn of the event loop as the timeout counts as set.
         while not (await in_time(event.wait(), clock, seconds) or event.is_set()):
-            if calm == self._calm():
+            if mark == self._undisturbed_mark():
                 self.kill(reason)
                 return
-            # What has waited for the cluster has its time once more: another driver would not be quicker.
-            calm = self._calm()
+            mark = self._undisturbed_mark()
 
-    def _calm(self) -> object:
-        """Return what equals itself later if the session has not been in trouble for a moment meanwhile."""
-        return object() if self.trouble is not None else self._troubles
+    def _undisturbed_mark(self) -> object:
+        """Return a value to compare with a later call's: the two are equal only if the session had no trouble since."""
+        return object() if self.trouble is not None else self._trouble_count
 
-    async def _watch_end(self) -> None:
-        """Notice an end that the socket hides: a process that the user's code forked holds it open."""
+    async def _watch_process(self) -> None:
+        """When the driver's process exits, end this life even if the socket stays open in a process that user code forked."""
         await self.child.wait()
         self.child.kill()
-        # Its last words may be on their way; who left the group with the socket will not close it.
+        # The driver's last messages may still be in the socket.
         await asyncio.sleep(_DRAIN_SECONDS)
-        self._hung_up.set()
+        self._disconnected.set()
 
-    def _take(self, message: wire.FromDriver, _files: Descriptors) -> None:
+    def _handle(self, message: wire.FromDriver, _files: Descriptors) -> None:
+        """Store what a message of the driver reports, and wake its waiters. Called by the channel for each message."""
         match message:
             case wire.Started():
                 self.started = message
@@ -303,12 +317,12 @@ class Life:
                     traceback=self._redacted(message.traceback),
                 )
             case wire.JobDone() | wire.FailedJob():
-                self._answer(message)
-            case wire.HookSlow() if message.id in self.waiting:  # or it is of a job that was cancelled
+                self._accept_answer(message)
+            case wire.HookSlow() if message.id in self.waiting:  # else the job was cancelled
                 self._report_slow(message)
             case wire.Health():
                 self.trouble = self._redacted(message.trouble) or None
-                self._troubles += self.trouble is not None
+                self._trouble_count += self.trouble is not None
                 if message.over:
                     self._reason = self._reason or self.trouble or ""
                     self._blame = self._blame or "server"
@@ -320,7 +334,8 @@ class Life:
                 self._last_lines.append(text[:_LINE_CHARACTERS])
                 self._log(Entry(message.level, text, "mldserver.spark.driver"))
 
-    def _answer(self, message: wire.JobDone | wire.FailedJob) -> None:
+    def _accept_answer(self, message: wire.JobDone | wire.FailedJob) -> None:
+        """Give a job's answer to the call of ``ask`` that waits for it, or note that a cancelled job has ended."""
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
         _, answer = self.waiting.pop(message.id, (None, None))
@@ -329,41 +344,42 @@ class Life:
             answer.set_result(message)
 
     def _report_slow(self, message: wire.HookSlow) -> None:
-        run, answer = self.waiting[message.id]
+        """Log that a window's ``on_window`` is slow. If the job has several windows, fail it: the slow one holds the others."""
+        request, answer = self.waiting[message.id]
         if self.trouble is not None:
-            return  # the hook may wait for the cluster
+            return  # `on_window` may wait for the cluster
         line = self._redacted(message.line)
         log.warning("window.slow", window=message.window, seconds=message.seconds, line=line)
-        if not (isinstance(run, wire.RunWindows) and run.jobs[1:]):
+        has_several_windows = isinstance(request, wire.RunWindows) and len(request.jobs) > 1
+        if not has_several_windows:
             self._on_slow[message.id](message.window)
         elif not answer.done():
-            said = f"on_window of window {message.window} runs for {message.seconds:g} s, at {line}."
+            what = f"on_window of window {message.window} runs for {message.seconds:g} s, at {line}."
             did = "The job of several windows was cancelled."
-            answer.set_exception(WindowFailed(said, did=did, window=message.window))
+            answer.set_exception(WindowFailed(what, did=did, window=message.window))
 
-    def _whose(self) -> Blame:
+    def _guess_blame(self) -> Blame:
         """Return what may have caused the driver's death, from the jobs that ran and the exit code.
 
-        "others": several windows ran, so any of them may be the cause. With one at most it is that "window", unless the exit code is a
-        signal that comes from "outside", such as the kernel's when memory is short.
+        "others": several windows ran, and any of them may be the cause. If one at most ran, the cause is that "window";
+        or "outside", if the exit code is a signal such as the kernel's when memory is short.
         """
         if self._blame is not None:
             return self._blame
-        runs = [
-            run.jobs if isinstance(run, wire.RunWindows) else (run.job,) for run, _ in self.waiting.values()
-        ]
-        if sum(map(len, runs)) + len(self._cancelling) > 1:
+        requests = [request for request, _ in self.waiting.values()]
+        running = sum(len(each.jobs) if isinstance(each, wire.RunWindows) else 1 for each in requests)
+        if running + len(self._cancelling) > 1:
             return "others"
         code = self.child.exit_code if self.jvm_exit_code is None else self.jvm_exit_code
         return "outside" if code in _FROM_OUTSIDE else "window"
 
-    def _lost(self, blame: Blame) -> DriverLost:
+    def _lost_error(self, blame: Blame) -> DriverLost:
         error = DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
         error.blame = blame
         return error
 
-    def _take_stdout(self, lines: list[str]) -> bool:
-        """Log lines, or count them; return whether all were logged."""
+    def _log_stdout(self, lines: list[str]) -> bool:
+        """Log lines that the user's code printed; beyond the rate limit only count them. Return whether all were logged."""
         lines = list(map(self._redacted, lines))
         if self.started is None:  # standard output explains a crash at start
             self._last_lines += [line[:_LINE_CHARACTERS] for line in lines]
@@ -372,13 +388,13 @@ class Life:
             log.info("handler.output", stream="stdout", text=line)
         return all(passed)
 
-    def _take_stderr(self, lines: list[str]) -> bool:
-        """Log what lines say, or count them; return whether all were logged."""
+    def _log_stderr(self, lines: list[str]) -> bool:
+        """Log lines of Spark's log; beyond the rate limit only count them. Return whether all were logged."""
         entries = [
-            Entry(one.level, self._redacted(one.text), one.logger, self._redacted(one.exception))
-            for one in map(parse, lines)
+            Entry(entry.level, self._redacted(entry.text), entry.logger, self._redacted(entry.exception))
+            for entry in map(parse, lines)
         ]
-        if not self._messages:
+        if not self._log_error_messages:
             entries = [entry.without_messages() for entry in entries]
         self._last_lines += [entry.text[:_LINE_CHARACTERS] for entry in entries if entry.level != "debug"]
         passed = [self._stderr.passes() for _ in lines]
@@ -387,8 +403,8 @@ class Life:
         return all(passed)
 
     def _log(self, entry: Entry) -> None:
-        told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
-        getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
+        fields = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
+        getattr(log, entry.level)("spark.log", **{name: value for name, value in fields.items() if value})
 
 
 # Spark logs as errors what it then retries, and every error of the user's code. The server's own events
@@ -431,7 +447,7 @@ class Entry:
     exception: str = ""
 
     def without_messages(self) -> Entry:
-        """Return the entry without what errors say in it."""
+        """Return the entry without the messages of exceptions, which may quote the user's data; their classes stay."""
         text, exception = self.text, self.exception
         if raised := _RAISED.search(text):
             text = f"{text[: raised.start()]}{without_messages(text[raised.start() :])}"
@@ -439,7 +455,7 @@ class Entry:
 
 
 def parse(line: str) -> Entry:
-    """Return what a line of the driver's standard error says."""
+    """Return a line of the driver's standard error as a log entry. Spark's lines are JSON; Java, Python and users write text."""
     fields: dict[str, Any] = {}
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
@@ -453,5 +469,5 @@ def parse(line: str) -> Entry:
             stack = [f"{exception.get('class')}: {exception.get('msg')}"]
         if len(stack) > _FRAMES:
             stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
-    quiet = _ALWAYS_SAID.search(text) or (fields and logger in _SAID_TWICE)
-    return Entry("debug" if quiet else _LEVELS.get(level, "info"), text, logger, "\n".join(stack))
+    is_noise = _ALWAYS_SAID.search(text) or (fields and logger in _SAID_TWICE)
+    return Entry("debug" if is_noise else _LEVELS.get(level, "info"), text, logger, "\n".join(stack))

@@ -88,7 +88,7 @@ def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
         "server": TcpAddress("127.0.0.1", 7070),
         "answers": always,
         "worker": QuietWorker(),
-        "told": {"java": "17"},
+        "start_fields": {"java": "17"},
         **changed,
     }
     return Supervisor(command=("sh", "-c", script), clock=clock, **told)

@@ -230,8 +230,8 @@ def test_a_database_that_ends_at_any_step_comes_back_with_the_old_rows_or_the_ne
 
     name, before = {
         "before the transaction": ("move", True),
-        "in its middle": ("_insert", True),
-        "at its end": ("_insert", False),
+        "in its middle": ("_copy_stage", True),
+        "at its end": ("_copy_stage", False),
         "after it": ("clear", True),
     }[where]
     with monkeypatch.context() as patched:

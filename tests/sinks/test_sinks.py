@@ -170,9 +170,9 @@ def test_jdbc_a_table_whose_first_tries_died_about_when_its_index_was_made_has_i
         jdbc.fill(staged(place.spark, job), place.sink, first, create=True)
         claimed = jdbc.claim(database, second)
         if index_made:
-            jdbc._make_index(database, "events")
+            jdbc._create_index(database, "events")
     assert claimed is not None
-    assert jdbc._is_first(claimed.stage)
+    assert jdbc._creates_table(claimed.stage)
     publish(place.spark, place.sink, job)
     assert (place.rows(), place.stages()) == ([("a", "w1", 1)], [])
     indexes = "SELECT CONGLOMERATENAME FROM SYS.SYSCONGLOMERATES WHERE CONGLOMERATENAME LIKE 'EVENTS__WINDOW'"
@@ -189,7 +189,7 @@ def test_jdbc_readers_see_the_old_rows_when_the_transaction_fails_in_its_middle(
         raise ConnectionError("the network")
 
     with monkeypatch.context() as patched:
-        patched.setattr(jdbc, "_insert", breaks)
+        patched.setattr(jdbc, "_copy_stage", breaks)
         with pytest.raises(ConnectionError, match="the network"):
             publish(place.spark, place.sink, job)
     assert place.rows() == [("old", "w1", 1)]
@@ -370,15 +370,15 @@ def test_jdbc_a_table_of_an_earlier_version_is_the_first_claim_s(place: Place) -
 def test_jdbc_of_two_first_claims_one_wins_and_the_pipeline_s_own_is_shared(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = jdbc._take
+    take = jdbc._replace_owner
 
     def slower(by: Owner) -> None:
         def late(*given: Any) -> bool:
-            monkeypatch.setattr(jdbc, "_take", take)
+            monkeypatch.setattr(jdbc, "_replace_owner", take)
             own(place.spark, place.sink, by)
             return take(*given)
 
-        monkeypatch.setattr(jdbc, "_take", late)
+        monkeypatch.setattr(jdbc, "_replace_owner", late)
 
     slower(OURS)
     own(place.spark, place.sink, OURS)

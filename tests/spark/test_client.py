@@ -432,13 +432,13 @@ async def test_a_job_that_waits_for_executors_outlives_its_deadline_and_the_engi
 def test_a_wait_that_is_over_has_cost_a_job_none_of_its_time(tmp_path: Path) -> None:
     life = Life(StartSession("h", "", "spark://h:1", str(tmp_path)), SystemClock(), cancel_grace=1)
     for before in ("", "No executors."):
-        life._take(Health(before), ())
-        calm = life._calm()
-        life._take(Health("No executors."), ())
-        assert calm != life._calm()
-        life._take(Health(""), ())
-        assert calm != life._calm()
-        assert life._calm() == life._calm()
+        life._handle(Health(before), ())
+        mark = life._undisturbed_mark()
+        life._handle(Health("No executors."), ())
+        assert mark != life._undisturbed_mark()
+        life._handle(Health(""), ())
+        assert mark != life._undisturbed_mark()
+        assert life._undisturbed_mark() == life._undisturbed_mark()
 
 
 async def test_a_driver_that_judges_its_session_dead_ends_with_the_reason_and_a_fresh_one_follows(
@@ -619,7 +619,7 @@ async def test_an_archive_under_which_the_driver_died_is_thrown_away(
     bench: Callable[..., Bench], java: Path, logged: list[dict[str, Any]]
 ) -> None:
     it = bench("dies first", master="local[1]", java_home=str(java))
-    plan = it.engine._plan
+    plan = it.engine._plan_start
     *_, wanted = plan(await probe(str(java), os.environ))
     wanted.parent.mkdir()
     wanted.write_text("damaged")
@@ -662,7 +662,7 @@ async def test_only_the_first_driver_takes_a_table_from_another_owner(bench: Cal
     it.engine.ledger_id = "1ed9e400"  # known once the ledger is open
 
     def start() -> StartSession:
-        start = it.engine._plan(None)[0]
+        start = it.engine._plan_start(None)[0]
         shutil.rmtree(start.scratch)
         return start
 

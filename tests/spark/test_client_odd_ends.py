@@ -84,7 +84,7 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         if first == "the cancelling":
             call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
-        asyncio.get_running_loop().call_soon(alive._answer, driver_messages.JobDone(job_id, ()))
+        asyncio.get_running_loop().call_soon(alive._accept_answer, driver_messages.JobDone(job_id, ()))
         if first == "the answer":
             asyncio.get_running_loop().call_soon(call.cancel)
         with pytest.raises(asyncio.CancelledError):
@@ -106,14 +106,14 @@ async def test_a_disk_without_room_for_an_archive_costs_no_driver(
     tmp_path: Path, java: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
-    plan = it.engine._plan
+    plan = it.engine._plan_start
 
     def without_room(found: Java | None, *, train: Path | None = None) -> Any:
         if train is not None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return plan(found)
 
-    monkeypatch.setattr(it.engine, "_plan", without_room)
+    monkeypatch.setattr(it.engine, "_plan_start", without_room)
     async with it.running():
         await it.engine.ready()
         await it.clock.end_sleep()
@@ -147,7 +147,7 @@ async def test_a_driver_that_waits_for_the_cluster_at_its_start_is_not_replaced(
     life = driver_session.Life(start, clock, cancel_grace=0)
     monkeypatch.setattr(life, "kill", killed.append)
     life.trouble = "The cluster has given Spark no executor for more than 20 s."
-    late = asyncio.create_task(life._kill_unless(life.warm, 600, "late", clock))
+    late = asyncio.create_task(life._kill_unless_set(life.warm, 600, "late", clock))
     assert [await clock.end_sleep() for _ in range(3)] == [600] * 3
     _, ended = await clock.sleeps.get()
     assert killed == []

@@ -50,7 +50,7 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
         pipeline=Pipeline(None),
         send=told.put,
         concurrency=1,
-        stopped=lambda: told.put(STOPPED),
+        on_session_stopped=lambda: told.put(STOPPED),
     )
     jobs.start(driver_messages.RunWindows(1, (job("first"),)))
     jobs.start(driver_messages.RunWindows(2, (job("second"),)))
@@ -139,7 +139,12 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     told: queue.Queue[Any] = queue.Queue()
     session = DriverSession(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(
-        session=session, schema="", pipeline=Pipeline(None), send=told.put, concurrency=1, stopped=list
+        session=session,
+        schema="",
+        pipeline=Pipeline(None),
+        send=told.put,
+        concurrency=1,
+        on_session_stopped=list,
     )
     jobs.start(driver_messages.RunWindows(1, (job("w"),)))
     begun.wait()
@@ -170,7 +175,9 @@ def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at
     session = DriverSession(spark, connect=True, cores=None, jvm=None)
     monkeypatch.setattr(DriverSession, "slots", lambda _: 1)
     pipeline = Pipeline(on_window)
-    jobs = Jobs(session=session, schema="", pipeline=pipeline, send=told.put, concurrency=1, stopped=list)
+    jobs = Jobs(
+        session=session, schema="", pipeline=pipeline, send=told.put, concurrency=1, on_session_stopped=list
+    )
     jobs.report_slow()
     jobs.start(driver_messages.RunWindows(1, (job("slow"), job("other"))))
     begun.wait()
@@ -179,13 +186,13 @@ def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at
         None,  # type: ignore[union-attr]
     ):
         pass
-    jobs._jobs[1].call.due_seconds = 0.0  # type: ignore[union-attr]
+    jobs._jobs[1].call.report_after_seconds = 0.0  # type: ignore[union-attr]
     jobs.report_slow()
     slow = told.get()
     assert (slow.id, slow.window) == (1, "slow")
     assert slow.line.startswith(("tests/spark/test_jobs.py:", __file__))
     assert slow.line.endswith(", in on_window: go.wait()  # the line")
-    jobs._jobs[1].call.due_seconds = 1000.0  # type: ignore[union-attr]
+    jobs._jobs[1].call.report_after_seconds = 1000.0  # type: ignore[union-attr]
     jobs.report_slow()
     go.set()
     assert told.get().error == "ValueError", "nothing more was said of the hook"
