@@ -221,7 +221,7 @@ class WindowRunner:
         self._extra_workers = 0
         """How many workers there are more than ``window_concurrency``."""
         self._workers: asyncio.TaskGroup | None = None
-        self._engine.when_slow(self.relieve)
+        self._engine.when_slow(self.add_worker_beside)
         self.took = Durations()
         """Windows from being taken up until their output was visible."""
 
@@ -263,7 +263,7 @@ class WindowRunner:
             finally:
                 self._workers = None  # a group that ends takes no task any more
 
-    def relieve(self, window_id: str) -> None:
+    def add_worker_beside(self, window_id: str) -> None:
         """Start one more worker beside a window whose ``on_window`` is slow, since it may hang. Called by the engine.
 
         At most ``window_concurrency`` extra workers run. Other windows may now run beside the slow one, even if it had to

@@ -154,7 +154,7 @@ async def test_of_a_group_the_window_whose_hook_is_slow_comes_last(tmp_path: Pat
         assert isinstance(engine, Hanging)
         await three_windows(pipeline)
         assert [job.window.id for job in engine.jobs] == W[1:3]
-        assert pipeline.runner._slow == {W[0]}
+        assert pipeline.runner._slow_windows == {W[0]}
 
 
 @pytest.mark.parametrize("limit", [1, 8])
@@ -173,9 +173,9 @@ async def test_others_go_on_beside_a_window_whose_hook_is_slow(tmp_path: Path, l
         session = await pipeline.open("b")
         await pipeline.give(session, [(1, 40_000), (2, 50_000)])
         await pipeline.clock.advance(1)
-    assert not pipeline.runner._slow
-    pipeline.runner.relieve(W[0])
-    assert not pipeline.runner._slow, "nobody works any more"
+    assert not pipeline.runner._slow_windows
+    pipeline.runner.add_worker_beside(W[0])
+    assert not pipeline.runner._slow_windows, "nobody works any more"
 
 
 class Killed(LocalEngine):
@@ -297,7 +297,7 @@ async def test_when_the_job_of_a_group_was_slow_and_ends_its_relief_ends_too(tmp
         await three_windows(pipeline)
         await pipeline.clock.advance(1)
         assert list(pipeline.published()) == W[:3]
-        assert not pipeline.runner._slow
+        assert not pipeline.runner._slow_windows
         session = await pipeline.open("b")
         await pipeline.give(session, [(1, 40_000), (2, 50_000)])
         await pipeline.clock.advance(1)
@@ -310,7 +310,7 @@ async def test_no_more_than_one_is_computed_beside_each_that_may_hang(tmp_path: 
         await three_windows(pipeline)
         await pipeline.clock.advance(5)
         assert pipeline.published() == {}
-        assert pipeline.runner._slow == {W[0]}
+        assert pipeline.runner._slow_windows == {W[0]}
 
 
 async def test_the_oldest_window_is_told_and_one_that_is_worked_on_for_too_long_is_overdue(
