@@ -346,7 +346,7 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
         beginning=Beginning.of(parse_position(written)),
         accept_gap=settings.accept_gap,
         look_seconds=settings.flush_interval_ms / 1000,
-        forsaken_seconds=settings.server_timeout_ms / 1000,
+        unclaimed_seconds=settings.server_timeout_ms / 1000,
         **settings.replaced("poll_seconds", "list_seconds"),
     )
 

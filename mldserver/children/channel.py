@@ -33,8 +33,8 @@ Descriptors = list[int]
 FRAME_BYTES: Final = 32 * 1024
 """The longest frame that is sent as a plain datagram; sockets hold about 200 KiB (Linux: ``wmem_default``)."""
 _MOST_DESCRIPTORS: Final = 32
-_ROOM_BESIDE: Final = socket.CMSG_LEN(_MOST_DESCRIPTORS * array.array("i").itemsize)
-_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_TRUNCATED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _ARRAY: Final = struct.Struct(">BI")
 _ARRAY_TAG: Final = 0xDD
 """MessagePack's array of up to 2³² elements."""
@@ -117,7 +117,7 @@ class Channel(Generic[M]):
         self._ended = ended
         self.unsent: list[bytes] = []
         """The messages of the next frame. Read only."""
-        self._soon = False
+        self._flush_scheduled = False
         """Whether the next frame is sent at the end of this turn of the loop."""
         self._bytes = 0
         self._files: Descriptors = []
@@ -125,7 +125,7 @@ class Channel(Generic[M]):
         """Frames that the socket had no room for."""
         self._buffer = memoryview(bytearray(FRAME_BYTES + 1))
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(end, self._readable)
+        self._loop.add_reader(end, self._receive_frame)
         self._open = True
 
     def send(self, message: Message, files: Sequence[int] = (), *, within_seconds: float = 0.0) -> None:
@@ -133,40 +133,40 @@ class Channel(Generic[M]):
 
         After the end of the channel this does nothing: ``ended`` reports the end. Raises nothing.
         """
-        part = encode(message)
-        if self.unsent and (
-            self._bytes + len(part) > FRAME_BYTES - _ARRAY.size
-            or len(self._files) + len(files) >= _MOST_DESCRIPTORS
-        ):
+        encoded = encode(message)
+        too_long = self._bytes + len(encoded) > FRAME_BYTES - _ARRAY.size
+        if self.unsent and (too_long or len(self._files) + len(files) >= _MOST_DESCRIPTORS):
             self.flush()
         if not self._open:
             _close(files)
             return
         if within_seconds and not self.unsent:
             self._loop.call_later(within_seconds, self.flush)
-        elif not within_seconds and not self._soon:
-            self._soon = True
+        elif not within_seconds and not self._flush_scheduled:
+            self._flush_scheduled = True
             self._loop.call_soon(self.flush)
-        self.unsent.append(part)
-        self._bytes += len(part)
+        self.unsent.append(encoded)
+        self._bytes += len(encoded)
         self._files += files
 
     def flush(self) -> None:
-        """Send the collected messages now."""
-        self._soon = False
+        """Send the collected messages now as one frame. If the socket has no room, send it once the socket is writable."""
+        self._flush_scheduled = False
         if not self.unsent:
             return
-        parts, files = self.unsent, self._files
+        messages, files = self.unsent, self._files
         self.unsent, self._bytes, self._files = [], 0, []
         try:
-            data, files = _framed(parts, files)
-        except OSError as error:  # no descriptor, or no memory: what is lost must not be waited for
+            data, files = _datagram(messages, files)
+        except (
+            OSError
+        ) as error:  # no descriptor, or no memory: end the channel, so that no caller waits for an answer
             _close(files)
             self._fail(f"a message cannot be sent: {error}")
             return
-        if self._waiting or not self._try(data, files):
+        if self._waiting or not self._send_datagram(data, files):
             if not self._waiting:
-                self._loop.add_writer(self._socket, self._writable)
+                self._loop.add_writer(self._socket, self._send_waiting)
             self._waiting.append((data, files))
 
     def close(self) -> None:
@@ -182,7 +182,8 @@ class Channel(Generic[M]):
             self._waiting.clear()
             self.unsent.clear()
 
-    def _try(self, data: bytes, files: Descriptors) -> bool:
+    def _send_datagram(self, data: bytes, files: Descriptors) -> bool:
+        """Send a frame and close its files; return False if it must be sent again later. An error ends the channel."""
         try:
             if files:
                 socket.send_fds(self._socket, [data], files)
@@ -192,17 +193,18 @@ class Channel(Generic[M]):
         except (BlockingIOError, InterruptedError):
             return False
         except (BrokenPipeError, ConnectionResetError):
-            _close(files)  # the reader learns of the end
+            _close(files)  # the next read reports the end
         except OSError as error:
             if error.errno == errno.ETOOMANYREFS:
-                return False  # of its user, more descriptors are on their way than a process may have: they will arrive
-            _close(files)  # it is too long for this socket, say: it is lost
+                return False  # too many descriptors of this user are in flight: some will arrive
+            _close(files)  # the frame is lost, for example because it is too long for this socket
             self._loop.call_soon(self._fail, f"a message cannot be sent: {error}")
         return True
 
-    def _writable(self) -> None:
+    def _send_waiting(self) -> None:
+        """Send frames that waited, since the socket is writable again."""
         while self._waiting:
-            if not self._try(*self._waiting[0]):
+            if not self._send_datagram(*self._waiting[0]):
                 return
             self._waiting.popleft()
         self._loop.remove_writer(self._socket)
@@ -210,12 +212,12 @@ class Channel(Generic[M]):
     def drain(self) -> None:
         """Receive what has arrived, such as the last messages before the other side ended."""
         for _ in range(_DRAINED_FRAMES):
-            if not self._open or not self._readable():
+            if not self._open or not self._receive_frame():
                 return
 
-    def _readable(self) -> bool:
-        """Receive a frame; return whether there was one."""
-        # One at a time: looking whether there is another costs more than being called again when there is.
+    def _receive_frame(self) -> bool:
+        """Receive a frame and pass its messages on; return False if there was none. The end, or an error, closes the channel."""
+        # One frame a call: the loop calls again if there is another, which costs less than to look.
         files: Descriptors = []
         wrong: str | None = None
         try:
@@ -238,9 +240,12 @@ class Channel(Generic[M]):
         return False
 
     def _fail(self, what: str | None) -> None:
+        """Report the end of the channel, and close it. ``what``: what is wrong; None: the other side has ended."""
         if self._open:
             try:
-                self._ended(what)  # before the other side can notice: it kills a peer that has hung up
+                self._ended(
+                    what
+                )  # before the close: the other side kills a peer whose socket it finds closed
             finally:
                 self.close()
 
@@ -250,7 +255,7 @@ def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0)
 
     Returns False if the socket stays full for ``wait_seconds``. Raises OSError if the other side is gone.
     """
-    data, files = _framed([encode(message)], [])
+    data, files = _datagram([encode(message)], [])
     try:
         for wait in (wait_seconds, None):
             try:
@@ -258,9 +263,9 @@ def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0)
             except (BlockingIOError, InterruptedError):
                 if not wait:
                     return False
-                room = select.poll()  # not select(), which knows 1,024 descriptors
-                room.register(end, select.POLLOUT)
-                room.poll(wait * 1000)
+                writable = select.poll()  # not select(), which knows 1,024 descriptors
+                writable.register(end, select.POLLOUT)
+                writable.poll(wait * 1000)
             else:
                 return True
     finally:
@@ -280,9 +285,9 @@ def receive_now(end: socket.socket, kinds: Any) -> list[Any]:
     return decode(kinds, frame) if frame else []
 
 
-def _framed(parts: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]:
-    """Return a datagram, and the descriptors that go along."""
-    data = _ARRAY.pack(_ARRAY_TAG, len(parts)) + b"".join(parts)
+def _datagram(messages: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]:
+    """Return the datagram of a frame, and its descriptors. A frame that is too long goes into a file in memory."""
+    data = _ARRAY.pack(_ARRAY_TAG, len(messages)) + b"".join(messages)
     if len(data) <= FRAME_BYTES:
         return data, files
     file = os.memfd_create("mldserver-frame", os.MFD_CLOEXEC)
@@ -302,25 +307,25 @@ def _read(end: socket.socket, buffer: memoryview) -> tuple[bytes | memoryview | 
     """
     try:
         try:
-            size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, flags, _ = end.recvmsg_into([buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             # The other side ended with frames unread. The socket reports that once, before that side's last frames.
-            size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, flags, _ = end.recvmsg_into([buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     except (BlockingIOError, InterruptedError):
         return None, []
     except OSError:
         return b"", []
     files = array.array("i")
-    for level, kind, data in beside:
+    for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             files.frombytes(data[: len(data) - len(data) % files.itemsize])
     descriptors = list(files)
-    if flags & _CUT:
+    if flags & _TRUNCATED:
         _close(descriptors)
         raise WireError(
             "a frame is cut off: it is too long, or this process has no descriptor left for its files"
         )
-    if size == 1 and descriptors:
+    if size == 1 and descriptors:  # ``_IN_FILE``: the first file holds the frame
         file = descriptors.pop(0)
         try:
             return os.pread(file, os.fstat(file).st_size, 0), descriptors

@@ -116,24 +116,24 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start a process. Raises OSError.
 
-        ``output`` takes the lines of its standard output and standard error: each, or both together when it is one (see
-        ``ChildOutput``). ``talks``: it gets one end of a socket pair, whose number is its last argument.
-        ``keep``: files of this process that it inherits too.
+        ``output``: callbacks for the lines of its standard output and standard error, or one for both (see ``ChildOutput``).
+        ``talks``: it gets one end of a socket pair, whose descriptor's number is its last argument.
+        ``keep``: descriptors of this process that it inherits too.
         """
-        with contextlib.ExitStack() as undo, contextlib.ExitStack() as failed:
-            ours: socket.socket | None = None
+        with contextlib.ExitStack() as childs_ends, contextlib.ExitStack() as on_error:
+            our_end: socket.socket | None = None
             passed: tuple[int, ...] = ()
             if talks:
-                ours, theirs = pair()
-                failed.callback(ours.close)
-                undo.callback(theirs.close)
-                passed = (theirs.fileno(),)
+                our_end, child_end = pair()
+                on_error.callback(our_end.close)
+                childs_ends.callback(child_end.close)
+                passed = (child_end.fileno(),)
             outputs, pipes = [], []
-            for take in output:
+            for take_lines in output:
                 reading, writing = os.pipe()
-                outputs.append(ChildOutput(reading, take))
-                failed.callback(outputs[-1].close)
-                undo.callback(os.close, writing)
+                outputs.append(ChildOutput(reading, take_lines))
+                on_error.callback(outputs[-1].close)
+                childs_ends.callback(os.close, writing)
                 pipes.append(writing)
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -145,8 +145,8 @@ class ChildProcess:
                 pass_fds=(*passed, *keep),
                 start_new_session=True,
             )
-            failed.pop_all()
-        return cls(process, outputs, ours)
+            on_error.pop_all()
+        return cls(process, outputs, our_end)
 
     @property
     def exit_code(self) -> int | None:
@@ -177,7 +177,7 @@ class ChildProcess:
             return
         self.kill()
         await self.wait()
-        self.kill()  # what it has started, and left behind
+        self.kill()  # its descendants that are left
         self._closed = True
         try:
             with contextlib.suppress(TimeoutError):

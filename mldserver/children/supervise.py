@@ -42,15 +42,15 @@ async def supervise(
     stop = stopping or asyncio.Event()
     while True:
         began_ms = clock.steady_ms()
-        ended = await run_once()
+        child_exit = await run_once()
         if stop.is_set():
             return
-        if ended is None:
+        if child_exit is None:
             continue
-        if ended.useful or clock.steady_ms() - began_ms >= HEALTHY_SECONDS * 1000:
+        if child_exit.useful or clock.steady_ms() - began_ms >= HEALTHY_SECONDS * 1000:
             backoff.worked()
         delay_seconds = backoff.failed(chance())
-        ended.report(delay_seconds)
+        child_exit.report(delay_seconds)
         await first_of(stop.wait(), clock.sleep(delay_seconds))
         if stop.is_set():
             return

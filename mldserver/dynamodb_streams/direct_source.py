@@ -40,7 +40,7 @@ _LONGEST_POLLS: Final = 5
 _SURE: Final = 3
 """Looks in a row at which nothing is left of a stream, until it is over."""
 _AGAIN_SECONDS: Final = (1.0, 60.0)
-"""First and longest wait until a shard that failed is begun again."""
+"""First and longest wait until a shard that failed is started again."""
 
 
 class DirectSource:
@@ -58,13 +58,13 @@ class DirectSource:
         poll_seconds: float = 1.0,
         list_seconds: float = 30.0,
         look_seconds: float = 5.0,
-        forsaken_seconds: float = 30.0,
+        unclaimed_seconds: float = 30.0,
     ) -> None:
         """``stream``: a table's name, or a stream's ARN.
 
         ``poll_seconds``: between requests at the tip of a shard, up to five times as long while it is quiet;
         ``list_seconds``: between listings of the shards; ``look_seconds``: between looks at what other
-        servers have, and between log lines on a shard's records; ``forsaken_seconds``: any server may take a shard that
+        servers have, and between log lines on a shard's records; ``unclaimed_seconds``: any server may take a shard that
         no server has read for longer.
         """
         self._stream = stream
@@ -78,7 +78,7 @@ class DirectSource:
         self._poll_seconds = poll_seconds
         self._list_seconds = list_seconds
         self._look_seconds = look_seconds
-        self._unread = Unread(round(forsaken_seconds * 1000))
+        self._unread = Unread(round(unclaimed_seconds * 1000))
         self._counts = ProgressLog(clock=clock, seconds=look_seconds)
         self._arn = ""
         self._listing = StreamListing(self._api, "", clock=clock)
@@ -91,8 +91,8 @@ class DirectSource:
         """Set once ``_placing`` is empty: records may be delivered."""
         self._reading: dict[str, Reading] = {}
         self._failed: dict[str, tuple[Backoff, int]] = {}
-        """Shards that failed, and the steady time at which they may be begun again."""
-        self._in_hand = 0  # pages that are being processed
+        """Shards that failed, and the steady time at which they may be started again."""
+        self._pages_in_progress = 0  # pages that are being processed
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -145,10 +145,10 @@ class DirectSource:
             async with self._api:
                 await self._find()
                 async with asyncio.TaskGroup() as group:
-                    beside = [group.create_task(self._counts.run()), group.create_task(self._list())]
+                    background = [group.create_task(self._counts.run()), group.create_task(self._list())]
                     await self._share(group)
                     await self._idle.wait()
-                    for task in beside:
+                    for task in background:
                         task.cancel()
         finally:
             self._started.set()
@@ -179,8 +179,8 @@ class DirectSource:
         self._listing = listing = StreamListing(self._api, self._arn, clock=self._clock)
         while not await listing.refresh():
             await self._clock.sleep(self._poll_seconds)
-        listed, seen = listing.tree.listing(), self._intake.ledger_snapshot()
-        self._first = self._beginning.is_ahead(seen.shards)
+        listed, known_shards = listing.tree.listing(), self._intake.ledger_snapshot().shards
+        self._first = self._beginning.is_ahead(known_shards)
         if self._first:
             if (token := self._beginning.token) is not None:
                 token.require(self._arn)
@@ -189,8 +189,8 @@ class DirectSource:
             while token is None and listing.tree.unresolved():
                 await self._clock.sleep(AGAIN_SECONDS)
                 await listing.refresh()
-        related = {*listed, *(parent for parents in listed.values() for parent in parents)}
-        if seen.shards and not related & seen.shards.keys() and not self._accept_gap:
+        listed_or_parent = {*listed, *(parent for parents in listed.values() for parent in parents)}
+        if known_shards and not listed_or_parent & known_shards.keys() and not self._accept_gap:
             raise OperatorError(
                 f"The stream {self._arn} has none of the shards that the ledger knows.",
                 did="Nothing was read, and no position was changed.",
@@ -211,13 +211,13 @@ class DirectSource:
         self._intake.add_listing(self._tree.listing())
 
     async def _list(self) -> None:
-        """List the shards again and again, until cancelled. Report when the stream was disabled or deleted.
+        """List the shards at an interval, until cancelled. Log when the stream was disabled or deleted, and replace it.
 
-        ``over`` counts listings in a row after which nothing is left to read.
+        AWS's answers can be incomplete: the stream is over only after several listings in a row with nothing left to read.
         """
         # A stream that is named by its ARN may be disabled already: then the remaining records are read, and no other stream.
         ended_before = self._stream == self._arn and self._listing.status not in READABLE
-        over = 0
+        over = 0  # listings in a row after which nothing is left to read
         refused = False
         while True:
             unresolved = self._tree.unresolved()
@@ -283,13 +283,16 @@ class DirectSource:
                 log.info("server.listening", address=newest)
 
     async def _share(self, group: asyncio.TaskGroup) -> None:
-        """Start and stop to read shards as the ledger and the listing change, until ``stop_accepting``."""
-        begun = False
+        """Divide the shards with the other servers: start and stop to read shards, until ``stop_accepting``.
+
+        Plan again when the listing changes or a shard's reading ends, and at an interval for changes of the ledger.
+        """
+        first_plan = True
         while not self._stopping.is_set():
             self._wake.clear()
             plan = self._plan(self._intake.ledger_snapshot())
-            if not begun:
-                begun, self._placing = True, set(plan.take) if self._first else set()
+            if first_plan:
+                first_plan, self._placing = False, set(plan.take) if self._first else set()
                 self._set_placed("")  # no shard: if there are none to wait for, reading starts at once
             for shard_id in plan.take:  # before any await: a stop must find them in ``_reading``
                 consumer = Consumer(self._parts, counts=self._counts, log=log.bind(shard=shard_id))
@@ -300,27 +303,27 @@ class DirectSource:
                 await reading.leave()
             await first_of(self._wake.wait(), self._clock.sleep(self._look_seconds))
 
-    def _plan(self, seen: LedgerSnapshot) -> Plan:
-        """Return the shards to start reading here now, and those to give up.
+    def _plan(self, ledger: LedgerSnapshot) -> Plan:
+        """Return the shards to start reading here now, and those to give up, by the ledger's shards, owners and servers.
 
         A shard that failed waits for its back-off. A shard that this server took lately because no server read it is kept.
         """
-        tree, me, now_ms = self._tree, seen.server_id, self._clock.steady_ms()
+        tree, me, now_ms = self._tree, ledger.server_id, self._clock.steady_ms()
         # Also shards that AWS no longer lists: reading finds their end. Otherwise they would hold the windows open.
-        begun = [name for name, shard in seen.shards.items() if not shard.ended or name in tree]
-        tree.begin(map(StreamShard, begun))
-        for name in begun:
-            if seen.shards[name].ended:
+        opened_before = [name for name, shard in ledger.shards.items() if not shard.ended or name in tree]
+        tree.begin(map(StreamShard, opened_before))
+        for name in opened_before:
+            if ledger.shards[name].ended:
                 tree.finished(name)
         readable = tree.readable()
-        ledger_owners = {name: seen.shards[name].owner for name in readable if name in seen.shards}
+        ledger_owners = {name: ledger.shards[name].owner for name in readable if name in ledger.shards}
         owners = dict.fromkeys(readable) | ledger_owners | dict.fromkeys(self._reading, me)
         unread = {name for name, owner in owners.items() if owner in {None, me} and name not in self._reading}
-        forsaken = self._unread.look(unread, now_ms)
+        unclaimed = self._unread.update(unread, now_ms)
         leaving = {name for name, reading in self._reading.items() if reading.leaving.is_set()}
-        # For the sharing, forsaken shards have no owner: any server may take them.
-        owners |= dict.fromkeys(forsaken)
-        plan = share(owners, seen.servers, me, leaving=leaving | unread, forsaken=forsaken)
+        # For the sharing, unclaimed shards have no owner: any server may take them.
+        owners |= dict.fromkeys(unclaimed)
+        plan = share(owners, ledger.servers, me, leaving=leaving | unread, unclaimed=unclaimed)
         not_given_up = leaving | unread | self._unread.kept_until_ms.keys()
         return Plan(
             tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
@@ -445,14 +448,14 @@ class DirectSource:
                 if leaving.done() or not consumer.alive:
                     break
                 page = fetch.result()
-                fetch_ahead = self._in_hand < _PAGES_AHEAD and not page.end
+                fetch_ahead = self._pages_in_progress < _PAGES_AHEAD and not page.end
                 if fetch_ahead:
                     fetch = group.create_task(reader.next())
-                self._in_hand += 1
+                self._pages_in_progress += 1
                 try:
                     await self._deliver(consumer, page)
                 finally:
-                    self._in_hand -= 1
+                    self._pages_in_progress -= 1
                 if not fetch_ahead and not page.end:
                     fetch = group.create_task(reader.next())
             leaving.cancel()

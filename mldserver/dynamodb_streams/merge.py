@@ -106,16 +106,19 @@ class Merge(Generic[_T]):
         return self._shards[shard_id].waiting
 
     def take(self, limit: int) -> list[_T]:
-        """Return the next items in order; an empty list if all must wait. A run of equal times may exceed ``limit``."""
+        """Return the next items in the merged order, and remove them: those that no later item of any shard can precede.
+
+        An empty list: all items must wait for another shard's page or tip. Items of equal times may exceed ``limit``.
+        """
         items: list[_T] = []
         heads = self._heads
         awaited = [shard for shard in self._shards.values() if not shard.passed_over]
         # No shard can bring an item earlier than this.
-        sure_ms = min((shard.last_ms for shard in awaited), default=math.inf)
+        complete_ms = min((shard.last_ms for shard in awaited), default=math.inf)
         while heads and len(items) < limit:
             head_ms, clock, page = heads[0]
-            until_ms = sure_ms
-            if head_ms > sure_ms:
+            until_ms = complete_ms
+            if head_ms > complete_ms:
                 # A shard that was at its tip after this page came cannot bring items that belong before the page's.
                 not_at_tip = (shard.last_ms for shard in awaited if shard.tip_ms <= page.came_ms)
                 until_ms = min(not_at_tip, default=math.inf)

@@ -289,5 +289,6 @@ def inherited(parents: Iterable[str], known: Mapping[str, KnownShard]) -> Start:
     """
     relatives = [known[parent] for parent in parents if parent in known] or known.values()
     positions = [shard.position for shard in relatives if shard.position is not None]
-    times = [position.sub for position in positions if not position.number]  # see ``stored``
-    return Since(min(times)) if times else TRIM_HORIZON
+    # A position with the sequence number 0 holds the time at which reading began: see ``stored``.
+    begin_times = [position.sub for position in positions if not position.number]
+    return Since(min(begin_times)) if begin_times else TRIM_HORIZON

@@ -100,7 +100,7 @@ class ShardReader:
         """The last sequence number that was read."""
         self._api = api
         self._arn = arn
-        self._place = start
+        self._iterator_start = start
         """Where a new iterator begins."""
         self._clock = clock
         self._random = random
@@ -108,7 +108,7 @@ class ShardReader:
         self._longest_seconds = longest_seconds or poll_seconds
         self._bucket = TokenBucket(_CALLS_PER_SECOND)
         self._iterator: str | None = None
-        self._empty = 0
+        self._empty_pages = 0
         """Empty pages in a row."""
         self._tip_ms: int | None = None
         """Steady time of the latest request that found the tip, or a record that had just been written; None: none has.
@@ -119,7 +119,7 @@ class ShardReader:
         """When the latest record was created."""
         self._record_ms = clock.steady_ms()
         """Steady time of the latest page with records."""
-        self._looked_ms = api.now_ms()
+        self._request_ms = api.now_ms()
         """Time of day of the latest request: every record that existed then was read, or is not wanted."""
         self._since_ms = start.ms if isinstance(start, Since) else None
         """Skip records until the first that was created at this time or later; None: skip none."""
@@ -130,7 +130,7 @@ class ShardReader:
         self._gap = False
         """Whether the next page comes after a gap."""
         self._ended = False
-        self._held: Page | None = None
+        self._heartbeat_page: Page | None = None
         """The page that a heartbeat has read, for ``next``."""
 
     async def next(self) -> Page:
@@ -138,7 +138,7 @@ class ShardReader:
 
         Waits as the poll interval and AWS's limits demand. Raises OperatorError. A cancelled call loses no records.
         """
-        page, self._held = self._held, None
+        page, self._heartbeat_page = self._heartbeat_page, None
         while page is None or not (page.records or page.end or page.at_tip):
             await self._pause()
             page = await self._read()
@@ -146,12 +146,12 @@ class ShardReader:
         return page._replace(gap=gap)
 
     async def _pause(self) -> None:
-        """Wait before the next request, unless records or a gap may follow the latest page."""
+        """Wait before the next request, unless records are likely to follow at once (see the module's docstring)."""
         seconds, now_ms = self._poll_seconds, self._clock.steady_ms()
-        if self._empty >= _AT_TIP:
+        if self._empty_pages >= _AT_TIP:
             quiet_seconds = (now_ms - self._record_ms) / 1000 / _QUIET_PART
             seconds = max(seconds, min(quiet_seconds, self._longest_seconds))
-        elif not self._empty or not self._is_caught_up(now_ms):
+        elif not self._empty_pages or not self._is_caught_up(now_ms):
             return
         await self._clock.sleep(min(seconds * (0.5 + self._random()), _LONGEST_WAIT_SECONDS))
 
@@ -163,9 +163,9 @@ class ShardReader:
 
         Call it at least every 12 minutes, since the iterator expires after 15. ``next`` returns the page that it reads.
         """
-        if self._held is None and self.after is None and not self._ended:
+        if self._heartbeat_page is None and self.after is None and not self._ended:
             page = await self._read()
-            self._held = page if page.records or page.end else None
+            self._heartbeat_page = page if page.records or page.end else None
 
     async def _read(self) -> Page:
         """Request the next page, and return it even if it is empty.
@@ -175,34 +175,34 @@ class ShardReader:
         unknown = _Unknown(self._clock.steady_ms())
         while not self._ended:
             await self._clock.sleep(self._bucket.reserve(self._clock.steady_ms()))
-            began_ms, now_ms = self._begin()
+            began_ms, now_ms = self._note_request()
             try:
                 if self._iterator is None:
-                    self._iterator = await self._api.iterator(self._arn, self.shard_id, self._place)
-                    self._looked_ms = now_ms
+                    self._iterator = await self._api.iterator(self._arn, self.shard_id, self._iterator_start)
+                    self._request_ms = now_ms
                 raw, following = await self._api.records(self._iterator)
             except (IteratorExpired, Trimmed) as error:
                 self._iterator = None
-                if self._place is LATEST:
+                if self._iterator_start is LATEST:
                     # A new LATEST would skip what was created since: start at the oldest record, and skip up to this time.
-                    self._since_ms = self._looked_ms - CLOCKS_APART_MS
-                    self._place = Since(self._since_ms)
+                    self._since_ms = self._request_ms - CLOCKS_APART_MS
+                    self._iterator_start = Since(self._since_ms)
                 elif isinstance(error, Trimmed):
                     self._log_gap("stream.gap", "Reading goes on at the oldest record that is still there.")
-                    self._place = TRIM_HORIZON
+                    self._iterator_start = TRIM_HORIZON
             except ShardGone:
                 self._iterator = None
                 await self._wait_while_unknown(unknown, began_ms)
             else:
                 records = self._take_records(raw)
-                self._looked_ms, self.asked_ms = now_ms, None
+                self._request_ms, self.asked_ms = now_ms, None
                 self._iterator, self._ended = following, following is None
                 at_tip = self._count_page(raw, began_ms, now_ms) and not self._ended
                 return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 
-    def _begin(self) -> tuple[int, int]:
-        """Note that a request begins; return the steady time and AWS's time of day."""
+    def _note_request(self) -> tuple[int, int]:
+        """Note since when an answer is awaited; return the steady time and AWS's time of day at the request's start."""
         began_ms = self._clock.steady_ms()
         if self.asked_ms is None:
             self.asked_ms = began_ms
@@ -211,14 +211,14 @@ class ShardReader:
     def _count_page(self, raw: list[dict[str, Any]], began_ms: int, now_ms: int) -> bool:
         """Count empty pages in a row, note when the reader was at the tip last, and return whether this page proves the tip."""
         if raw:
-            self._empty, self._record_ms = 0, began_ms
+            self._empty_pages, self._record_ms = 0, began_ms
             if now_ms - (self._arrival_ms or 0) < _SHORT_GAP_MS:
                 self._tip_ms = began_ms
             return False
-        self._empty += 1
-        if self._empty >= _AT_TIP or self._is_caught_up(began_ms):
+        self._empty_pages += 1
+        if self._empty_pages >= _AT_TIP or self._is_caught_up(began_ms):
             self._tip_ms = began_ms
-        return self._empty >= _AT_TIP
+        return self._empty_pages >= _AT_TIP
 
     def _take_records(self, raw: list[dict[str, Any]]) -> list[Record]:
         """Return a page's records that must be delivered, and move the reader's place after the page.
@@ -232,7 +232,7 @@ class ShardReader:
             records = [record for record in records if record.sequence_number > self.after]
         if records:
             self.after = records[-1].sequence_number
-            self._place = After(self.after)
+            self._iterator_start = After(self.after)
             self._arrival_ms = records[-1].arrival_ms
         if (since_ms := self._since_ms) is None:
             return records

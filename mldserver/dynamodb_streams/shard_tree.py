@@ -103,13 +103,13 @@ class ShardTree:
         named = {shard.id: shard for shard in shards}
         new = tuple(sorted(named.keys() - self._nodes.keys()))
         for shard in named.values():
-            node = self._note(shard)
+            node = self._update_node(shard)
             node.named, node.absent = True, 0
         if whole and named:
             self._count_absent(named.keys())
         return new
 
-    def _note(self, shard: StreamShard) -> _Node:
+    def _update_node(self, shard: StreamShard) -> _Node:
         """Add what an answer says about a shard to its node, which is made if it is new; return the node."""
         node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
         # The first parent that is named stays. Ignore a parent that would make the shard its own ancestor.
@@ -143,17 +143,17 @@ class ShardTree:
     def begin(self, shards: Iterable[StreamShard]) -> None:
         """Note the shards in which reading began before: nothing above them is read. They need not be listed."""
         for shard in shards:
-            self._note(shard).begun = True
+            self._update_node(shard).begun = True
 
     def gone(self, shard_id: str) -> None:
         """Note that an unresolved shard does not exist any more."""
-        node = self._note(StreamShard(shard_id))
+        node = self._update_node(StreamShard(shard_id))
         node.top = True
         node.finished = node.finished or not node.begun
 
     def exists(self, shard_id: str) -> None:
         """Note that an unresolved shard exists, though no answer names it: it is read as one without a parent."""
-        self._note(StreamShard(shard_id)).top = True
+        self._update_node(StreamShard(shard_id)).top = True
 
     def finished(self, shard_id: str) -> None:
         """Note that nothing of a shard is left to hand over (all of it was, or AWS says that it is gone): its children may start.
@@ -178,7 +178,7 @@ class ShardTree:
     def _survey(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return ``readable()`` and ``unresolved()`` together: one pass over the tree finds both."""
         nodes = self._nodes
-        ancestors, unresolved_ends = self._ancestors_of_begun()
+        ancestors, unresolved_ancestors = self._ancestors_of_begun()
         readable: list[str] = []
         unresolved: set[str] = set()
         for shard_id, node in sorted(nodes.items()):
@@ -193,25 +193,28 @@ class ShardTree:
                 if not nodes[parent].finished:
                     continue
             # While an ancestor is unresolved, a shard outside these lineages could be an ancestor too.
-            if unresolved_ends and not (node.begun or self._descends(shard_id)):
-                unresolved |= unresolved_ends
+            if unresolved_ancestors and not (node.begun or self._descends(shard_id)):
+                unresolved |= unresolved_ancestors
                 continue
             readable.append(shard_id)
         return tuple(readable), tuple(sorted(unresolved))
 
     def _ancestors_of_begun(self) -> tuple[set[str], set[str]]:
-        """Return the known ancestors of the shards in which reading began, and those of them that no answer has named."""
-        before: set[str] = set()
-        ends: set[str] = set()
+        """Return the ancestors of the shards in which reading began, and those of them whose own parents are unknown.
+
+        The latter are unresolved: no answer of AWS has named them.
+        """
+        ancestors: set[str] = set()
+        unresolved: set[str] = set()
         for shard_id in [name for name, node in self._nodes.items() if node.begun]:
             name, node = shard_id, self._nodes.get(shard_id)
-            while node and not node.top and node.shard.parent and node.shard.parent not in before:
+            while node and not node.top and node.shard.parent and node.shard.parent not in ancestors:
                 name = node.shard.parent
-                before.add(name)
+                ancestors.add(name)
                 node = self._nodes.get(name)
             if node is None or not (node.named or node.top or node.shard.parent):
-                ends.add(name)
-        return before, ends
+                unresolved.add(name)
+        return ancestors, unresolved
 
     def _descends(self, shard_id: str) -> bool:
         """Return whether reading began in an ancestor of the shard."""

@@ -202,21 +202,21 @@ class _StreamReading:
         self._latest: set[str] = set()
         """Shards that are read from LATEST."""
         self._readers: dict[str, ShardReader] = {}
-        self._looks: dict[str, int] = {}
+        self._page_counts: dict[str, int] = {}
         """How many pages each reader has returned."""
         self._opened: set[str] = set()
-        self._ready: list[Record] = []
+        self._ready_records: list[Record] = []
         """Merged records, in order."""
         self._ready_bytes = 0
-        self._bytes = 0
-        """Bytes of the records that were read. Those of ``_ready`` are subtracted when its last record was delivered."""
-        self._at = 0
-        """Index in ``_ready`` of the first record that was not delivered."""
-        self._noted = 0
-        """Index in ``_ready`` of the first record that ``_positions`` does not cover."""
+        self._undelivered_bytes = 0
+        """Bytes of the records that were read. Those of ``_ready_records`` are subtracted when its last record was delivered."""
+        self._next_index = 0
+        """Index in ``_ready_records`` of the first record that was not delivered."""
+        self._covered_index = 0
+        """Index in ``_ready_records`` of the first record that ``_positions`` does not cover."""
         self._failure: MldserverError | None = None
         self._news = asyncio.Event()
-        self._held: dict[str, asyncio.Event] = {}
+        self._waiting_readers: dict[str, asyncio.Event] = {}
         """An event for each reader that waits: it is far enough ahead, or at its shard's end."""
         self._ending_ms: dict[str, int] = {}
         """Shards whose last record was delivered: the steady time since which their children are looked for."""
@@ -225,32 +225,32 @@ class _StreamReading:
     # What the consumer does.
 
     def next(self) -> Record | None:
-        """Return the next merged record; None if there is none (see ``merge_on``)."""
+        """Return the next merged record and remove it; None if there is none, until ``merge_on`` has merged more."""
         if not self.ready():
             return None
-        record = self._ready[self._at]
-        self._at += 1
+        record = self._ready_records[self._next_index]
+        self._next_index += 1
         if not self.ready():
-            self._bytes -= self._ready_bytes
-            self._let_readers_go()
+            self._undelivered_bytes -= self._ready_bytes
+            self._wake_readers()
         return record
 
     def ready(self) -> bool:
         """Return whether ``next`` has a record."""
-        return self._at < len(self._ready)
+        return self._next_index < len(self._ready_records)
 
     async def merge_on(self) -> None:
-        """Merge the records that were read. If none may be delivered yet, wait for news.
+        """Merge the records that the readers have read, for ``next``. If none may be delivered yet, wait for a reader's page.
 
         Raises the error of a reader that failed, once no record of the other readers is left to deliver.
         """
         await asyncio.sleep(0)  # give the readers a turn
         if not self.ready():
             self._advance_positions()
-            self._ready = self._merge.take(_TAKEN)
-            self._ready_bytes = _size(self._ready)
-            self._at = self._noted = 0
-            self._let_readers_go()
+            self._ready_records = self._merge.take(_TAKEN)
+            self._ready_bytes = _size(self._ready_records)
+            self._next_index = self._covered_index = 0
+            self._wake_readers()
         if not self.ready():
             await self.changed()
 
@@ -276,35 +276,37 @@ class _StreamReading:
 
     def idle(self) -> dict[str, int]:
         """Return how many pages were read of each shard that has had no record yet."""
-        return {name: self._looks[name] for name, reader in self._readers.items() if reader.after is None}
+        return {
+            name: self._page_counts[name] for name, reader in self._readers.items() if reader.after is None
+        }
 
     def _advance_positions(self) -> None:
-        """Move the positions of the shards to the last delivered records."""
+        """Move each shard's position to its last record that the program has received: a token then covers it."""
         last: dict[str, Record] = {}
         latest_ms: dict[str, int] = {}
-        for record in self._ready[self._noted : self._at]:
+        for record in self._ready_records[self._covered_index : self._next_index]:
             shard_id = record.shard_id
             last[shard_id] = record
             latest_ms[shard_id] = max(latest_ms.get(shard_id, 0), record.arrival_ms or 0)
-        self._noted = self._at
+        self._covered_index = self._next_index
         for shard_id, record in last.items():
             position = self._positions[shard_id]
             effective_ms = max(position.effective_ms or 0, latest_ms[shard_id])
             start = After(record.sequence_number)
             self._positions[shard_id] = position._replace(start=start, effective_ms=effective_ms)
 
-    def _let_readers_go(self) -> None:
-        """Wake the readers that are no longer too far ahead."""
-        for shard_id in [name for name in self._held if not self._has_enough(name)]:
-            self._held.pop(shard_id).set()
+    def _wake_readers(self) -> None:
+        """Wake the readers that waited until the program had received more of their records (see ``_is_far_ahead``)."""
+        for shard_id in [name for name in self._waiting_readers if not self._is_far_ahead(name)]:
+            self._waiting_readers.pop(shard_id).set()
 
-    def _has_enough(self, shard_id: str) -> bool:
+    def _is_far_ahead(self, shard_id: str) -> bool:
         """Return whether a shard must not be read now.
 
         A shard without a record in the merge is always read: the merge may wait for it.
         """
         waiting = self._merge.waiting(shard_id)
-        return waiting >= _AHEAD or (waiting > 0 and self._bytes >= _AHEAD_BYTES)
+        return waiting >= _AHEAD or (waiting > 0 and self._undelivered_bytes >= _AHEAD_BYTES)
 
     # How shards are found.
 
@@ -410,6 +412,7 @@ class _StreamReading:
                     self._news.set()
 
     def _start(self, readers: list[ShardReader], tasks: asyncio.TaskGroup) -> None:
+        """Start a task for each reader."""
         for reader in readers:
             tasks.create_task(self._read(reader, tasks))
 
@@ -424,7 +427,7 @@ class _StreamReading:
             self._opened.add(position.id)
             self._positions[position.id] = position
             self._merge.open(position.id, floor_ms=position.effective_ms)
-            self._looks[position.id] = 0
+            self._page_counts[position.id] = 0
             self._readers[position.id] = self._new_reader(
                 position.id, LATEST if position.id in self._latest else position.start
             )
@@ -455,8 +458,8 @@ class _StreamReading:
         """Read a shard to its end. Once all its records are delivered, find its children and start to read them."""
         shard_id, failures, page = reader.shard_id, Backoff(1.0, 60.0), None
         while page is None or not page.end:
-            while self._has_enough(shard_id):
-                await self._held.setdefault(shard_id, asyncio.Event()).wait()
+            while self._is_far_ahead(shard_id):
+                await self._waiting_readers.setdefault(shard_id, asyncio.Event()).wait()
             try:
                 page = await reader.next()
             except MldserverError as error:
@@ -465,9 +468,9 @@ class _StreamReading:
             else:
                 failures.worked()
                 self._add_page(shard_id, page)
-        del self._readers[shard_id], self._looks[shard_id]
+        del self._readers[shard_id], self._page_counts[shard_id]
         while self._merge.waiting(shard_id) or self.ready():
-            await self._held.setdefault(shard_id, asyncio.Event()).wait()
+            await self._waiting_readers.setdefault(shard_id, asyncio.Event()).wait()
         self._ending_ms[shard_id] = self._clock.steady_ms()
         await self._listing.find_children(shard_id, self._fail)
         del self._ending_ms[shard_id]
@@ -485,13 +488,13 @@ class _StreamReading:
         """Feed a page to the merge, and note the tip or the end of its shard."""
         records, position = page.records, self._positions[shard_id]
         self.gaps += page.gap
-        self._looks[shard_id] += 1
+        self._page_counts[shard_id] += 1
         if records:
             if isinstance(position.start, Since):
                 # From now on the position is a sequence number, which is exact, even before a record is delivered.
                 self._positions[shard_id] = position._replace(start=At(records[0].sequence_number))
             times = [record.arrival_ms or 0 for record in records]
-            self._bytes += _size(records)
+            self._undelivered_bytes += _size(records)
             self._merge.feed(shard_id, records, times, now_ms=self._clock.steady_ms())
         if page.end:
             self._merge.end(shard_id)

@@ -87,7 +87,7 @@ class IteratorExpired(Exception):
     """The iterator was not used for 15 minutes."""
 
 
-_OURS: Final[dict[str, type[Exception]]] = {
+_SHARD_ERRORS: Final[dict[str, type[Exception]]] = {
     "TrimmedDataAccessException": Trimmed,
     "ResourceNotFoundException": ShardGone,
     "ExpiredIteratorException": IteratorExpired,
@@ -145,7 +145,7 @@ class _AwsTime:
     """AWS's time of day, as the ``Date`` of its latest answer has it."""
 
     date: str | None = None
-    heard_ms: int = 0
+    received_ms: int = 0
     """When that answer was here (steady time)."""
 
 
@@ -206,7 +206,7 @@ class StreamsApi:
         """
         with contextlib.suppress(TypeError, ValueError):
             date = parsedate_to_datetime(self._aws_time.date)  # type: ignore[arg-type]  # None raises TypeError
-            return round(date.timestamp() * 1000) + self._clock.steady_ms() - self._aws_time.heard_ms
+            return round(date.timestamp() * 1000) + self._clock.steady_ms() - self._aws_time.received_ms
         return self._clock.now_ms()
 
     async def resolve(self, name: str) -> str:
@@ -357,7 +357,7 @@ class StreamsApi:
     async def _call(self, action: str, **request: Any) -> dict[str, Any]:
         """Send a request; retry it after throttling, network errors and failures of AWS. Return the answer.
 
-        Raises the exceptions of ``_OURS``, NotThereYet when the patience is over, and OperatorError for any error that
+        Raises the exceptions of ``_SHARD_ERRORS``, NotThereYet when the patience is over, and OperatorError for any error that
         a retry cannot cure.
         """
         failures, began_ms = Backoff(_BASE_SECONDS, _CAP_SECONDS), self._clock.steady_ms()
@@ -367,15 +367,15 @@ class StreamsApi:
             try:
                 answer: dict[str, Any] = await getattr(self._client, action)(**request)
                 self._aws_time.date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-                self._aws_time.heard_ms = self._clock.steady_ms()
+                self._aws_time.received_ms = self._clock.steady_ms()
                 if _ANSWERS[action] in answer:
                     return answer
                 # Without this check, an incomplete answer would look like the end of a shard.
                 raise ResponseParserError(f"an answer without {_ANSWERS[action]}")  # noqa: TRY301  # tried again below
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 code = error_code(error)
-                if code in _OURS:
-                    raise _OURS[code](str(error)) from error
+                if code in _SHARD_ERRORS:  # the caller decides what they mean for the shard
+                    raise _SHARD_ERRORS[code](str(error)) from error
                 if not is_retryable(error):
                     raise self._refused(action, error) from error
                 delay = failures.failed(self._random())

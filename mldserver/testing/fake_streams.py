@@ -33,8 +33,13 @@ _ITERATOR_MS: Final = 15 * 60 * 1000
 _HIGHEST_LIMITS: Final = {"DescribeStream": 100, "GetRecords": 1000, "ListStreams": 100}
 _EMPTY_PAGES: Final = 4
 """``trouble`` puts at most so many empty pages in a row before a record: about five cross any gap."""
-_PASSING: Final = ("LimitExceededException", "ThrottlingException", "InternalServerError", "disconnect")
-_PASSING_BY_ACTION: Final[dict[str, tuple[str, ...]]] = {
+_TRANSIENT_FAULTS: Final = (
+    "LimitExceededException",
+    "ThrottlingException",
+    "InternalServerError",
+    "disconnect",
+)
+_TRANSIENT_FAULTS_BY_ACTION: Final[dict[str, tuple[str, ...]]] = {
     "DescribeStream": ("empty", "short"),
     "GetRecords": ("empty", "ExpiredIteratorException"),
 }
@@ -110,17 +115,18 @@ class FakeStreams(FakeTable):
         """Forget the failures that ``fail`` has scripted and that have not come yet."""
         self._faults.clear()
 
-    def _fault(self, action: str, shard_id: str | None, place: Mapping[str, Any]) -> str:
+    def _fault_of_request(self, action: str, shard_id: str | None, state: Mapping[str, Any]) -> str:
+        """Return the fault of a request: one that ``fail`` planned, else by chance one of ``trouble``; empty for none."""
         for fault in self._faults:
             if fault.action == action and fault.shard_id in {None, shard_id} and fault.times:
                 fault.times -= 1
                 return fault.error
         if self.trouble and self.random.random() < self.trouble:
-            error = self.random.choice(_PASSING + _PASSING_BY_ACTION.get(action, ()))
+            error = self.random.choice(_TRANSIENT_FAULTS + _TRANSIENT_FAULTS_BY_ACTION.get(action, ()))
             # A fault that no reader can survive is not transient.
             survivable = {
-                "empty": place.get("empty", 0) < _EMPTY_PAGES,
-                "ExpiredIteratorException": place.get("type") != "LATEST",
+                "empty": state.get("empty", 0) < _EMPTY_PAGES,
+                "ExpiredIteratorException": state.get("type") != "LATEST",
             }
             return error if survivable.get(error, True) else ""
         return ""
@@ -129,13 +135,13 @@ class FakeStreams(FakeTable):
 
     def answer(self, action: str, request: Mapping[str, Any]) -> HTTPAnswer:
         """Return AWS's answer to a request; both are JSON values."""
-        place = request
-        if action == "GetRecords":
-            place = orjson.loads(base64.b64decode(request["ShardIterator"]))
-        shard_id: str | None = place.get("shard") or place.get("ShardId")
+        state = request
+        if action == "GetRecords":  # the iterator holds the state: see ``_make_iterator``
+            state = orjson.loads(base64.b64decode(request["ShardIterator"]))
+        shard_id: str | None = state.get("shard") or state.get("ShardId")
         self.calls.append(Call(action, shard_id, self.clock.steady_ms()))
         seconds = self.slow.get(shard_id or "", 0.0) if action == "GetRecords" else 0.0
-        fault = self._fault(action, shard_id, place)
+        fault = self._fault_of_request(action, shard_id, state)
         if fault == "disconnect":
             return HTTPAnswer(0, {}, seconds)
         body: dict[str, Any] = {}
@@ -147,9 +153,9 @@ class FakeStreams(FakeTable):
                 case "DescribeStream":
                     body = self._describe(request, fault)
                 case "GetShardIterator":
-                    body = self._iterator(request)
+                    body = self._get_shard_iterator(request)
                 case "GetRecords":
-                    body = self._get_records(place, request, empty=fault == "empty")
+                    body = self._get_records(state, request, empty=fault == "empty")
                 case other:
                     code, message = other, "scripted by the test, or an unknown action"
         except RequestRejected as refused:
@@ -170,6 +176,7 @@ class FakeStreams(FakeTable):
         return {"Streams": page} | ({"LastEvaluatedStreamArn": last} if last else {})
 
     def _describe(self, request: Mapping[str, Any], fault: str) -> dict[str, Any]:
+        """Answer DescribeStream with a page of the shards that are visible now. ``fault``: ``empty``, ``short``, or none."""
         stream, steady_ms = self._stream(request["StreamArn"]), self.clock.steady_ms()
         shards = [each for each in stream.shards.values() if not each.gone and each.visible_ms <= steady_ms]
         if self.shuffled:
@@ -200,7 +207,8 @@ class FakeStreams(FakeTable):
         }
         return {"StreamDescription": description | ({"LastEvaluatedShardId": last} if last else {})}
 
-    def _iterator(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _get_shard_iterator(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer GetShardIterator. Raises RequestRejected for a trimmed or impossible sequence number."""
         shard = self._shard(request["StreamArn"], request["ShardId"])
         kind = request["ShardIteratorType"]
         if kind == "TRIM_HORIZON":
@@ -216,18 +224,20 @@ class FakeStreams(FakeTable):
                     "ValidationException", f"Invalid SequenceNumber {number} for {shard.id}"
                 )
             after = number - (kind == "AT_SEQUENCE_NUMBER")
-        return {"ShardIterator": self._packed(request["StreamArn"], shard, after, kind)}
+        return {"ShardIterator": self._make_iterator(request["StreamArn"], shard, after, kind)}
 
-    def _packed(self, arn: str, shard: FakeShard, after: int, kind: str, empty: int = 0) -> str:
-        place = {"stream": arn, "shard": shard.id, "after": str(after), "type": kind, "empty": empty}
-        return base64.b64encode(orjson.dumps(place | {"made": self.clock.steady_ms()})).decode()
+    def _make_iterator(self, arn: str, shard: FakeShard, after: int, kind: str, empty: int = 0) -> str:
+        """Return an iterator behind the sequence number ``after``: base64 of its state. ``empty``: empty pages in a row before it."""
+        state = {"stream": arn, "shard": shard.id, "after": str(after), "type": kind, "empty": empty}
+        return base64.b64encode(orjson.dumps(state | {"made": self.clock.steady_ms()})).decode()
 
     def _get_records(
-        self, place: Mapping[str, Any], request: Mapping[str, Any], *, empty: bool
+        self, state: Mapping[str, Any], request: Mapping[str, Any], *, empty: bool
     ) -> dict[str, Any]:
-        shard = self._shard(place["stream"], place["shard"])
-        after = int(place["after"])
-        if self.clock.steady_ms() - place["made"] >= _ITERATOR_MS:
+        """Answer GetRecords from the iterator's ``state``; with ``empty``, as if the page had no records."""
+        shard = self._shard(state["stream"], state["shard"])
+        after = int(state["after"])
+        if self.clock.steady_ms() - state["made"] >= _ITERATOR_MS:
             raise RequestRejected("ExpiredIteratorException", "The iterator is older than 15 minutes")
         if after < shard.trimmed:
             raise RequestRejected("TrimmedDataAccessException", f"{after} is beyond the trim horizon")
@@ -236,15 +246,13 @@ class FakeStreams(FakeTable):
         records = shard.records[first : first + limit]
         if records:
             after = _number(records[-1])
-        whole = not empty and first + limit >= len(shard.records)
-        if shard.closed and whole and not (records and self.empty_last_page):
+        read_to_end = not empty and first + limit >= len(shard.records)
+        if shard.closed and read_to_end and not (records and self.empty_last_page):
             return {"Records": records} | ({"NextShardIterator": None} if self.null_iterator else {})
-        blank = 0 if records else place["empty"] + 1
-        kind = place["type"] if not records else "AFTER_SEQUENCE_NUMBER"
-        return {
-            "Records": records,
-            "NextShardIterator": self._packed(place["stream"], shard, after, kind, blank),
-        }
+        empty_pages = 0 if records else state["empty"] + 1
+        kind = state["type"] if not records else "AFTER_SEQUENCE_NUMBER"
+        following = self._make_iterator(state["stream"], shard, after, kind, empty_pages)
+        return {"Records": records, "NextShardIterator": following}
 
     def _stream(self, arn: str) -> TableStream:
         for stream in self.streams:

@@ -17,7 +17,7 @@ _HASH_KEYS: Final = 2**128
 _DIGIT_BORDER: Final = 10**24
 """Sequence numbers begin below it and grow a digit: compared as texts they would be out of order."""
 _STEP: Final = 10**20
-_SEES: Final = {"NewImage": "NEW", "OldImage": "OLD"}
+_IMAGE_IN_VIEW: Final = {"NewImage": "NEW", "OldImage": "OLD"}
 """An image is in the records if the view type's name contains this."""
 
 
@@ -114,7 +114,7 @@ class FakeTable:
         self.streams.append(TableStream(arn, label, now_ms))
         borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
         for index in range(shards):
-            self._add(None, borders[index], borders[index + 1] - 1)
+            self._add_shard(None, borders[index], borders[index + 1] - 1)
         return arn
 
     def disable(self) -> None:
@@ -137,12 +137,12 @@ class FakeTable:
         """
         new = _serialized(item)
         key = {name: new[name] for name in self.keys}
-        old = self.items.get(_plain(key))
+        old = self.items.get(_canonical_json(key))
         if old == new:
             return None
-        self.items[_plain(key)] = new
+        self.items[_canonical_json(key)] = new
         images = {"NewImage": new} if old is None else {"NewImage": new, "OldImage": old}
-        return self._record("INSERT" if old is None else "MODIFY", key, images, shard_id, at_ms)
+        return self._add_record("INSERT" if old is None else "MODIFY", key, images, shard_id, at_ms)
 
     def delete(
         self,
@@ -155,10 +155,10 @@ class FakeTable:
         """Delete or expire (TTL) an item by its key; return the stream's record, None if the item did not exist."""
         given = _serialized(key)
         wire = {name: given[name] for name in self.keys}
-        old = self.items.pop(_plain(wire), None)
+        old = self.items.pop(_canonical_json(wire), None)
         if old is None:
             return None
-        record = self._record("REMOVE", wire, {"OldImage": old}, shard_id, at_ms)
+        record = self._add_record("REMOVE", wire, {"OldImage": old}, shard_id, at_ms)
         if expired:
             record["userIdentity"] = {"PrincipalId": "dynamodb.amazonaws.com", "Type": "Service"}
         return record
@@ -168,18 +168,18 @@ class FakeTable:
 
         They take records at once, but are listed only ``visible_after`` seconds later. Raises ValueError when closed.
         """
-        parent = self._open(shard_id)
+        parent = self._open_shard(shard_id)
         parent.closed = True
         width = parent.high - parent.low + 1
         borders = [parent.low + width * index // children for index in range(children + 1)]
         return tuple(
-            self._add(parent, borders[index], borders[index + 1] - 1, visible_after)
+            self._add_shard(parent, borders[index], borders[index + 1] - 1, visible_after)
             for index in range(children)
         )
 
     def add_root(self, *, visible_after: float = 0.0) -> str:
         """Open a shard without a parent, which takes only what is put there by name; return its id."""
-        return self._add(None, 0, -1, visible_after)
+        return self._add_shard(None, 0, -1, visible_after)
 
     def trim(self, shard_id: str, *, through: int | None = None) -> None:
         """Drop a shard's records up to a sequence number; None: the whole shard, which AWS then no longer knows."""
@@ -187,7 +187,8 @@ class FakeTable:
         shard.trimmed = shard.number if through is None else through
         shard.gone = through is None
 
-    def _add(self, parent: FakeShard | None, low: int, high: int, visible_after: float = 0.0) -> str:
+    def _add_shard(self, parent: FakeShard | None, low: int, high: int, visible_after: float = 0.0) -> str:
+        """Open a shard of the newest stream for the hash keys from ``low`` to ``high``; return its id."""
         shards, stream = self.shards, self.streams[-1]
         shard_id = f"shardId-{stream.created_ms:020d}-{len(shards):08x}"
         # Numbers of unrelated shards say nothing about each other.
@@ -199,35 +200,35 @@ class FakeTable:
         shards[shard_id] = FakeShard(shard_id, name, low, high, last + 1, last + 1, visible_ms)
         return shard_id
 
-    def _open(self, shard_id: str) -> FakeShard:
+    def _open_shard(self, shard_id: str) -> FakeShard:
         shard = self.shards[shard_id]
         if shard.closed:
             raise ValueError(f"{shard_id} is closed")
         return shard
 
-    def _record(
+    def _add_record(
         self, event: str, key: dict[str, Any], images: dict[str, Any], shard_id: str | None, at_ms: int | None
     ) -> dict[str, Any]:
+        """Add a record of a change to the shard of its key's hash, or to ``shard_id``; return it as GetRecords does."""
         if shard_id is None:
-            place = int.from_bytes(
-                hashlib.md5(_plain(key[self.keys[0]]), usedforsecurity=False).digest(), "big"
+            hash_key = int.from_bytes(
+                hashlib.md5(_canonical_json(key[self.keys[0]]), usedforsecurity=False).digest(), "big"
             )
             shard = next(
-                each for each in self.shards.values() if not each.closed and each.low <= place <= each.high
+                each for each in self.shards.values() if not each.closed and each.low <= hash_key <= each.high
             )
         else:
-            shard = self._open(shard_id)
+            shard = self._open_shard(shard_id)
         shard.number += self.random.randint(1, _STEP)
         milliseconds = self.now_ms() if at_ms is None else at_ms
-        seen = {name: image for name, image in images.items() if _SEES[name] in self.view}
+        created = milliseconds // 1000 if self.whole_seconds else milliseconds / 1000
+        images_in_view = {name: image for name, image in images.items() if _IMAGE_IN_VIEW[name] in self.view}
         content = {
-            "ApproximateCreationDateTime": milliseconds // 1000
-            if self.whole_seconds
-            else milliseconds / 1000,
+            "ApproximateCreationDateTime": created,
             "Keys": key,
-            **seen,
+            **images_in_view,
             "SequenceNumber": str(shard.number),
-            "SizeBytes": len(_plain(key)) + sum([len(_plain(image)) for image in seen.values()]),
+            "SizeBytes": sum([len(_canonical_json(each)) for each in (key, *images_in_view.values())]),
             "StreamViewType": self.view,
         }
         record = {
@@ -254,5 +255,5 @@ def as_json(value: Any) -> str:
     return base64.b64encode(value).decode()
 
 
-def _plain(value: Mapping[str, Any]) -> bytes:
+def _canonical_json(value: Mapping[str, Any]) -> bytes:
     return orjson.dumps(value, default=as_json, option=orjson.OPT_SORT_KEYS)

@@ -120,7 +120,7 @@ class Stream:
     async def serving(self, name: str = "one", **options: Any) -> AsyncIterator[DirectSource]:
         """Run a server until the block ends; then it is killed."""
         pipeline, handler = self.pipelines[name], Handler(self.clock)
-        values: dict[str, Any] = {"look_seconds": 1.0, "forsaken_seconds": 5.0} | self.options | options
+        values: dict[str, Any] = {"look_seconds": 1.0, "unclaimed_seconds": 5.0} | self.options | options
         async with pipeline.life() as coordinator:
             source = DirectSource(
                 self.fake.table,

@@ -50,7 +50,7 @@ def test_a_server_that_is_dead_keeps_its_shards_until_it_is_expired() -> None:
 def test_what_a_server_leaves_lying_is_taken_by_the_others() -> None:
     owners = {"a": "me", "b": None}
     assert share(owners, {"me", "stopping"}, "me") == Plan((), ())
-    assert share(owners, {"me", "stopping"}, "me", forsaken={"b"}) == Plan(("b",), ())
+    assert share(owners, {"me", "stopping"}, "me", unclaimed={"b"}) == Plan(("b",), ())
 
 
 @given(OWNERS, SERVERS)
@@ -88,10 +88,10 @@ def test_what_is_shared_fairly_already_stays(owners: dict[str, str | None], serv
 
 def test_a_shard_that_nobody_reads_is_forsaken_after_a_while_and_then_kept_for_longer() -> None:
     unread = Unread(1000)
-    assert unread.look({"s1", "s2"}, 0) == frozenset()
-    assert (unread.look({"s1"}, 900), unread.kept_until_ms) == (frozenset(), {})
-    assert unread.look({"s1", "s2"}, 1000) == {"s1"}, "that which somebody read meanwhile begins anew"
-    assert unread.look(set(), 2000) == frozenset()
+    assert unread.update({"s1", "s2"}, 0) == frozenset()
+    assert (unread.update({"s1"}, 900), unread.kept_until_ms) == (frozenset(), {})
+    assert unread.update({"s1", "s2"}, 1000) == {"s1"}, "that which somebody read meanwhile begins anew"
+    assert unread.update(set(), 2000) == frozenset()
     assert unread.kept_until_ms == {"s1": 11_000}
-    unread.look(set(), 11_000)
+    unread.update(set(), 11_000)
     assert unread.kept_until_ms == {}
