@@ -144,8 +144,10 @@ class Child:
             case wire.Process():
                 self._process(message, self._line(message, files))
             case wire.Open():
-                shard = Shard(message.shard, message.start, message.start_sub)
-                self._begin(message, self._runtime.open(shard))
+                shard, sent = Shard(message.shard, message.start, message.start_sub), message.store
+                source = None if sent is None else wire.source_of(sent, files.pop(0))
+                self._failed.discard(shard.id)
+                self._begin(message, self._runtime.open(shard, source))
             case wire.Notify():
                 self._begin(message, self._runtime.notify(message.shard, Hook(message.hook)))
             case wire.Park():
@@ -225,6 +227,7 @@ class Child:
             part=None if message.part is None else range(*message.part),
             condemned=message.condemned,
             redriven=message.redriven,
+            number=message.number,
         )
         if message.behind and message.shard in self._failed:
             self._channel.send(wire.failed(message.id, InternalError(_BEHIND, shard=message.shard)))

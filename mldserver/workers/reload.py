@@ -24,6 +24,7 @@ from mldserver.handler.spec import HandlerSpec, windows_text
 from mldserver.records import Sequence as Position
 from mldserver.records import Shard
 from mldserver.workers.standby import StandbyWorkers
+from mldserver.workers.stores import Stores
 from mldserver.workers.wire import Forget
 from mldserver.workers.worker import WorkerSlot
 from mldserver.workers.worker_process import WorkerProcess
@@ -38,10 +39,11 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
     schemas = [spec.schema.ddl if spec.schema else "no schema" for spec in (before, now)]
     windows = [windows_text(spec.windows) for spec in (before, now)]
     kinds = [str(spec.kind) for spec in (before, now)]
-    names = ("the schema", "windows", "the kind of handler")
+    state = ["used" if spec.keyed else "not used" for spec in (before, now)]
+    names = ("the schema", "windows", "the kind of handler", "keyed state")
     return [
         f"{name} was {then}, and is {is_}"
-        for name, (then, is_) in zip(names, (schemas, windows, kinds), strict=True)
+        for name, (then, is_) in zip(names, (schemas, windows, kinds, state), strict=True)
         if then != is_
     ]
 
@@ -53,6 +55,7 @@ class Reload:
     standby: StandbyWorkers
     workers: Sequence[WorkerSlot]
     shards: Mapping[str, Shard]
+    stores: Stores
     parked: Mapping[str, Mapping[str, Position]]
     owing: AbstractSet[str]
 
@@ -124,7 +127,9 @@ class Reload:
         opened = asyncio.Event()
 
         async def open_all() -> None:
-            await asyncio.gather(*(process.open(self.shards[name], self.parked.get(name)) for name in names))
+            await asyncio.gather(
+                *(self.stores.open_in(process, self.shards[name], self.parked.get(name)) for name in names)
+            )
             opened.set()
 
         try:

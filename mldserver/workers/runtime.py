@@ -24,7 +24,7 @@ import structlog
 from msgspec.structs import replace
 
 from mldserver.base.clock import Clock, SystemClock
-from mldserver.errors import HandlerLost, InternalError, OperatorError
+from mldserver.errors import HandlerLost, InternalError, OperatorError, StateMoved
 from mldserver.handler.failure import Failure
 from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
@@ -38,6 +38,7 @@ from mldserver.workers import wire
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import Held
 from mldserver.workers.standby import StandbyWorkers
+from mldserver.workers.stores import Stores
 from mldserver.workers.worker import Limits, WorkerSlot, place, spread
 from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 
@@ -45,6 +46,8 @@ log = structlog.get_logger("mldserver")
 
 _SURELY: Final = 10
 """How many processes in a row may die of a request that does not call the handler."""
+_MOVES: Final = 3
+"""How often in a row a batch may find another state than the one that it follows: each opening reads the state again."""
 _ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
 """The policy of a search: each part is tried once, because the whole batch has had its attempts already."""
 ARENA_BYTES: Final = 64 << 20
@@ -93,6 +96,7 @@ class WorkerRuntime:
         ]
         self._plan: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
+        self._stores = Stores()
         self._parked: dict[str, dict[str, Sequence]] = {}
         self._owing: set[str] = set()
         """Shards whose record processor has not checkpointed all records that it was given. Only its own process
@@ -129,7 +133,9 @@ class WorkerRuntime:
         if self._reloading.locked():
             raise OperatorError("Another reload is under way.")
         async with self._reloading:
-            reload = Reload(self._standby, self._workers, self._shards, self._parked, self._owing)
+            reload = Reload(
+                self._standby, self._workers, self._shards, self._stores, self._parked, self._owing
+            )
             self.spec = await reload.run(self.spec)
 
     async def start(self) -> None:
@@ -155,14 +161,16 @@ class WorkerRuntime:
             await worker.close()
         await self._standby.close()
 
-    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:  # noqa: ARG002  # workers get it with the next change
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         """Open a shard (see ``Runtime.open``). If this ends the process, retry; ``halt`` limits the retries."""
+        await self._stores.add(shard.id, snapshot)
         self._shards[shard.id] = shard
         self._parked.pop(shard.id, None)
         self._owing.discard(shard.id)
         if shard.id not in self._plan:
             healthy = [worker.number for worker in self._workers if not worker.failed]
-            self._plan[shard.id] = place(self._plan, healthy or range(len(self._workers)))
+            workers = healthy or range(len(self._workers))
+            self._plan[shard.id] = place(self._plan, workers, shard.id, self._stores.of)
         self._worker(shard.id).opened.pop(shard.id, None)
         alone = shard.id in self._worker(shard.id).suspects
         await self._with_process(shard.id, lambda _: asyncio.sleep(0), alone=alone)
@@ -209,6 +217,7 @@ class WorkerRuntime:
             return
         self._parked.pop(shard_id, None)
         self._owing.discard(shard_id)
+        self._stores.remove(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
         worker.opened.pop(shard_id, None)
         if (process := worker.present) is not None:
@@ -244,20 +253,25 @@ class WorkerRuntime:
         begun = process.post(
             message,
             offset=offset,
-            otherwise=lambda gone: self.process(delivery, after=gone),
+            otherwise=lambda end: self.process(delivery, after=end),
             patient=delivery.behind,
         )
         begun.add_done_callback(ended)
         return begun
 
-    async def process(self, delivery: Delivery, *, after: WorkerGone | None = None) -> BatchOutcome:
+    async def process(
+        self, delivery: Delivery, *, after: WorkerGone | StateMoved | None = None
+    ) -> BatchOutcome:
         """Process a batch (see ``Runtime.process``), in as many processes as it takes.
 
-        ``after``: how the first process ended that the batch was sent to.
+        ``after``: how the first process ended that the batch was sent to, or that it refused the batch.
         """
         shard_id, held = delivery.shard_id, Held(delivery.payload)
         try:
-            if after is not None:
+            if isinstance(after, StateMoved):
+                self._moved(shard_id)
+                after = None
+            elif after is not None:
                 self._evade(self._worker(shard_id))
             work = partial(self._sent, delivery, held)
             outcome = await self._tried(shard_id, work, self._policy.attempts, after=after)
@@ -299,6 +313,20 @@ class WorkerRuntime:
         Each death is a failed call of the batch's plan. These records fail for good; the others are processed.
         """
         parts = [await self._surely(replace(delivery, part=range(0)), held)]
+        with self._stores.searching(delivery.shard_id, parts):
+            try:
+                await self._search_parts(delivery, held, died, parts)
+            finally:
+                if delivery.number is not None:
+                    # The process's state is ahead by parts of a batch: no delivery can follow it.
+                    for worker in self._workers:
+                        worker.opened.pop(delivery.shard_id, None)
+        return wire.joined(parts)
+
+    async def _search_parts(
+        self, delivery: Delivery, held: Held, died: str, parts: list[BatchOutcome]
+    ) -> None:
+        """Process the parts of a batch one after another, and add their outcomes to ``parts``."""
         outline = parts[0].outline
         fresh = range(outline.records - outline.duplicates) if delivery.part is None else delivery.part
         # It looks at none of the records: no age and no key makes a difference here.
@@ -317,7 +345,6 @@ class WorkerRuntime:
                 if len(step.indices) == 1:
                     parts.append(await self._surely(replace(part, condemned=died), held))
             died = ""
-        return wire.joined(parts)
 
     async def _surely(self, delivery: Delivery, held: Held) -> BatchOutcome:
         """Send a request that does not call the handler; send it again if other requests kill the process.
@@ -365,12 +392,16 @@ class WorkerRuntime:
         """Wait for the shard's worker, open the shard there, and return the result of ``work`` with the process.
 
         ``alone``: no other request may be in the process meanwhile. If a process dies while it opens the shard,
-        ``work`` has not begun: a ``patient`` caller tries the next process. Raises WorkerGone, and HandlerHalted if
-        ``initialize`` may kill no further process.
+        ``work`` has not begun: a ``patient`` caller tries the next process. If the process's state of the shard's store is
+        not the one that ``work`` follows, open the shard again. Raises WorkerGone, HandlerHalted if ``initialize`` may kill no
+        further process, and StateMoved if the state did not fit several times.
         """
-        deaths = 0
+        deaths = moves = 0
         while True:
             worker = self._worker(shard_id)
+            is_open = worker.opened.get(shard_id) == worker.generation
+            # An opening replaces the whole store: a batch of another shard must not change it between reading and replacing.
+            alone = alone or (not is_open and self._stores.is_shared(shard_id))
             pass_ = await worker.gate.enter(alone=alone)
             try:
                 process = await worker.process()
@@ -379,6 +410,11 @@ class WorkerRuntime:
                 if worker.opened.get(shard_id) != worker.generation:
                     await self._ensure_open(worker, process, shard_id)
                 return await work(process)
+            except StateMoved:
+                moves += 1
+                if moves > _MOVES:
+                    raise
+                self._moved(shard_id)
             except WorkerGone as gone:
                 self._evade(worker)
                 if not patient or not isinstance(gone, Unopened):
@@ -414,7 +450,7 @@ class WorkerRuntime:
         if shard_id in worker.opened:
             log.info("shard.reopened", shard=shard_id, worker=worker.number)
         try:
-            await process.open(shard, self._parked.get(shard_id))
+            await self._stores.open_in(process, shard, self._parked.get(shard_id))
         except WorkerGone as gone:
             raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation
@@ -440,16 +476,17 @@ class WorkerRuntime:
         if not worker.failed or not healthy:
             return
         # What it had in hand at its last death stays: it may be what it dies of.
-        able = {
-            shard: number
-            for shard, number in self._plan.items()
-            if number in healthy or shard not in self._workers[number].suspects
-        }
-        for shard, number in spread(able, healthy).items():
+        stay = [shard for shard, number in self._plan.items() if shard in self._workers[number].suspects]
+        for shard, number in spread(self._plan, healthy, self._stores.of, stay).items():
             if number != self._plan[shard]:
                 # If the shard ever returns to that worker, it is opened again: by then its state is elsewhere.
                 self._workers[self._plan[shard]].opened.pop(shard, None)
                 self._plan[shard] = number
+
+    def _moved(self, shard_id: str) -> None:
+        """Let the shard be opened again: its process's state of the store lacks a batch, or has one too many."""
+        log.info("state.moved", shard=shard_id, worker=self._plan.get(shard_id))
+        self._worker(shard_id).opened.pop(shard_id, None)
 
     def _record_outcome(self, shard_id: str, outcome: BatchOutcome) -> None:
         """Record what the next process must know of this batch: unfinished records, and parked keys."""

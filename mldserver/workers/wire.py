@@ -11,21 +11,23 @@ A sequence's number has up to 56 digits: it crosses as bytes (``pack_sequence``)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 from msgspec import structs
 
 from mldserver import errors
 from mldserver.children.channel import Descriptors, Message
 from mldserver.effects import NOTHING, Effects
-from mldserver.errors import InternalError, MldserverError
+from mldserver.errors import InternalError, MldserverError, StateMoved
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, parse_schema
 from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, unpack_changes
 from mldserver.windows import Batches, Tumbling
 from mldserver.workers.shared_memory import rows_from, rows_in
 
@@ -79,13 +81,32 @@ class Process(WorkerRequest, frozen=True):
     redriven: bool = False
     behind: bool = False
     """Earlier batches of the shard may be unanswered; refuse this one if one of them fails."""
+    number: int | None = None
+    """As in ``Delivery``."""
+
+
+class SentStore(msgspec.Struct, frozen=True, array_like=True):
+    """A ``StateSnapshot``, whose entries are an Arrow stream in a passed file."""
+
+    store: str
+    first: bytes
+    last: bytes
+    accepted: int
+    clock_ms: int | None
+    siblings: dict[str, int]
+    size: int
+    """The file's."""
+    deltas: tuple[bytes, ...] = ()
+    """Changes that follow the snapshot: those of earlier parts of the batch whose next part needs the shard."""
 
 
 class Open(WorkerRequest, frozen=True):
-    """Open a shard."""
+    """Open a shard. With a store, a file comes too."""
 
     start: str | None
     start_sub: int
+    store: SentStore | None = None
+    """The shard's store, for a handler with keyed state."""
 
 
 class Notify(WorkerRequest, frozen=True):
@@ -332,6 +353,60 @@ def joined(parts: list[BatchOutcome]) -> BatchOutcome:
         position=max(positions, default=None),
         owes=last.owes,
     )
+
+
+def sent_of(snapshot: StateSnapshot, size: int, deltas: tuple[bytes, ...]) -> SentStore:
+    """Return a snapshot for an Open message; its entries are in a file of ``size`` bytes. For ``deltas`` see there."""
+    first, last = (bound.to_bytes(16, "big") for bound in snapshot.key_range)
+    return SentStore(
+        snapshot.store_id,
+        first,
+        last,
+        snapshot.accepted,
+        snapshot.clock_ms,
+        snapshot.siblings,
+        size,
+        deltas,
+    )
+
+
+def source_of(sent: SentStore, file: int) -> SnapshotSource:
+    """Return what gives the snapshot, with the deltas, to the first caller, and raises StateMoved for each later one.
+
+    Only the server can read the store again: the error asks for another Open. The file is closed at once.
+    """
+    try:
+        entries = rows_in(file, sent.size)
+    finally:
+        os.close(file)
+    left = [entries]
+
+    async def source() -> StateSnapshot:
+        if not left:
+            raise StateMoved(
+                "A batch does not follow the state of its store in the worker process.",
+                did="The server opens the shard again with the present state.",
+            )
+        return StateSnapshot(
+            sent.store,
+            KeyRange(int.from_bytes(sent.first, "big"), int.from_bytes(sent.last, "big")),
+            sent.accepted,
+            sent.clock_ms,
+            changed(left.pop(), sent.deltas),
+            sent.siblings,
+        )
+
+    return source
+
+
+def changed(entries: pa.Table, blobs: Iterable[bytes]) -> pa.Table:
+    """Return the entries of a snapshot after the changes in ``blobs`` (``pack_changes``), in order."""
+    changes = {change.key: change for blob in blobs for change in unpack_changes(blob)}
+    if not changes:
+        return entries
+    kept = entries.filter(pc.invert(pc.is_in(entries["key"], pa.array(list(changes), pa.binary()))))
+    new = [change._asdict() for change in changes.values() if change.value is not None]
+    return pa.concat_tables([kept, pa.Table.from_pylist(new, schema=entries.schema)])
 
 
 def failed(request: int, error: BaseException) -> Failed:

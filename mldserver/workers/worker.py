@@ -4,7 +4,8 @@ Restarts never overlap: a new process takes over only after the old process has 
 raise WorkerGone in the callers, which retry (``runtime.py``).
 
 A shard stays with its worker while the worker can work, because the handler's state is there. Closing shards moves no
-other shards. New shards go to the worker with the fewest, and only shards of a failed worker move.
+other shards. New shards go to the worker with the fewest, and only shards of a failed worker move. Shards that share a store of
+keyed state are always at one worker, which holds the store.
 """
 
 from __future__ import annotations
@@ -73,25 +74,40 @@ def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | N
     return None
 
 
-def place(plan: Mapping[str, int], workers: Collection[int]) -> int:
-    """Return the worker for one more shard: one with the fewest. Raises ValueError without workers."""
-    if not workers:
-        raise ValueError("there is no worker")
-    loads = Counter(plan.values())
-    return min(workers, key=lambda worker: (loads[worker], worker))
+def place(
+    plan: Mapping[str, int], workers: Collection[int], shard_id: str, store: Callable[[str], str] = str
+) -> int:
+    """Return the worker for one more shard: the one that has its store, else one with the fewest stores.
 
-
-def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
-    """Return the plan for another set of workers: each shard without a worker goes to the worker with the fewest.
-
-    Other shards stay. So a plan that is balanced within one stays so. Raises ValueError without workers.
+    ``plan``: the worker of each shard. ``store`` returns the store of a shard; the default gives each shard a store of its own.
+    Raises ValueError without workers.
     """
     if not workers:
         raise ValueError("there is no worker")
-    made = {shard: worker for shard, worker in plan.items() if worker in workers}
-    for shard in sorted(plan.keys() - made.keys()):
-        made[shard] = place(made, workers)
-    return made
+    stores = {store(shard): worker for shard, worker in plan.items()}
+    loads = Counter(stores.values())
+    at = stores.get(store(shard_id))
+    return min(workers, key=lambda worker: (loads[worker], worker)) if at is None else at
+
+
+def spread(
+    plan: Mapping[str, int],
+    workers: Collection[int],
+    store: Callable[[str], str] = str,
+    stay: Collection[str] = (),
+) -> dict[str, int]:
+    """Return the plan for another set of workers: each store without a worker goes to the worker with the fewest.
+
+    All other stores stay, and those of the shards in ``stay``. So a plan that is balanced within one stays so. For the arguments see
+    ``place``. Raises ValueError without workers.
+    """
+    if not workers:
+        raise ValueError("there is no worker")
+    stores, staying = {store(shard): worker for shard, worker in plan.items()}, set(map(store, stay))
+    made = {each: worker for each, worker in stores.items() if worker in workers or each in staying}
+    for each in sorted(stores.keys() - made.keys()):
+        made[each] = place(made, workers, each)
+    return {shard: made[store(shard)] for shard in plan}
 
 
 class WorkerSlot:

@@ -25,6 +25,7 @@ import mldserver
 from mldserver.base.clock import Clock, first_of
 from mldserver.children.channel import Channel, Descriptors, WireError
 from mldserver.children.process import ChildProcess, ending
+from mldserver.errors import StateMoved
 from mldserver.observe.logging import LineLimit
 from mldserver.protocol.messages import Line
 from mldserver.records import Sequence, Shard, pack_sequence
@@ -102,7 +103,7 @@ class WorkerProcess:
         self.ids = itertools.count(1)
         """Gives requests their numbers."""
         self._requests: dict[
-            int, tuple[str, asyncio.Future[Any], int | None, Callable[[WorkerGone], Any] | None]
+            int, tuple[str, asyncio.Future[Any], int | None, Callable[[WorkerGone | StateMoved], Any] | None]
         ] = {}
         """The unanswered requests, by number: shard, answer, place of the line in the arena, and ``otherwise`` (see
         ``post``)."""
@@ -262,12 +263,12 @@ class WorkerProcess:
         files: tuple[int, ...] = (),
         *,
         offset: int | None = None,
-        otherwise: Callable[[WorkerGone], Any] | None = None,
+        otherwise: Callable[[WorkerGone | StateMoved], Any] | None = None,
         patient: bool = False,
     ) -> asyncio.Future[Any]:
         """Do as ``ask`` does, but return a future of the answer. A caller that no longer wants it calls ``cancel``.
 
-        ``otherwise`` makes the answer if the process ends without one. ``patient``: the request may be sent together with
+        ``otherwise`` makes the answer if the process ends without one, or answers StateMoved. ``patient``: the request may be sent together with
         later requests.
         """
         if not self.is_open:
@@ -284,9 +285,18 @@ class WorkerProcess:
         if self.is_open:
             self._channel.send(message)
 
-    async def open(self, shard: Shard, parked: Mapping[str, Sequence] | None) -> None:
-        """Open a shard here, some of whose keys may be ``parked``. Raises WorkerGone, HandlerHalted."""
-        await self.ask(wire.Open(next(self.ids), shard.id, shard.start, shard.start_sub))
+    async def open(
+        self,
+        shard: Shard,
+        parked: Mapping[str, Sequence] | None,
+        store: wire.SentStore | None = None,
+        *files: int,
+    ) -> None:
+        """Open a shard here, some of whose keys may be ``parked``. Raises WorkerGone, HandlerHalted.
+
+        ``files``: the file of the ``store``; it is closed here.
+        """
+        await self.ask(wire.Open(next(self.ids), shard.id, shard.start, shard.start_sub, store), files)
         if parked:
             await self.ask(wire.Park(next(self.ids), shard.id, wire.packed_keys(parked)))
 
@@ -321,12 +331,16 @@ class WorkerProcess:
 
     def _answered(self, message: wire.BatchDone | wire.Finished | wire.Failed, files: Descriptors) -> None:
         """Set a request's answer. Raises WireError if the answer's rows are unreadable."""
-        _, future, offset, _ = self._requests[message.id]
+        _, future, offset, otherwise = self._requests[message.id]
         if future.done():
             if isinstance(message, wire.BatchDone) and message.rows_bytes:
                 os.close(files.pop(0))
         elif isinstance(message, wire.Failed):
-            future.set_exception(wire.error_of(message))
+            error = wire.error_of(message)
+            if otherwise is not None and isinstance(error, StateMoved):
+                future.set_result(otherwise(error))
+            else:
+                future.set_exception(error)
         elif isinstance(message, wire.BatchDone):
             try:
                 outcome = wire.outcome_of(message, files)
@@ -359,4 +373,5 @@ def message_of(
         delivery.condemned,
         delivery.redriven,
         delivery.behind,
+        delivery.number,
     )

@@ -26,6 +26,7 @@ from mldserver.testing import VirtualClock
 from mldserver.workers import reload
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.standby import StandbyWorkers
+from mldserver.workers.stores import Stores
 from mldserver.workers.worker import Limits, WorkerSlot
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
 
@@ -174,6 +175,7 @@ async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_o
             "windows was tumbling, 1 h of arrival time, and is tumbling, 2 h of arrival time",
         ),
         ({"kind": HandlerKind.CLASS}, "the kind of handler was module, and is class"),
+        ({"keyed": True}, "keyed state was not used, and is used"),
     ],
 )
 def test_each_part_of_a_handlers_shape_that_differs_is_told(change: dict[str, Any], told: str) -> None:
@@ -202,7 +204,7 @@ class New:
 
 def new_reload(standby: Any = None) -> reload.Reload:
     worker = cast("WorkerSlot", SimpleNamespace(number=0, has_open="a".__eq__))
-    return reload.Reload(standby, [worker], {"a": Shard("a"), "b": Shard("b")}, {}, set())
+    return reload.Reload(standby, [worker], {"a": Shard("a"), "b": Shard("b")}, Stores(), {}, set())
 
 
 def test_an_initialize_that_never_comes_to_an_end_is_not_waited_for() -> None:

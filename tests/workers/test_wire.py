@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +19,15 @@ from hypothesis import strategies as st
 from mldserver import errors
 from mldserver.children.channel import WireError, decode, encode
 from mldserver.effects import Effects
-from mldserver.errors import HandlerHalted, InternalError, PeerError
+from mldserver.errors import HandlerHalted, InternalError, PeerError, StateMoved
 from mldserver.records import DeadLetter, Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records
+from mldserver.stores import KeyRange, StateChange, StateSnapshot, pack_changes
 from mldserver.workers import wire
+from mldserver.workers.shared_memory import rows_file
 from mldserver.workers.wire import done_of, outcome_of
+from mldserver.workers.worker_process import message_of
 
 sequences = st.builds(Sequence, st.integers(0, 10**56 - 1), st.integers(0, 2**63 - 1))
 numbers = st.integers(0, 2**63 - 1)
@@ -79,6 +88,55 @@ def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None
     outcome = BatchOutcome(outline, position=position, keeps_position=True)
     assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
     assert unpack_sequence(pack_sequence(position)) == position
+
+
+changes = st.builds(
+    StateChange,
+    st.sampled_from([b"a", b"b", b"\xff"]),
+    st.none() | st.binary(max_size=3),
+    st.none() | st.integers(0, 2**62),
+)
+
+
+@given(
+    st.integers(0, 2**128 - 1), st.integers(0, 2**128 - 1), st.none() | numbers, st.lists(st.lists(changes))
+)
+async def test_a_store_crosses_once_with_the_changes_that_follow_it(
+    first: int, last: int, clock_ms: int | None, batches: list[list[StateChange]]
+) -> None:
+    held = {b"a": StateChange(b"a", b"old", 5), b"c": StateChange(b"c", b"stays")}
+    snapshot = StateSnapshot("s", KeyRange(first, last), 7, clock_ms, table(held.values()), {"b": 2})
+    file, size = rows_file(snapshot.entries)
+    sent = wire.sent_of(snapshot, size, tuple(map(pack_changes, batches)))
+    message = crossed(wire.Open(1, "a", None, 0, sent))
+    source = wire.source_of(message.store, file)
+    got = await source()
+    assert msgspec.structs.replace(got, entries=snapshot.entries) == snapshot
+    held |= {change.key: change for batch in batches for change in batch}
+    rows = [change._asdict() for change in held.values() if change.value is not None]
+    assert sorted(got.entries.to_pylist(), key=itemgetter("key")) == sorted(rows, key=itemgetter("key"))
+    with pytest.raises(StateMoved):
+        await source()
+
+
+def table(entries: Iterable[StateChange]) -> pa.Table:
+    types = [("key", pa.binary()), ("value", pa.binary()), ("expires_ms", pa.int64())]
+    return pa.Table.from_pylist([entry._asdict() for entry in entries], schema=pa.schema(types))
+
+
+@given(st.none() | st.integers(1, 2**40))
+def test_a_batchs_number_crosses(number: int | None) -> None:
+    process: Any = SimpleNamespace(ids=itertools.count(1))
+    given_ = Delivery("a", Records([]), 0, None, number=number)
+    form, line = given_.payload.packed()
+    assert crossed(message_of(process, given_, form, line, len(line), None)).number == number
+
+
+def test_parts_of_a_batch_give_their_changes_of_state_in_order() -> None:
+    outline = BatchOutline(2, 0, None, None, None, None)
+    states: list[tuple[bytes, ...]] = [(b"1",), (), (b"3", b"2")]
+    parts = [BatchOutcome(outline, Effects(state=state)) for state in states]
+    assert wire.joined(parts).effects.state == (b"1", b"3", b"2")
 
 
 def test_a_policy_crosses_with_all_its_rules() -> None:
