@@ -21,11 +21,11 @@ class Folding:
     """For each key: when it was logged last, and how many events were not logged since."""
 
     def count(self, key: Hashable) -> int:
-        """Count an event; return how many events to log in one line now. 0: log nothing."""
+        """Count an event; return how many events with this key to log in one line now. 0: log nothing yet."""
         now_ms = self.now_ms()
-        logged_ms, since = self._seen.pop(key, (now_ms - _FOLD_MS, 0))
+        logged_ms, unlogged = self._seen.pop(key, (now_ms - _FOLD_MS, 0))
         due = now_ms - logged_ms >= _FOLD_MS
-        self._seen[key] = (now_ms, 0) if due else (logged_ms, since + 1)
+        self._seen[key] = (now_ms, 0) if due else (logged_ms, unlogged + 1)
         if len(self._seen) > self.most:
             del self._seen[next(iter(self._seen))]
-        return since + 1 if due else 0
+        return unlogged + 1 if due else 0

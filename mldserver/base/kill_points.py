@@ -85,7 +85,7 @@ _tell: Callable[[str], None] | None = None
 
 
 def arm(
-    told: str | None, number: signal.Signals = signal.SIGKILL, tell: Callable[[str], None] | None = None
+    spec: str | None, number: signal.Signals = signal.SIGKILL, tell: Callable[[str], None] | None = None
 ) -> None:
     """Set where this process ends: ``step``, ``step:n`` (n from 1), several of them with commas, or None for nowhere.
 
@@ -93,24 +93,24 @@ def arm(
     with the step just before. Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
     """
     global armed, _number, _tell
-    ahead = {}
-    for each in told.split(",") if told else ():
+    remaining = {}
+    for each in spec.split(",") if spec else ():
         step, _, times = each.partition(":")
         if step not in STEPS:
-            raise ValueError(f"{KILL_VARIABLE}={told}: there is no step {step!r}")
+            raise ValueError(f"{KILL_VARIABLE}={spec}: there is no step {step!r}")
         if times and not (times.isascii() and times.isdigit() and int(times) > 0):
-            raise ValueError(f"{KILL_VARIABLE}={told}: {times!r} is no count")
-        ahead[step] = int(times or "1")
-    armed, _number, _tell = ahead, number, tell
+            raise ValueError(f"{KILL_VARIABLE}={spec}: {times!r} is no count")
+        remaining[step] = int(times or "1")
+    armed, _number, _tell = remaining, number, tell
 
 
 def kill_point(step: str) -> None:
-    """End the process here if it is armed for this step."""
+    """End the process here if a crash test has armed this step (see ``arm``) and it has been reached often enough."""
     global armed  # noqa: PLW0603  # see ``arm``
-    ahead = armed  # another thread may be ending the process
-    if step in ahead:
-        ahead[step] -= 1
-        if ahead[step] == 0:
+    remaining = armed  # another thread may be ending the process
+    if step in remaining:
+        remaining[step] -= 1
+        if remaining[step] == 0:
             armed = {}
             if _tell is not None:
                 _tell(step)

@@ -15,34 +15,33 @@ class LineSplitter:
     def __init__(self, longest: int | None = None) -> None:
         """``longest``: how many bytes of a line are kept, so that memory is bounded; None: all."""
         self._longest = longest
-        self._begun = bytearray()
-        self._cut = False
+        self._unfinished = bytearray()
+        self._was_cut = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that ``data`` completes, without their line ends; keep the unfinished rest."""
-        # All parts but the first follow a line end, which completes the line before them.
-        first, *others = data.split(b"\n")
-        self._add(first)
+        end_of_line, *line_starts = data.split(b"\n")
+        self._add(end_of_line)
         lines = []
-        for part in others:
+        for start in line_starts:  # each follows a line end, which completes the line before
             lines.append(self._complete_line())
-            self._add(part)
+            self._add(start)
         return lines
 
     def finish(self) -> list[bytes]:
         """Return the unfinished last line, or an empty list if there is none."""
-        return [self._complete_line()] if self._begun else []
+        return [self._complete_line()] if self._unfinished else []
 
     def _add(self, part: bytes) -> None:
         """Append to the unfinished line as many bytes as it may have; note whether bytes were dropped."""
-        room = None if self._longest is None else self._longest - len(self._begun)
-        self._cut |= room is not None and len(part) > room
-        self._begun += part[:room]
+        room = None if self._longest is None else self._longest - len(self._unfinished)
+        self._was_cut |= room is not None and len(part) > room
+        self._unfinished += part[:room]
 
     def _complete_line(self) -> bytes:
         """Return the unfinished line, marked if it was cut, and begin an empty one."""
-        line = bytes(self._begun).removesuffix(b"\r") + (_CUT if self._cut else b"")
-        self._begun, self._cut = bytearray(), False
+        line = bytes(self._unfinished).removesuffix(b"\r") + (_CUT if self._was_cut else b"")
+        self._unfinished, self._was_cut = bytearray(), False
         return line
 
 

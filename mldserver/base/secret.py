@@ -47,24 +47,24 @@ def read_secret(path: Path) -> bytes:
 
 
 class SecretGate:
-    """Bytes of a new connection in, those behind the secret out."""
+    """Checks the line with the secret at the start of a connection."""
 
     def __init__(self, secret: bytes | None) -> None:
         """``secret``: what the peer must show; None: nothing."""
         self._secret = secret
-        self._begun = b""
+        self._received = b""
         self.refused = ""
         """Why the peer is refused; empty while it is not."""
 
     def feed(self, data: bytes) -> bytes | None:
-        """Return what follows the secret; None while that is not known, and when the peer is ``refused``."""
-        self._begun += data
-        if not self._begun.startswith(PREFIX[: len(self._begun)]):
+        """Take a connection's first bytes; return those after the secret's line. None: more are needed, or see ``refused``."""
+        self._received += data
+        if not self._received.startswith(PREFIX[: len(self._received)]):
             if self._secret is None:
-                return self._begun
+                return self._received
             self.refused = "The peer did not show the secret of listen_secret."
-        elif len(self._begun) > len(PREFIX):
-            line, end, rest = self._begun.partition(b"\n")
+        elif len(self._received) > len(PREFIX):
+            line, end, rest = self._received.partition(b"\n")
             if end and (self._secret is None or hmac.compare_digest(line.removeprefix(PREFIX), self._secret)):
                 return rest
             if end or len(line) > LONGEST:

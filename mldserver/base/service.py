@@ -18,7 +18,7 @@ from setproctitle import setproctitle
 from mldserver.base.clock import Clock
 
 TELL_SECONDS: Final = 1.0
-"""Between two words to systemd."""
+"""Between two reports to systemd."""
 _EXTEND_US: Final = 15_000_000
 """How long a start or a stop may take from each word on (µs): as long as the event loop turns, nothing ends it."""
 _TEXT_CHARACTERS: Final = 500
@@ -71,11 +71,11 @@ class Service:
         """``environ`` names systemd's socket, or does not."""
         self._address = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
         self._clock = clock
-        self._told = ServiceReport("")
+        self._sent = ServiceReport("")
         """What systemd knows. Once it is ready it stays so: what is red later is in its text."""
 
     async def run(self, report: Callable[[], ServiceReport]) -> None:
-        """Tell how it is, once a second, and last when cancelled. The watchdog misses it when the loop stands still."""
+        """Report to systemd once a second until cancelled. If the event loop hangs, no report comes: the watchdog acts."""
         try:
             while self._address:
                 self._report(report())
@@ -84,37 +84,37 @@ class Service:
             if self._address:
                 self._report(report())  # a stop may take less than a second
 
-    def words(self, report: ServiceReport) -> list[str]:
-        """Return the lines that are new to systemd. The text becomes one line of printable characters."""
-        told = self._told
+    def new_lines(self, report: ServiceReport) -> list[str]:
+        """Return sd_notify(3) lines for what has changed since the last report. A line extends the time-out of a start or stop."""
+        before = self._sent
         # A line break would begin an assignment, and systemd drops a datagram that is not valid text.
         text = "".join(each if each.isprintable() else " " for each in report.text[:_TEXT_CHARACTERS])
-        self._told = ServiceReport(text, told.ready or report.ready, report.stopping)
-        lines = {
-            f"STATUS={text}": text != told.text,
-            "READY=1": report.ready and not told.ready,
-            "STOPPING=1": report.stopping and not told.stopping,
-            f"EXTEND_TIMEOUT_USEC={_EXTEND_US}": report.stopping or not self._told.ready,
+        self._sent = ServiceReport(text, before.ready or report.ready, report.stopping)
+        is_new = {
+            f"STATUS={text}": text != before.text,
+            "READY=1": report.ready and not before.ready,
+            "STOPPING=1": report.stopping and not before.stopping,
+            f"EXTEND_TIMEOUT_USEC={_EXTEND_US}": report.stopping or not self._sent.ready,
         }
-        return [line for line, wanted in lines.items() if wanted]
+        return [line for line, new in is_new.items() if new]
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
-        """Tell that what SIGHUP asks for is being done, and then that it is. A start or a stop is not disturbed by it."""
-        tells = self._told.ready and not self._told.stopping
-        if tells:
+        """Report a reload to systemd for as long as the context lasts. While the process starts or stops, report nothing."""
+        running = self._sent.ready and not self._sent.stopping
+        if running:
             self._send(["RELOADING=1", f"MONOTONIC_USEC={self._clock.steady_ms() * 1000}"])
         try:
             yield
         finally:
-            if tells and not self._told.stopping:
+            if running and not self._sent.stopping:
                 self._send(["READY=1"])
 
     def _report(self, report: ServiceReport) -> None:
         # By itself: no text that systemd or the socket refuses keeps it from the watchdog.
         self._send(["WATCHDOG=1"])
-        if words := self.words(report):
-            self._send(words)
+        if new_lines := self.new_lines(report):
+            self._send(new_lines)
 
     def _send(self, lines: list[str]) -> None:
         # A failure has no consequence: systemd is gone, or does not read.

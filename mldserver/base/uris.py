@@ -70,18 +70,18 @@ def hadoop_settings(uri: str, given: Mapping[str, str]) -> dict[str, str]:
         "path.style.access": "true" if endpoint else None,
         "connection.ssl.enabled": "false" if options.get("scheme") == "http" else None,
     }
-    said = {name.removeprefix("spark.hadoop.") for name in given}
+    configured = {name.removeprefix("spark.hadoop.") for name in given}
     settings = {"fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem"}
     settings |= {
         f"fs.s3a.bucket.{bucket}.{name}": value
         for name, value in wanted.items()
-        if value and f"fs.s3a.{name}" not in said
+        if value and f"fs.s3a.{name}" not in configured
     }
-    return {name: value for name, value in settings.items() if name not in said}
+    return {name: value for name, value in settings.items() if name not in configured}
 
 
 def opened(uri: str) -> tuple[FileSystem, str]:
-    """Return a file system and the place's path in it, without a slash at its end. Blocking; S3 may be asked for the region.
+    """Return the file system of a URI and the path in it, without a slash at its end. Blocking; may ask S3 for the region.
 
     Raises OSError; ValueError and NotImplementedError for what pyarrow does not take.
     """
@@ -150,11 +150,11 @@ def redacted(text: str) -> str:
     """Return a URL of any kind, JDBC's and Spark Connect's too, without its user, its password and its secret options."""
     if text.startswith("sc://"):
         return _CONNECT_OPTION.sub(rf";\1{_HIDDEN}", text)
-    at, shown = 0, list[str]()
+    copied_to, shown = 0, list[str]()
     for value in _secret_values(text):
-        shown += text[at : value.start()], _HIDDEN
-        at = value.end()
-    text = _UNTIL_AT.sub(_without_users, "".join([*shown, text[at:]]))
+        shown += text[copied_to : value.start()], _HIDDEN
+        copied_to = value.end()
+    text = _UNTIL_AT.sub(_without_users, "".join([*shown, text[copied_to:]]))
     return _ORACLE_LOGIN.sub(rf"\1{_HIDDEN}@", text)
 
 
@@ -179,12 +179,12 @@ def _secret_values(text: str) -> Iterator[re.Match[str]]:
 
 def _is_secret(name: str, *, first: bool) -> bool:
     """Return whether an option's name has a secret word; ``first``: whether the option begins with the name."""
-    words = re.split(r"\s+", name)
-    begun = [
+    # Of each word only the part behind ``, ' " (`` can be an option's name; of the first one the whole, if ``first``.
+    possible_names = [
         word if first and not number else "".join(_LEADS.split(word, maxsplit=1)[1:])
-        for number, word in enumerate(words)
+        for number, word in enumerate(re.split(r"\s+", name))
     ]
-    return any(map(_SECRET_WORD.search, begun))
+    return any(map(_SECRET_WORD.search, possible_names))
 
 
 def _without_users(part: re.Match[str]) -> str:
@@ -192,11 +192,12 @@ def _without_users(part: re.Match[str]) -> str:
 
 
 def _without_user(found: re.Match[str]) -> str:
+    """Return ``//user:password@`` with both hidden; the user stays where it names a container (Azure). ``_USER_INFO`` matched."""
     scheme, *parts = found.groups(default="")
-    name, word = (first or second for first, second in zip(parts[:2], parts[2:], strict=True))
-    kept = name if scheme.removesuffix(":") in _CONTAINERS else ""
-    colon = ":" if kept and word else ""
-    return f"{scheme}//{kept}{colon}{_HIDDEN if word or not kept else ''}@"
+    user, password = (first or second for first, second in zip(parts[:2], parts[2:], strict=True))
+    shown_user = user if scheme.removesuffix(":") in _CONTAINERS else ""
+    colon = ":" if shown_user and password else ""
+    return f"{scheme}//{shown_user}{colon}{_HIDDEN if password or not shown_user else ''}@"
 
 
 def secrets_of(value: Mapping[str, str]) -> dict[str, str]:

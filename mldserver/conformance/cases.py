@@ -164,7 +164,10 @@ class Section:
         strict: bool = True,
         patience: float = 1.0,
     ) -> None:
-        """Add a case; its title names a form other than KCL 2 and 3. A case without an end ends with ``HangUp``."""
+        """Add a case: a conversation of ``daemon`` with a child, step by step. ``source``: the Java class that it rests on.
+
+        The title gets the daemon's generation unless it is KCL 2 and 3. ``HangUp`` is added if it is not the last step.
+        """
         full = title if daemon.form is KCL3 else f"{title} ({FORM_NAMES[daemon.form]})"
         number = f"{self.letter}{len(self.cases) + 1:02d}"
         ended = steps if isinstance(steps[-1], HangUp) else (*steps, HangUp())
@@ -182,7 +185,7 @@ class Section:
         strict: bool = True,
         patience: float = 1.0,
     ) -> None:
-        """Add a case that begins with ``initialize`` and ends with the loss of the lease, unless others are given."""
+        """Add a case with ``steps`` between ``begin`` and ``end``: by default ``initialize`` and the loss of the lease."""
         whole = begin or daemon.initialize(), *steps, end or daemon.lease_lost()
         self.add(daemon, title, source, *whole, strict=strict, patience=patience)
 
@@ -231,18 +234,18 @@ class Daemon:
         line_of: Callable[[dict[str, Any]], bytes] = line,
         **ask: Any,
     ) -> Ask:
-        """Return a batch of records, or of the shard's n-th records that came in no aggregate.
+        """Return a ``processRecords`` request. ``records``: whole records, or n for the shard's n-th record, a plain one.
 
-        ``behind`` in milliseconds, not in V1. ``line_of`` writes the message differently than the daemon does.
+        ``behind``: ``millisBehindLatest``, not in V1. ``line_of`` writes the message differently than the daemon does.
         """
-        # KCL 2 and 3 number a record that came in no aggregate 0, KCL 1.x not at all.
+        # The sub-sequence of a plain record, which came in no aggregate: 0 in KCL 2 and 3, null in KCL 1.x.
         sub = 0 if self.form is KCL3 else None
         whole = [record(each, sub) if isinstance(each, int) else each for each in records]
-        shown = [{key: each[key] for key in _V1_KEYS} for each in whole] if self.form is V1 else whole
-        message: dict[str, Any] = {"action": "processRecords", "records": shown}
+        sent = [{key: each[key] for key in _V1_KEYS} for each in whole] if self.form is V1 else whole
+        message: dict[str, Any] = {"action": "processRecords", "records": sent}
         if self.form is not V1:
             message["millisBehindLatest"] = behind
-        places = tuple(Place(each["sequenceNumber"], each.get("subSequenceNumber") or 0) for each in shown)
+        places = tuple(Place(each["sequenceNumber"], each.get("subSequenceNumber") or 0) for each in sent)
         return Ask(line=line_of(message), action="processRecords", places=places, **ask)
 
     def initialize(self, start: str | None = "TRIM_HORIZON", sub: int | None = 0, **ask: Any) -> Ask:

@@ -37,26 +37,27 @@ _SLOW: Final = 1.0
 
 
 def _checkpoints() -> Section:
+    """Return the cases of checkpoints that succeed: their keys and order, and slow replies. See ``Section`` and ``Daemon``."""
     section = Section("F", "checkpoints")
-    for d in DAEMONS:
-        source = origin.OLD if d.form is V1 else origin.CHECKPOINT
+    for daemon in DAEMONS:
+        source = origin.OLD if daemon.form is V1 else origin.CHECKPOINT
         title = "a checkpoint under a batch has exactly the keys of its version"
-        section.life(d, title, source, d.provoke())
-        again = d.provoke(None, None, None)
-        section.life(d, "checkpoints under batches never go back", origin.CHECKPOINTER, again)
+        section.life(daemon, title, source, daemon.provoke())
+        again = daemon.provoke(None, None, None)
+        section.life(daemon, "checkpoints under batches never go back", origin.CHECKPOINTER, again)
         source = f"{origin.PROTOCOL}: what comes early is taken for the next answer"
-        steps = d.provoke(), Quiet(1.0), d.batch(), Quiet(0.5)
-        section.life(d, "nothing is asked for between two requests", source, *steps)
+        steps = daemon.provoke(), Quiet(1.0), daemon.batch(), Quiet(0.5)
+        section.life(daemon, "nothing is asked for between two requests", source, *steps)
         title = "the shard's end is checkpointed though its last record was already"
         source = f"{origin.CHECKPOINTER}: the same place again stores nothing, and reports success"
-        section.life(d, title, source, d.provoke(), d.batch(), end=d.shard_ended())
+        section.life(daemon, title, source, daemon.provoke(), daemon.batch(), end=daemon.shard_ended())
         title = "the next child begins at the checkpoint, and goes on from there"
         source = f"{origin.PROCESSOR}: initialize contains the lease's checkpoint"
-        section.life(d, title, source, d.provoke(), Resume(d.form), d.provoke())
+        section.life(daemon, title, source, daemon.provoke(), Resume(daemon.form), daemon.provoke())
     last = NEW.shutdown_requested(checkpoint=True, covers=True)
-    for d in DAEMONS[:2]:
+    for daemon in DAEMONS[:2]:
         title = "before the lease goes all that was delivered is checkpointed"
-        section.life(d, title, origin.ENDS, d.batch(1, 2), last, strict=False)
+        section.life(daemon, title, origin.ENDS, daemon.batch(1, 2), last, strict=False)
     title = "before the lease goes an aggregate is checkpointed to its last record"
     aggregate = NEW.batch(*(record(1, sub) for sub in range(4)))
     section.life(NEW, title, origin.CHECKPOINTER, aggregate, last, strict=False)
@@ -72,29 +73,32 @@ def _checkpoints() -> Section:
     title = "a slow reply before the lease goes is waited for"
     asked = NEW.shutdown_requested(checkpoint=True, reply_after=_SLOW)
     section.life(NEW, title, origin.PROTOCOL, NEW.batch(1), asked)
-    for d in DAEMONS:
-        end = d.shard_ended(reply_after=_SLOW)
-        section.life(d, "a slow reply at the shard's end is waited for", origin.PROTOCOL, d.batch(1), end=end)
+    for daemon in DAEMONS:
+        end = daemon.shard_ended(reply_after=_SLOW)
+        section.life(
+            daemon, "a slow reply at the shard's end is waited for", origin.PROTOCOL, daemon.batch(1), end=end
+        )
     return section
 
 
 def _errors() -> Section:
+    """Return the cases of checkpoints that the daemon refuses: each error under a batch, before the lease goes, at the end."""
     section = Section("G", "checkpoint errors")
     for name, meaning in ERRORS.items():
         called, source = name or "an empty name", f"{origin.CHECKPOINT}: {meaning}"
-        for d in DAEMONS:
+        for daemon in DAEMONS:
             title = f"under a batch: after {called} processing goes on"
-            section.life(d, title, source, d.provoke(name), d.batch(2_000))
-        for d in DAEMONS[:2]:
+            section.life(daemon, title, source, daemon.provoke(name), daemon.batch(2_000))
+        for daemon in DAEMONS[:2]:
             title = f"before the lease goes: {called} is answered all the same"
-            last = d.shutdown_requested(checkpoint=True, replies=(name,))
-            section.life(d, title, source, d.batch(1), last)
+            last = daemon.shutdown_requested(checkpoint=True, replies=(name,))
+            section.life(daemon, title, source, daemon.batch(1), last)
         what = "is answered all the same" if name == GONE else "is not taken for stored"
         if name != GONE:
             source += f"; {origin.CHECKPOINTER}: there is one chance"
-        for d in DAEMONS:
-            end = d.shard_ended(replies=(name,), want=Want.STATUS if name == GONE else Want.EITHER)
-            section.life(d, f"at the shard's end: {called} {what}", source, d.batch(1), end=end)
+        for daemon in DAEMONS:
+            end = daemon.shard_ended(replies=(name,), want=Want.STATUS if name == GONE else Want.EITHER)
+            section.life(daemon, f"at the shard's end: {called} {what}", source, daemon.batch(1), end=end)
     for name in list(ERRORS)[1:]:
         called = name or "an empty name"
         title = f"under a batch: the next checkpoint after {called} is stored"
@@ -127,6 +131,7 @@ def _errors() -> Section:
 
 
 def _replies() -> Section:
+    """Return the cases of unusual and malformed replies to a checkpoint."""
     section = Section("H", "replies to checkpoints")
     more = {"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None, "error": None}
     for name, raw in {

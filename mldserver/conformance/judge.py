@@ -116,7 +116,7 @@ class Judge:
         (self.remarks if refusable else self.faults).append(what)
 
     def _status(self, request: Ask, response_for: str | None) -> None:
-        """Judge a status, which ends the request."""
+        """Judge a status, which ends the request. ``response_for``: the action that the status names."""
         self.asking = None
         if request.want is Want.REFUSAL:
             self.remarks.append("answered what no daemon sends")
@@ -164,7 +164,7 @@ class Judge:
             place = number if not sub else f"{number}/{sub}"
             if (number.lstrip("0"), sub) not in self._delivered:
                 self._fault(f"asked for a checkpoint at {place}, which was never delivered")
-        before = self.checkpointer.last
+        stored_before = self.checkpointer.last
         try:
             self.checkpointer.checkpoint(asked.number, asked.sub)
         except WorkerMistake as mistake:
@@ -173,7 +173,7 @@ class Judge:
         except JavaThrow as thrown:
             return thrown.simple_name
         # The Java does not store the same place again, so ``_store`` was not called. The planned error counts all the same.
-        return self._error if before == self.checkpointer.last else None
+        return self._error if stored_before == self.checkpointer.last else None
 
     def _store(self, _place: Place) -> None:
         """Raise the planned error, if any. The checkpointer calls this for each new place."""

@@ -30,22 +30,26 @@ _ALIVE: Final = (Reopen(), _BEGIN, _FULL, NEW.lease_lost())
 
 
 def _answers() -> Section:
+    """Return the cases that each request is answered by exactly one status: pauses show a second one."""
     section = Section("I", "answers")
     pause = Quiet(0.3)
-    for d in DAEMONS:
-        start, lost, full, empty = d.initialize(), d.lease_lost(), d.batch(1), d.batch()
-        ending = origin.ENDS if d is NEW else origin.KCL1
+    for daemon in DAEMONS:
+        start, lost, full, empty = daemon.initialize(), daemon.lease_lost(), daemon.batch(1), daemon.batch()
+        ending = origin.ENDS if daemon is NEW else origin.KCL1
         steps: dict[str, tuple[str, tuple[Step, ...]]] = {
             "initialize": (origin.INITIALIZE, (start, pause, lost)),
             "processRecords": (origin.BATCH, (start, full, pause, full, pause, lost)),
             "processRecords without records": (origin.BATCH, (start, empty, pause, empty, pause, lost)),
             "the loss of the lease": (ending, (start, full, lost, pause)),
-            "the shard's end": (ending, (start, full, d.shard_ended(), pause)),
+            "the shard's end": (ending, (start, full, daemon.shard_ended(), pause)),
         }
-        if d.form is not V1:
-            steps["shutdownRequested"] = (origin.ENDS, (start, full, d.shutdown_requested(), pause, lost))
+        if daemon.form is not V1:
+            steps["shutdownRequested"] = (
+                origin.ENDS,
+                (start, full, daemon.shutdown_requested(), pause, lost),
+            )
         for name, (source, whole) in steps.items():
-            section.add(d, f"{name} is answered once, and by its name", source, *whole)
+            section.add(daemon, f"{name} is answered once, and by its name", source, *whole)
     second = DAEMONS[1]
     requested = odd({"action": "shutdown", "reason": "REQUESTED"}, want=Want.STATUS)
     title = "shutdown with REQUESTED is answered once, and by its name"
@@ -56,29 +60,29 @@ def _answers() -> Section:
 def _ends() -> Section:
     """Return the cases of a shard's end: each ending after each beginning, then connections that close or are cut."""
     section = Section("J", "endings")
-    for d in DAEMONS:
-        full = d.batch(1)
+    for daemon in DAEMONS:
+        full = daemon.batch(1)
         before: dict[str, tuple[Step, ...]] = {
             "right after initialize": (),
             "after a batch": (full,),
-            "after an empty batch": (d.batch(),),
-            "after a checkpoint": (d.provoke(),),
+            "after an empty batch": (daemon.batch(),),
+            "after a checkpoint": (daemon.provoke(),),
         }
-        if d.form is not V1:
-            before["after shutdownRequested"] = (full, d.shutdown_requested())
-            before["after shutdownRequested without any batch"] = (d.shutdown_requested(),)
-        source = origin.ENDS if d is NEW else origin.KCL1
+        if daemon.form is not V1:
+            before["after shutdownRequested"] = (full, daemon.shutdown_requested())
+            before["after shutdownRequested without any batch"] = (daemon.shutdown_requested(),)
+        source = origin.ENDS if daemon is NEW else origin.KCL1
         for name, steps in before.items():
             if name != "after a checkpoint":  # the section on checkpoints has this case
-                section.life(d, f"the lease is lost {name}", source, *steps)
-            section.life(d, f"the shard ends {name}", source, *steps, end=d.shard_ended())
+                section.life(daemon, f"the lease is lost {name}", source, *steps)
+            section.life(daemon, f"the shard ends {name}", source, *steps, end=daemon.shard_ended())
         for name, end in {
-            "the lease is lost": d.lease_lost(),
-            "the shard has ended": d.shard_ended(),
+            "the lease is lost": daemon.lease_lost(),
+            "the shard has ended": daemon.shard_ended(),
         }.items():
             title = f"when {name} the output ends by itself: some bridges end by nothing else"
             source = "nc and others leave the daemon's pipe open until their peer closes"
-            section.add(d, title, source, d.initialize(), full, end, EndsItself())
+            section.add(daemon, title, source, daemon.initialize(), full, end, EndsItself())
     hang_ups: dict[str, tuple[Step, ...]] = {
         "before initialize": (HangUp(),),
         "after initialize": (_BEGIN,),
@@ -102,6 +106,7 @@ def _ends() -> Section:
 
 
 def _orders() -> Section:
+    """Return the cases of each request at a time at which no daemon sends it: the child must refuse, and serve the next shard."""
     section = Section("K", "orders that are not allowed")
     reply = {"action": "checkpoint", "sequenceNumber": None, "subSequenceNumber": None, "error": None}
     requests = {
@@ -131,6 +136,7 @@ def _orders() -> Section:
 
 
 def _malformed() -> Section:
+    """Return the cases of malformed lines, first and later ones: the child must refuse, and serve the next shard."""
     section = Section("L", "malformed messages")
     begin = {"action": "initialize", "shardId": SHARD, "sequenceNumber": "LATEST", "subSequenceNumber": 0}
     first: dict[str, Any] = {

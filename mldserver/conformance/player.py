@@ -45,7 +45,7 @@ _NO_STATUS_SECONDS: Final = 2.0
 """How long the player waits for a status that must not come."""
 _ENDS_ITSELF_SECONDS: Final = 5.0
 _BETWEEN_BATCHES_SECONDS: Final = 0.05
-_PROVOKING: Final = 1_000
+_FIRST_RECORD: Final = 1_000
 """The first record's place while no checkpoint is stored."""
 _ERROR_BYTES: Final = 2000
 """How much of the end of a child's standard error is kept."""
@@ -150,7 +150,7 @@ class ChildPipes:
             return errors.read().decode(errors="replace")[-_ERROR_BYTES:]
 
 
-class _Over(Exception):
+class _CaseDecided(Exception):
     """The case is decided: the remaining steps are not played."""
 
 
@@ -178,8 +178,8 @@ class Play:
         self._child = await self._target.open()
         try:
             for step in self._case.steps:
-                await self._step(step)
-        except _Over:
+                await self._play_step(step)
+        except _CaseDecided:
             pass
         finally:
             said = await self._child.close()
@@ -193,20 +193,21 @@ class Play:
             verdict, why = Grade.NON_STRICT, remarks[0]
         return Result(self._case, verdict, why, now() - began, said if why else "")
 
-    async def _step(self, step: Step) -> None:  # noqa: C901  # one case for each kind of step
+    async def _play_step(self, step: Step) -> None:  # noqa: C901  # one case for each kind of step
+        """Play one step of the case's conversation. Raises _CaseDecided after a fault: the remaining steps are skipped."""
         match step:
             case Ask():
-                await self._ask(step)
+                await self._send_request(step)
             case Provoke():
                 await self._provoke(step)
             case Quiet(seconds):
-                await self._quiet(seconds)
+                await self._expect_silence(seconds)
             case Write(what):
                 if isinstance(what, Ask):
                     self.judge.begin_request(what)
                 await self._write(what.line if isinstance(what, Ask) else what)
             case EndsItself():
-                await self._quiet(_ENDS_ITSELF_SECONDS)
+                await self._expect_silence(_ENDS_ITSELF_SECONDS)
                 if not self._child.ended:
                     self.judge.remarks.append("leaves its output open after the last status")
             case HangUp():
@@ -217,9 +218,9 @@ class Play:
                 # ``_reopen`` replaces the judge, so read the last checkpoint first.
                 place = self.judge.checkpointer.last
                 await self._reopen()
-                await self._ask(Daemon(form).initialize(place.number, place.sub))
+                await self._send_request(Daemon(form).initialize(place.number, place.sub))
         if self.judge.faults:
-            raise _Over
+            raise _CaseDecided
 
     async def _reopen(self, *, cut: bool = False) -> None:
         """Replace the child by a new one, and the judge by one that keeps the faults and remarks. ``cut``: by a reset."""
@@ -229,7 +230,7 @@ class Play:
         child = await self._target.open()
         self.judge, self._child, self._left_unanswered = judge, child, False
 
-    async def _ask(self, ask: Ask) -> None:
+    async def _send_request(self, ask: Ask) -> None:
         """Send a request, in pieces if the case says so, and judge the child's lines until it is answered."""
         data = ask.make() if ask.make else ask.line.replace(SHARD.encode(), self._shard)
         self.judge.begin_request(ask)
@@ -238,10 +239,10 @@ class Play:
             if start > 0 and ask.pause:
                 await asyncio.sleep(ask.pause)
             await self._write(data[start : start + piece_bytes])
-        await self._answered(ask)
+        await self._judge_until_answered(ask)
         if ask.checkpoint and not self.judge.asked and not self.judge.faults:
             self.not_shown = f"it asked for no checkpoint while answering {ask.action}"
-            raise _Over
+            raise _CaseDecided
 
     async def _write(self, data: bytes) -> None:
         """Write to the child; if it does not read in time, record a fault and end the case."""
@@ -252,9 +253,9 @@ class Play:
                     await self._child.writer.drain()
         except TimeoutError:
             self.judge.faults.append("does not read what the daemon writes")
-            raise _Over from None
+            raise _CaseDecided from None
 
-    async def _answered(self, ask: Ask) -> None:
+    async def _judge_until_answered(self, ask: Ask) -> None:
         """Judge lines, and reply to checkpoints, until the request is answered, the child closes, or time is up.
 
         For Want.NO_STATUS the whole wait is limited; for other answers, the wait for each line is.
@@ -282,13 +283,13 @@ class Play:
             reply = judge.receive_line(text, now())
             if reply is not None:
                 judge.replying = True
-                await self._quiet(ask.reply_after)
+                await self._expect_silence(ask.reply_after)
                 judge.replying = False
                 await self._write(reply.replace(SHARD.encode(), self._shard))
-        await self._quiet(_SURPLUS_SECONDS)
+        await self._expect_silence(_SURPLUS_SECONDS)
 
-    async def _quiet(self, seconds: float) -> None:
-        """Judge lines that come within ``seconds``, in which the child must not write. The first fault ends the wait."""
+    async def _expect_silence(self, seconds: float) -> None:
+        """Wait ``seconds`` in which the child must not write, and judge lines that it writes. The first fault ends the wait."""
         now = asyncio.get_running_loop().time
         until = now() + seconds
         while (left := until - now()) > 0:
@@ -299,27 +300,27 @@ class Play:
                     self.judge.receive_line(text, now())
 
     async def _provoke(self, step: Provoke) -> None:
-        """Send batches of one record until the child has asked for a checkpoint for each of the step's replies."""
+        """Send batches of one record until the child has asked for as many checkpoints as the step has replies to them."""
         judge, now = self.judge, asyncio.get_running_loop().time
-        until, left = now() + self._patience, list(step.replies)
+        deadline, replies_left = now() + self._patience, list(step.replies)
         # Records begin after the checkpoint: a daemon does not deliver records before it again.
         stored = judge.checkpointer.last.number
-        place = int(stored) - FIRST + 1 if stored.isdigit() else _PROVOKING
-        while left:
-            ask = Daemon(step.form).batch(
-                place, replies=tuple(left), reply_after=step.reply_after, want=step.want
+        record_number = int(stored) - FIRST + 1 if stored.isdigit() else _FIRST_RECORD
+        while replies_left:
+            batch = Daemon(step.form).batch(
+                record_number, replies=tuple(replies_left), reply_after=step.reply_after, want=step.want
             )
-            await self._ask(ask)
+            await self._send_request(batch)
             if judge.faults or self._child.ended:
                 return
             if judge.asked:
-                del left[: judge.asked]
-                until = now() + self._patience
-            place += 1
-            if left and now() > until:
+                del replies_left[: judge.asked]
+                deadline = now() + self._patience
+            record_number += 1
+            if replies_left and now() > deadline:
                 self.not_shown = "it asked for too few checkpoints while answering processRecords"
-                raise _Over
-            await self._quiet(_BETWEEN_BATCHES_SECONDS)
+                raise _CaseDecided
+            await self._expect_silence(_BETWEEN_BATCHES_SECONDS)
 
     async def _hang_up(self) -> None:
         """End the daemon's output and wait until the child has ended its own (and a process has exited)."""
@@ -357,17 +358,16 @@ async def play_all(
     run = random.randrange(10**8)  # noqa: S311  # separates the shard ids of two runs; not a secret
     slots = asyncio.Semaphore(at_a_time)
 
-    async def one(place: int, case: Case) -> Result:
+    async def play_one(index: int, case: Case) -> Result:
         async with slots:
-            result = await Play(case, target, f"shardId-{run:08d}{place:04d}", patience).run()
+            result = await Play(case, target, f"shardId-{run:08d}{index:04d}", patience).run()
             on_result(result)
             return result
 
-    # Start the longest cases first.
-    order = sorted(enumerate(cases), key=lambda pair: -pair[1].patience)
+    longest_first = sorted(enumerate(cases), key=lambda pair: -pair[1].patience)
     async with asyncio.TaskGroup() as group:
-        tasks = {place: group.create_task(one(place, case)) for place, case in order}
-    return [tasks[place].result() for place in sorted(tasks)]
+        tasks = {index: group.create_task(play_one(index, case)) for index, case in longest_first}
+    return [tasks[index].result() for index in sorted(tasks)]
 
 
 def counts(results: Iterable[Result]) -> dict[str, dict[Grade, int]]:

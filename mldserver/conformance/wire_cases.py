@@ -59,30 +59,35 @@ _LATEST: Final[dict[str, Any]] = {
 }
 
 
-def _read(section: Section, title: str, source: str, *batches: Step, d: Daemon = NEW, **more: Any) -> None:
+def _add_case(
+    section: Section, title: str, source: str, *batches: Step, daemon: Daemon = NEW, **more: Any
+) -> None:
     """Add a case whose end shows what was read: by a checkpoint, if the child asks for one."""
-    last = () if d.form is V1 else (d.shutdown_requested(),)
-    section.life(d, title, source, *batches, *last, **more)
+    last = () if daemon.form is V1 else (daemon.shutdown_requested(),)
+    section.life(daemon, title, source, *batches, *last, **more)
 
 
-def _shown(section: Section, title: str, source: str, *batches: Step, **more: Any) -> None:
+def _add_checkpointed(section: Section, title: str, source: str, *batches: Step, **more: Any) -> None:
     """Add a case that nothing but a checkpoint shows: in a batch, or when the lease is about to go."""
     section.life(NEW, title, source, *batches, NEW.shutdown_requested(checkpoint=True), **more)
 
 
 def _framing() -> Section:
+    """Return the cases of lines that arrive in pieces, odd characters, and JSON written in other ways than today's daemons do."""
     section = Section("A", "framing")
     two = NEW.batch(1, 2)
     section.life(NEW, "initialize arrives byte by byte", origin.WRITER, begin=NEW.initialize(piece=1))
     for piece in (1, 3, 64):
         title = f"a batch arrives in pieces of {piece} bytes, cut inside characters"
         cut = NEW.batch(record(1, partitionKey="é中😀"), 2, piece=piece)
-        _read(section, title, origin.WRITER, cut)
+        _add_case(section, title, origin.WRITER, cut)
     end = NEW.lease_lost(piece=len(NEW.lease_lost().line) - 1, pause=0.3)
     section.life(NEW, "the line feed arrives after its line", origin.WRITER, two, end=end)
-    _read(section, "a line arrives slowly", origin.WRITER, NEW.batch(1, 2, piece=40, pause=0.2))
+    _add_case(section, "a line arrives slowly", origin.WRITER, NEW.batch(1, 2, piece=40, pause=0.2))
     for name, key in _ODD_KEYS.items():
-        _read(section, f"a partition key is {name}", origin.WRITER, NEW.batch(record(1, partitionKey=key), 2))
+        _add_case(
+            section, f"a partition key is {name}", origin.WRITER, NEW.batch(record(1, partitionKey=key), 2)
+        )
     styles: dict[str, Callable[[dict[str, Any]], bytes]] = {
         "a line ends with CR LF": lambda m: line(m)[:-1] + b"\r\n",
         "blank lines come between two messages": lambda m: b"\n\n" + line(m),
@@ -106,13 +111,14 @@ def _framing() -> Section:
             first = odd({**_LATEST, "epoch": 1}, want=Want.STATUS)
             section.life(NEW, "initialize has a field more", origin.FUTURE, begin=first, strict=False)
         one = NEW.batch(records.get(title, 1), line_of=line_of)
-        _read(section, title, origin.FUTURE, one, strict=False)
+        _add_case(section, title, origin.FUTURE, one, strict=False)
     end = odd({"action": "leaseLost", "reason": "x"}, want=Want.STATUS)
     section.life(NEW, "an end has a field more", origin.FUTURE, end=end, strict=False)
     return section
 
 
 def _initialize() -> Section:
+    """Return the cases of ``initialize``: each place at which the daemon may start, and shard ids."""
     section = Section("B", "initialize")
     starts: dict[str, tuple[str | None, int | None]] = {
         "TRIM_HORIZON": ("TRIM_HORIZON", 0),
@@ -126,13 +132,15 @@ def _initialize() -> Section:
         "the number 0": ("0", 0),
         "a number of 129 digits": ("9" * 129, 0),
     }
-    for d, names in ((NEW, starts), (_SECOND, ("TRIM_HORIZON", "a record", "null, sub-sequence null"))):
+    for daemon, names in ((NEW, starts), (_SECOND, ("TRIM_HORIZON", "a record", "null, sub-sequence null"))):
         for name in names:
             start, sub = starts[name]
-            sentinel = d is NEW and start and not start.isdigit()
+            sentinel = daemon is NEW and start and not start.isdigit()
             source = origin.SENTINELS if sentinel else origin.INITIALIZE
-            begin = d.initialize(start, sub)
-            _read(section, f"the daemon starts at {name}", source, d.batch(), d=d, begin=begin)
+            begin = daemon.initialize(start, sub)
+            _add_case(
+                section, f"the daemon starts at {name}", source, daemon.batch(), daemon=daemon, begin=begin
+            )
     title = "the daemon does not say where it starts"
     section.life(_OLD, title, origin.OLD, _OLD.batch(), _OLD.batch())
     for name, shard_id in {
@@ -149,6 +157,7 @@ def _initialize() -> Section:
 
 
 def _records() -> Section:
+    """Return the cases of what a record's fields may hold: payloads, nulls, times, sequence numbers."""
     section = Section("C", "records and nulls")
     payloads = {
         "null": None,
@@ -164,11 +173,11 @@ def _records() -> Section:
         "of 70 KB, longer than a pipe's buffer": b"x" * 70_000,
     }
     for name, data in payloads.items():
-        _read(section, f"the data is {name}", origin.RECORD, NEW.batch(record(1, data=data), 2))
+        _add_case(section, f"the data is {name}", origin.RECORD, NEW.batch(record(1, data=data), 2))
     nulls = NEW.batch(*(record(n, data=None) for n in range(3)))
-    _read(section, "the data is null in every record", origin.RECORD, nulls)
+    _add_case(section, "the data is null in every record", origin.RECORD, nulls)
     title = "the partition key is null, as in DynamoDB Streams"
-    _read(section, title, origin.RECORD, NEW.batch(record(1, partitionKey=None)))
+    _add_case(section, title, origin.RECORD, NEW.batch(record(1, partitionKey=None)))
     for name, arrival in {
         "null": None,
         "0": 0,
@@ -177,9 +186,9 @@ def _records() -> Section:
         "before the one of the record before it": 1_795_000_000_000,
     }.items():
         two = NEW.batch(1, record(2, approximateArrivalTimestamp=arrival))
-        _read(section, f"the arrival time is {name}", origin.RECORD, two)
+        _add_case(section, f"the arrival time is {name}", origin.RECORD, two)
     empty = record(1, None, data=None, partitionKey=None, approximateArrivalTimestamp=None)
-    _read(section, "every field is null that may be", origin.RECORD, NEW.batch(empty, behind=None))
+    _add_case(section, "every field is null that may be", origin.RECORD, NEW.batch(empty, behind=None))
     numbers = {
         "1": "1",
         "beyond a double's 53 bits": str(2**53 + 1),
@@ -194,16 +203,18 @@ def _records() -> Section:
     for name, number in numbers.items():
         source = origin.DYNAMODB if "2" in name[:5] or "40" in name or "Dynamo" in name else origin.KINESIS
         title = f"a sequence number {name} comes back in the checkpoint"
-        _shown(section, title, source, NEW.batch(record(number)))
+        _add_checkpointed(section, title, source, NEW.batch(record(number)))
     title = "neighbours that differ in their last digit alone are told apart"
-    _shown(section, title, origin.KINESIS, NEW.batch(*range(1, 10)))
+    _add_checkpointed(section, title, origin.KINESIS, NEW.batch(*range(1, 10)))
     for sub in (1, 2**31, 2**63 - 1):
-        _shown(section, f"a sub-sequence number is {sub}", origin.RECORD, NEW.batch(record(1, sub)))
-    _read(section, "the sub-sequence is null", origin.RECORD, _SECOND.batch(1, 2), d=_SECOND)
+        _add_checkpointed(
+            section, f"a sub-sequence number is {sub}", origin.RECORD, NEW.batch(record(1, sub))
+        )
+    _add_case(section, "the sub-sequence is null", origin.RECORD, _SECOND.batch(1, 2), daemon=_SECOND)
     title = "records have no sub-sequence and no arrival time"
-    _read(section, title, origin.OLD, _OLD.batch(1, 2), d=_OLD)
+    _add_case(section, title, origin.OLD, _OLD.batch(1, 2), daemon=_OLD)
     nulls = _OLD.batch(record(1, data=None, partitionKey=None))
-    _read(section, "data and partition key are null", origin.OLD, nulls, d=_OLD)
+    _add_case(section, "data and partition key are null", origin.OLD, nulls, daemon=_OLD)
     for name, behind in {
         "null": None,
         "1 ms": 1,
@@ -211,27 +222,28 @@ def _records() -> Section:
         "a year": 31_536_000_000,
         "2**63-1 ms": 2**63 - 1,
     }.items():
-        _read(section, f"the lag is {name}", origin.BATCH, NEW.batch(1, behind=behind))
-    _read(section, "the lag is null in an empty batch", origin.BATCH, NEW.batch(behind=None))
+        _add_case(section, f"the lag is {name}", origin.BATCH, NEW.batch(1, behind=behind))
+    _add_case(section, "the lag is null in an empty batch", origin.BATCH, NEW.batch(behind=None))
     return section
 
 
 def _batches() -> Section:
+    """Return the cases of batches: empty, large, with aggregates, and delivered again after a lost connection."""
     section = Section("D", "batches")
     empty, one, two = NEW.batch(), NEW.batch(1), NEW.batch(1, 2)
-    _read(section, "an empty batch comes first", origin.BATCH, empty, one)
+    _add_case(section, "an empty batch comes first", origin.BATCH, empty, one)
     title = "an empty batch comes behind one with records"
-    _read(section, title, origin.BATCH, one, empty, NEW.batch(2))
-    _read(section, "100 empty batches come in a row", origin.BATCH, *[empty] * 100)
-    _read(section, "50 batches of one record come in a row", origin.BATCH, *map(NEW.batch, range(50)))
-    for d in DAEMONS:
-        tens = [d.batch(*range(10 * n, 10 * n + 10)) for n in range(3)]
-        _read(section, "three batches of ten records", origin.BATCH, *tens, d=d)
-        around = d.batch(), d.batch(1), d.batch()
-        _read(section, "empty batches come around one of a record", origin.BATCH, *around, d=d)
-    _read(section, "a batch of 1,000 records", origin.BATCH, NEW.batch(*range(1000)))
+    _add_case(section, title, origin.BATCH, one, empty, NEW.batch(2))
+    _add_case(section, "100 empty batches come in a row", origin.BATCH, *[empty] * 100)
+    _add_case(section, "50 batches of one record come in a row", origin.BATCH, *map(NEW.batch, range(50)))
+    for daemon in DAEMONS:
+        tens = [daemon.batch(*range(10 * n, 10 * n + 10)) for n in range(3)]
+        _add_case(section, "three batches of ten records", origin.BATCH, *tens, daemon=daemon)
+        around = daemon.batch(), daemon.batch(1), daemon.batch()
+        _add_case(section, "empty batches come around one of a record", origin.BATCH, *around, daemon=daemon)
+    _add_case(section, "a batch of 1,000 records", origin.BATCH, NEW.batch(*range(1000)))
     wide = NEW.batch(1, 10**30), NEW.batch(10**40)
-    _shown(section, "sequence numbers have wide gaps", origin.KINESIS, *wide)
+    _add_checkpointed(section, "sequence numbers have wide gaps", origin.KINESIS, *wide)
     five, three = ([record(n, sub) for sub in range(subs)] for n, subs in ((1, 5), (3, 3)))
     aggregated: dict[str, tuple[Ask, ...]] = {
         "the records of an aggregate share a sequence number": (NEW.batch(*five),),
@@ -242,10 +254,10 @@ def _batches() -> Section:
     }
     for title, batches in aggregated.items():
         begin = NEW.initialize(sequence(1), 2) if "inside" in title else None
-        _shown(section, title, origin.AGGREGATOR, *batches, begin=begin)
+        _add_checkpointed(section, title, origin.AGGREGATOR, *batches, begin=begin)
     title = "aggregated and plain records, these without a sub-sequence"
     mixed = _SECOND.batch(record(1, 0), record(1, 1), 2)
-    _read(section, title, origin.AGGREGATOR, mixed, d=_SECOND)
+    _add_case(section, title, origin.AGGREGATOR, mixed, daemon=_SECOND)
     packed = aggregate(3)
     broken = packed[:-1] + bytes([packed[-1] ^ 1])
     for name, data in {
@@ -254,17 +266,17 @@ def _batches() -> Section:
         "data begins like an aggregate and is none": packed[:4],
         "an aggregate of no records": aggregate(0),
     }.items():
-        _read(section, name, origin.KPL, _OLD.batch(1, record(2, data=data), 3), d=_OLD)
+        _add_case(section, name, origin.KPL, _OLD.batch(1, record(2, data=data), 3), daemon=_OLD)
     for name, again in {
         "the same records": [two],
         "the same records in other batches, and more": [one, NEW.batch(2, 3)],
         "fewer records": [one],
     }.items():
         title = f"the connection was lost, and there come {name}"
-        _read(section, title, origin.PROCESSOR, two, Reopen(), NEW.initialize(), *again)
+        _add_case(section, title, origin.PROCESSOR, two, Reopen(), NEW.initialize(), *again)
     title = "a batch comes again on a third connection, each cut by a reset"
     cut = two, Reopen(cut=True), NEW.initialize()
-    _read(section, title, origin.PROCESSOR, *cut, *cut, two)
+    _add_case(section, title, origin.PROCESSOR, *cut, *cut, two)
     title = "a batch waits for a while behind its neighbour"
     section.life(NEW, title, origin.BATCH, one, Quiet(0.5), NEW.batch(2))
     return section
@@ -284,12 +296,13 @@ def aggregate(count: int) -> bytes:
 
 
 def _limits() -> Section:
+    """Return the cases of long lines and large batches."""
     section = Section("E", "limits")
     overhead = len(NEW.batch(record(1, data=None, partitionKey="")).line)
     for length in (2**16 - 1, 2**16, 2**16 + 1, 2**17):
         long = NEW.batch(record(1, data=None, partitionKey="k" * (length + 1 - overhead)))
         source = "MessageWriter sets no limit; readers of lines do (64 KiB in asyncio)"
-        _read(section, f"a line of {length:,} bytes", source, long)
+        _add_case(section, f"a line of {length:,} bytes", source, long)
     for title, (count, size) in {
         "one record of 1 MiB, the most that Kinesis took until 2025": (1, 2**20),
         "one record of 10 MiB, the most that Kinesis takes": (1, 10 * 2**20),

@@ -112,10 +112,7 @@ class Redriver:
             await self._mark_unwanted(letters, error)
 
     async def _run_letters(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        """Run letters through the handler as one batch; register the results and delete the letters in one transaction.
-
-        A letter that fails again is stored as a new letter, with its attempts added up.
-        """
+        """Run letters as one batch; store the results, and new letters for those that fail again, in one transaction."""
         began_ms = self.clock.steady_ms()
         letters = await self._refuse_overtaking(shard_id, letters)
         if not letters:
@@ -177,10 +174,7 @@ class Redriver:
         return tuple(stored for stored in letters if stored not in blocked)
 
     async def _unpark_finished_keys(self, shard_id: str, keys: Iterable[str | None]) -> None:
-        """Unpark ``keys``, and keys that remain from earlier calls, if the ledger has no letter of theirs any more.
-
-        The handler then processes their records again. Call it while the shard processes no batch and all letters are stored.
-        """
+        """Unpark ``keys``, and those of earlier calls, that have no letter left. No batch is in progress; all letters are stored."""
         if not self.parks:
             return
         candidates = self._keys_to_unpark.setdefault(shard_id, set())

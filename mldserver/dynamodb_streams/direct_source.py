@@ -283,10 +283,7 @@ class DirectSource:
                 log.info("server.listening", address=newest)
 
     async def _share(self, group: asyncio.TaskGroup) -> None:
-        """Divide the shards with the other servers: start and stop to read shards, until ``stop_accepting``.
-
-        Plan again when the listing changes or a shard's reading ends, and at an interval for changes of the ledger.
-        """
+        """Start and stop to read shards, so that all servers of the ledger have equally many, until ``stop_accepting``."""
         first_plan = True
         while not self._stopping.is_set():
             self._wake.clear()

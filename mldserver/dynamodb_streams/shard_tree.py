@@ -200,10 +200,7 @@ class ShardTree:
         return tuple(readable), tuple(sorted(unresolved))
 
     def _ancestors_of_begun(self) -> tuple[set[str], set[str]]:
-        """Return the ancestors of the shards in which reading began, and those of them whose own parents are unknown.
-
-        The latter are unresolved: no answer of AWS has named them.
-        """
+        """Return the ancestors of the shards in which reading began, and those of them that no answer of AWS has named."""
         ancestors: set[str] = set()
         unresolved: set[str] = set()
         for shard_id in [name for name, node in self._nodes.items() if node.begun]:

@@ -276,9 +276,7 @@ class _StreamReading:
 
     def idle(self) -> dict[str, int]:
         """Return how many pages were read of each shard that has had no record yet."""
-        return {
-            name: self._page_counts[name] for name, reader in self._readers.items() if reader.after is None
-        }
+        return {name: self._page_counts[name] for name, one in self._readers.items() if one.after is None}
 
     def _advance_positions(self) -> None:
         """Move each shard's position to its last record that the program has received: a token then covers it."""

@@ -278,10 +278,7 @@ class MLDConnection:
         self._start(Timer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
 
     def _apply(self, cause: Input, error: MldserverError | None = None) -> None:
-        """Change the state as the table says for this input, and carry out the row's actions.
-
-        Raises InternalError if the state has no row for the input. Inputs from the peer were checked before.
-        """
+        """Change the state as the table says for this input, and carry out the row's actions. Raises InternalError without a row."""
         before = self.state
         row = TABLE[before].get(cause)
         if row is None:

@@ -172,8 +172,7 @@ def _in_order(records: list[Any]) -> bool:
 def _strictly_ascending(numbers: list[str]) -> bool | None:
     """Return whether each number is above the previous one, by one comparison of byte arrays.
 
-    Return None if that is not possible: for texts that are not all of the same length (1 to 129 ASCII digits); and for
-    fewer than 16 numbers, which are compared faster one by one.
+    None: not compared, since they are fewer than 16 (one by one is faster), or not digits of one length from 1 to 129.
     """
     width = len(numbers[0])
     if len(numbers) < _FEW or not 0 < width <= MAX_SEQUENCE_DIGITS:

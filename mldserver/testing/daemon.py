@@ -240,10 +240,7 @@ class DaemonProtocol:
         self._request("initialize", shardId=self.shard_id, **({} if self.form is Form.V1 else place))
 
     def process_records(self, records: Sequence[StreamRecord], millis_behind: int | None = None) -> None:
-        """Send a batch (``processRecords``), perhaps an empty one, in the JSON form of the daemon's generation.
-
-        ``millis_behind``: how far the batch is behind the stream's newest record; V1 does not send it.
-        """
+        """Send a batch (``processRecords``). ``millis_behind``: its distance to the newest record, which V1 does not send."""
         entries = []
         for record in records:
             self.checkpointer.delivered(Place(record.sequence_number, record.sub_sequence_number))
@@ -316,10 +313,7 @@ class DaemonProtocol:
             self._request("shutdown", reason=reason)
 
     def _request(self, action: str, **fields: object) -> None:
-        """Queue a request for ``data_to_send``. Lines that came too early are read as its answer, as the Java does.
-
-        Raises Misuse if no daemon could send this request now.
-        """
+        """Queue a request for ``data_to_send``, and read lines that came too early as its answer, as the Java does. Raises Misuse."""
         if self.outstanding is not None:
             raise Misuse(
                 f"{action} while waiting for the answer to {self.outstanding}: the daemon never pipelines"
@@ -336,10 +330,7 @@ class DaemonProtocol:
             self._violation(f"{what}; the daemon takes it for the next answer", line)
 
     def _read(self) -> None:
-        """Process received lines as the Java does: only while a request is unanswered; others wait for the next request.
-
-        Set ``hang`` for a line that the Java skips. Raises JvmExit for a line that makes the Java exit.
-        """
+        """Process received lines until the request is answered; others wait for the next request. Raises JvmExit."""
         while self._lines and self.outstanding is not None:
             line = self._lines.popleft()
             match read_reply(self.form, line):

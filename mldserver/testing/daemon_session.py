@@ -79,10 +79,7 @@ class DaemonSession:
     _writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
-        """Connect to the server and deliver the shard to its end, the loss of its lease, or SIGTERM.
-
-        Raises JvmExit when the server answers wrongly or goes away, NoServer if none listens, and DaemonHangs.
-        """
+        """Connect and deliver the shard until it ends, its lease is lost, or SIGTERM. Raises JvmExit, NoServer and DaemonHangs."""
         try:
             reader, writer = await connect(self.address)
         except OSError as error:
@@ -146,10 +143,7 @@ class DaemonSession:
         await self._close_and_drain(reader, writer)
 
     async def _await_answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the request, and answer the server's checkpoints, until the server's status ends the request.
-
-        Raises JvmExit for a wrong answer or an EOF, and DaemonHangs after a line that the Java would skip.
-        """
+        """Send the request, and reply to the server's checkpoints, until its status. Raises JvmExit and DaemonHangs."""
         try:
             while True:
                 if data := self.core.data_to_send():
@@ -173,10 +167,7 @@ class DaemonSession:
         self.core.receive_eof()
 
     async def _close_and_drain(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send EOF, and read until the server sends EOF. Record a violation if it does not within ``close_patience_seconds``.
-
-        The real daemon would wait without a limit.
-        """
+        """Send EOF, and read until the server's EOF. A late EOF is a violation: the real daemon would wait without a limit."""
 
         async def read_to_eof() -> None:
             with contextlib.suppress(ConnectionError):

@@ -170,9 +170,8 @@ class FakeStreams(FakeTable):
         entries = [
             {"StreamArn": each.arn, "TableName": self.table, "StreamLabel": each.label} for each in streams
         ]
-        page, last = _page(
-            entries, "StreamArn", request.get("ExclusiveStartStreamArn"), _limit("ListStreams", request)
-        )
+        limit = _limit("ListStreams", request)
+        page, last = _page(entries, "StreamArn", request.get("ExclusiveStartStreamArn"), limit)
         return {"Streams": page} | ({"LastEvaluatedStreamArn": last} if last else {})
 
     def _describe(self, request: Mapping[str, Any], fault: str) -> dict[str, Any]:

@@ -54,10 +54,7 @@ class ShopStep:
 
 
 def script(orders: int, *, start_ms: int, seed: int = 1) -> list[ShopStep]:
-    """Return a day of the shop as steps in the order of time: each order is placed, and some change or are cancelled later.
-
-    The shop opens at ``start_ms`` (milliseconds since the epoch). The same seed gives the same day.
-    """
+    """Return a day from ``start_ms`` as steps in the order of time: orders are placed, some are changed or cancelled later."""
     rng = random.Random(seed)  # noqa: S311  # repeatable, not secret
     steps, closes_ms = [], start_ms + _HOURS * 3_600_000
     for number in range(orders):
@@ -102,10 +99,7 @@ class Shop(ServerRun):
         return self.done == len(self.steps)
 
     async def run(self, watch: Callable[[Shop], None] = lambda _self: None) -> Report:
-        """Serve a fake DynamoDB, run a server that reads its stream, play the day, stop the server, and report.
-
-        ``watch`` is called a few times a second.
-        """
+        """Run a server on the fake table's stream, play the day, stop the server, and report. ``watch``: see ``Simulation.run``."""
         async with self.table.serving() as url:
             source = locations.source.parse(
                 f"dynamodb://{TABLE}?region={self.table.region}&endpoint_url={url}"

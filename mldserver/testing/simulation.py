@@ -233,11 +233,9 @@ class Simulation(ServerRun):
         clock: Clock | None = None,
         speed: float | None = None,
     ) -> None:
-        """Prepare a server and a fake daemon (``FakeMLD``) that will play ``stream`` to it; ``run`` starts both.
+        """Prepare a server, and a fake daemon that plays ``stream`` to it. ``settings`` should listen on port 0.
 
-        ``settings`` should listen on port 0. ``engine`` takes Spark's place.
-
-        ``speed``: seconds of arrival times that are played in one second; None: all records are available at once.
+        ``engine``: in place of Spark. ``speed``: seconds of arrival times that are played in one second; None: all at once.
         """
         super().__init__(clock or SystemClock())
         self.stream = stream

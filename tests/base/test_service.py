@@ -47,16 +47,16 @@ def heard(systemd: socket.socket) -> list[list[str]]:
 
 def test_a_start_a_life_and_a_stop_are_told_each_once() -> None:
     told = service("/nowhere")
-    assert told.words(ServiceReport("starting: handler")) == ["STATUS=starting: handler", EXTEND]
-    assert told.words(ServiceReport("starting: handler")) == [EXTEND]
-    assert told.words(ServiceReport("ready", ready=True)) == ["STATUS=ready", "READY=1"]
-    assert told.words(ServiceReport("ready", ready=True)) == []
+    assert told.new_lines(ServiceReport("starting: handler")) == ["STATUS=starting: handler", EXTEND]
+    assert told.new_lines(ServiceReport("starting: handler")) == [EXTEND]
+    assert told.new_lines(ServiceReport("ready", ready=True)) == ["STATUS=ready", "READY=1"]
+    assert told.new_lines(ServiceReport("ready", ready=True)) == []
     # systemd knows no way back from readiness: what is red later is in the text.
-    assert told.words(ServiceReport("Spark is not running")) == ["STATUS=Spark is not running"]
-    assert told.words(ServiceReport("ready", ready=True)) == ["STATUS=ready"]
+    assert told.new_lines(ServiceReport("Spark is not running")) == ["STATUS=Spark is not running"]
+    assert told.new_lines(ServiceReport("ready", ready=True)) == ["STATUS=ready"]
     stopping = ServiceReport("stopping: SIGTERM", ready=True, stopping=True)
-    assert told.words(stopping) == ["STATUS=stopping: SIGTERM", "STOPPING=1", EXTEND]
-    assert told.words(stopping) == [EXTEND]
+    assert told.new_lines(stopping) == ["STATUS=stopping: SIGTERM", "STOPPING=1", EXTEND]
+    assert told.new_lines(stopping) == [EXTEND]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_where_systemd_names_no_socket_nothing_is_told() -> None:
 
 def test_a_reload_is_told_when_it_begins_and_when_it_is_done(systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(ServiceReport("ready", ready=True))
+    told.new_lines(ServiceReport("ready", ready=True))
     with contextlib.suppress(OSError), told.reloading():
         begun = heard(systemd)
         raise OSError("the disk is full")
@@ -123,7 +123,7 @@ def test_a_reload_is_told_when_it_begins_and_when_it_is_done(systemd: socket.soc
 )
 def test_a_reload_does_not_disturb_a_start_or_a_stop(report: ServiceReport, systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(report)
+    told.new_lines(report)
     with told.reloading():
         pass
     assert heard(systemd) == []
@@ -131,10 +131,10 @@ def test_a_reload_does_not_disturb_a_start_or_a_stop(report: ServiceReport, syst
 
 def test_a_reload_that_a_stop_cuts_short_takes_nothing_back(systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(ServiceReport("ready", ready=True))
+    told.new_lines(ServiceReport("ready", ready=True))
     with told.reloading():
         assert len(heard(systemd)) == 1
-        told.words(ServiceReport("stopping", ready=True, stopping=True))
+        told.new_lines(ServiceReport("stopping", ready=True, stopping=True))
     assert heard(systemd) == []
 
 
@@ -154,7 +154,7 @@ async def test_signals_are_taken_in_the_main_thread_alone_and_only_meanwhile() -
 
 def test_a_systemd_that_is_gone_disturbs_nobody(systemd: socket.socket) -> None:
     told = service(systemd.getsockname())
-    told.words(ServiceReport("ready", ready=True))
+    told.new_lines(ServiceReport("ready", ready=True))
     systemd.close()
     with told.reloading():
         pass

@@ -42,7 +42,7 @@ class ProcessorProgress:
     """Tracks which records a processor has received, and which of them it has checkpointed."""
 
     __slots__ = (
-        *("_floor", "_reach", "_seen", "_since_ms", "_told_ms"),
+        *("_lowest", "_call_end", "_watched_position", "_since_ms", "_reminded_ms"),
         *("closed", "delivered", "end_checkpointed", "position"),
     )
 
@@ -59,54 +59,56 @@ class ProcessorProgress:
         """Whether a checkpoint covered everything delivered since ``ending``."""
         self.closed = False
         """Whether the lease or the connection is gone: nothing can be checkpointed any more."""
-        self._floor = Sequence(int(start), start_sub) if start is not None and start.isdigit() else None
-        self._reach: Sequence | None = None
-        self._seen: Sequence | None = None
+        self._lowest = Sequence(int(start), start_sub) if start is not None and start.isdigit() else None
+        self._call_end: Sequence | None = None
+        """The last record of the present call."""
+        self._watched_position: Sequence | None = None
+        """The checkpoint since which ``overdue_ms`` measures."""
         self._since_ms: int | None = None
-        self._told_ms = 0
+        self._reminded_ms = 0
 
     def deliver(self, last: Sequence | None) -> None:
         """Begin a call with records up to ``last``, perhaps again; None: a call without records."""
-        self._reach = self.delivered if last is None else last
+        self._call_end = self.delivered if last is None else last
         if last is not None and (self.delivered is None or last > self.delivered):
             self.delivered = last
 
     def end_call(self) -> None:
         """End a batch, or begin a hook: everything delivered may be checkpointed."""
-        self._reach = self.delivered
+        self._call_end = self.delivered
         self.end_checkpointed = False
 
     def checkpoint(self, number: object = None, sub: object = None) -> None:
-        """Note a checkpoint at a record's sequence number (text or integer), or, for None, at the present call's last.
+        """Note a checkpoint at a record's sequence number (text or integer), or, for None, at the last record of this call.
 
-        Without ``sub`` it is the number's first user record, as the KCL has it. Raises CheckpointRefused.
+        Without ``sub`` it is the number's first user record. Raises CheckpointRefused where the KCL refuses (module docstring).
         """
         if self.closed:
             raise CheckpointRefused("ShutdownException")
-        wanted = self._reach
+        wanted = self._call_end
         if number is not None:
             wanted = _sequence(number, sub)
-            floor = self._floor if self.position is None else self.position
-            if wanted is None or (floor is not None and wanted < floor):
+            lowest = self._lowest if self.position is None else self.position
+            if wanted is None or (lowest is not None and wanted < lowest):
                 raise CheckpointRefused("IllegalArgumentException")
-            if wanted != floor and (self.delivered is None or wanted > self.delivered):
+            if wanted != lowest and (self.delivered is None or wanted > self.delivered):
                 raise CheckpointRefused("IllegalArgumentException")
         self.end_checkpointed |= wanted == self.delivered
-        if wanted is not None and self._reach is not None:
-            wanted = min(wanted, self._reach)
+        if wanted is not None and self._call_end is not None:
+            wanted = min(wanted, self._call_end)
             self.position = wanted if self.position is None else max(wanted, self.position)
 
     def overdue_ms(self, now_ms: int) -> int | None:
-        """Return for how many milliseconds records have waited for a checkpoint, every ten minutes; else None."""
-        if self.delivered == self.position or self.position != self._seen:
-            self._seen, self._since_ms = self.position, None
+        """Return for how many milliseconds delivered records have waited for a checkpoint: once in ten minutes; else None."""
+        if self.delivered == self.position or self.position != self._watched_position:
+            self._watched_position, self._since_ms = self.position, None
         if self.delivered == self.position:
             return None
         if self._since_ms is None:
-            self._since_ms = self._told_ms = now_ms
-        if now_ms - self._told_ms < _REMIND_MS:
+            self._since_ms = self._reminded_ms = now_ms
+        if now_ms - self._reminded_ms < _REMIND_MS:
             return None
-        self._told_ms = now_ms
+        self._reminded_ms = now_ms
         return now_ms - self._since_ms
 
 

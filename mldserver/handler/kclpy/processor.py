@@ -67,9 +67,9 @@ class Processor:
         """Call ``initialize`` with the shard."""
         self.progress = ProcessorProgress(shard.start, shard.start_sub)
         self._checkpointer = Checkpointer(self.progress, self._error)
-        first = self._version == 1
+        is_v1 = self._version == 1
         start = InitializeInput(shard.id, shard.start, shard.start_sub)
-        self._delegate.initialize(shard.id if first else start)
+        self._delegate.initialize(shard.id if is_v1 else start)
 
     def process_records(self, batch: Batch) -> None:
         """Call ``process_records`` with the records, also if there are none.
@@ -104,8 +104,8 @@ class Processor:
         """Call ``shutdown_requested``: the last chance to checkpoint before another worker gets the lease."""
         self.progress.end_call()
         checkpointer = self._checkpointer
-        first = self._version == 1
-        self._delegate.shutdown_requested(checkpointer if first else ShutdownRequestedInput(checkpointer))
+        is_v1 = self._version == 1
+        self._delegate.shutdown_requested(checkpointer if is_v1 else ShutdownRequestedInput(checkpointer))
 
     def _end(self, hook: str, message: LeaseLostInput | ShardEndedInput, reason: str) -> None:
         """Call the hook for an end. Before version 3 one hook served both ends."""
@@ -152,7 +152,7 @@ def _own(cls: type, name: str) -> Any:
 
 
 def problems(cls: type, version: int) -> list[tuple[str, str, bool]]:
-    """Return what is wrong with a processor: (sentence, the method concerned, whether it prevents it from running)."""
+    """Return what is wrong with a processor: (sentence, the method concerned, whether the processor cannot run)."""
     problems = []
     for name, count in _METHODS[version].items():
         method = _own(cls, name)
