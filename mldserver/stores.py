@@ -29,6 +29,20 @@ class KeyRange(NamedTuple):
         return isinstance(hashed, int) and self.first <= hashed <= self.last
 
 
+def divide(ranges: Iterable[KeyRange], at: KeyRange) -> tuple[tuple[KeyRange, ...], tuple[KeyRange, ...]]:
+    """Return the parts of ranges that lie inside another range, and the parts outside."""
+    inside, outside = [], []
+    for each in ranges:
+        inside.append(KeyRange(max(each.first, at.first), min(each.last, at.last)))
+        outside.append(KeyRange(each.first, min(each.last, at.first - 1)))
+        outside.append(KeyRange(max(each.first, at.last + 1), each.last))
+    return _not_empty(inside), _not_empty(outside)
+
+
+def _not_empty(ranges: Iterable[KeyRange]) -> tuple[KeyRange, ...]:
+    return tuple(each for each in ranges if each.first <= each.last)
+
+
 ALL_KEYS: Final = KeyRange(0, (1 << 128) - 1)
 """The range of a store whose shards have no ranges."""
 

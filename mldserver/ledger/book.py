@@ -19,6 +19,8 @@ from mldserver.ledger.contract import (
     Segment,
     ServerState,
     ShardState,
+    StateFile,
+    StoreState,
     WindowEntry,
     WindowState,
 )
@@ -26,7 +28,7 @@ from mldserver.records import DeadLetter
 
 _T = TypeVar("_T")
 
-KINDS: Final = ("shards", "windows", "servers", "late", "letters", "shapes")
+KINDS: Final = ("shards", "windows", "servers", "late", "letters", "shapes", "stores", "state_files")
 """The kinds of rows in addition to the totals: each a mapping by key, in a book, its drafts and their changes."""
 
 
@@ -78,6 +80,9 @@ class Changes:
     letters: Mapping[str, LetterItem | None] = field(default_factory=dict)
     """By the version that stored them."""
     shapes: Mapping[str, str | None] = field(default_factory=dict)
+    stores: Mapping[str, StoreState | None] = field(default_factory=dict)
+    state_files: Mapping[str, StateFile | None] = field(default_factory=dict)
+    """By path."""
 
     def __bool__(self) -> bool:
         return self.totals is not None or any(getattr(self, kind) for kind in KINDS)
@@ -97,6 +102,10 @@ class Book:
         self.late: dict[str, Segment] = {}
         self.letters: dict[str, LetterItem] = {}
         self.shapes: dict[str, str] = {}
+        self.stores: dict[str, StoreState] = {}
+        self.state_files: dict[str, StateFile] = {}
+        self.needed_files: dict[str, None] = {}
+        """The paths of the state files that a store needs: few among those that wait for their deletion."""
         self.changed: dict[str, int] = {}
         """The version that changed each window last, in order of versions."""
         self.retained: list[tuple[int, str]] = []
@@ -127,6 +136,11 @@ class Book:
             known = self.letters.get(key)
             self.redrives += item.wanted.bit_count() if item else 0
             self.redrives -= known.wanted.bit_count() if known else 0
+        for path, file in changes.state_files.items():
+            if file is not None and file.needed:
+                self.needed_files[path] = None
+            else:
+                self.needed_files.pop(path, None)
         for kind in KINDS:
             rows = getattr(self, kind)
             for key, row in getattr(changes, kind).items():
@@ -216,6 +230,8 @@ class Book:
             open_bytes=self.open_bytes,
             under_way={window_id: self.windows[window_id] for window_id in self.unfinished},
             time_ms=self.time_ms,
+            stores=self.stores.copy(),
+            state_files=self.state_files.copy(),
         )
 
 
@@ -260,6 +276,8 @@ class Draft:
         self.late = Overlay(book.late)
         self.letters = Overlay(book.letters)
         self.shapes = Overlay(book.shapes)
+        self.stores = Overlay(book.stores)
+        self.state_files = Overlay(book.state_files)
         self.paths: set[str] = set()
         """Paths of segments that windows took in."""
         self.dead_letters: tuple[DeadLetter, ...] = ()

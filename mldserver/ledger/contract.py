@@ -58,15 +58,6 @@ class ShardState:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreClaim:
-    """What an opening shard says of its store. The ledger derives the store from the shard's parents."""
-
-    key_range: KeyRange | None
-    """The shard's range on Kinesis: the shard has a store under its own id. None for DynamoDB Streams, which names no ranges:
-    the shard uses its parent's store, or begins one if the ledger does not know its parent."""
-
-
-@dataclass(frozen=True, slots=True)
 class StoreState:
     """What the ledger knows of a store of keyed state (``mldserver/stores.py``)."""
 
@@ -401,7 +392,7 @@ class LedgerState:
     stores: dict[str, StoreState] = field(default_factory=dict)
     """The stores of keyed state by id, also closed ones whose shards are not pruned."""
     state_files: dict[str, StateFile] = field(default_factory=dict)
-    """The files of keyed state by path, in order of registration, also those that wait for their deletion."""
+    """The files of keyed state by path, also those that wait for their deletion."""
 
     def paths(self) -> set[str]:
         """Return the paths of the segments and the state files in this state."""

@@ -28,6 +28,7 @@ from mldserver.ledger.contract import WindowEntry
 from mldserver.ledger.dynamodb_table import Item, Snapshot, Table, Value, version_key
 from mldserver.ledger.format import (
     FORMAT,
+    OLDEST_FORMAT,
     pack_changes,
     pack_keys,
     pack_letters,
@@ -235,15 +236,15 @@ class Journal:
         ``log``, ``meta``: their attributes in addition to the version.
         """
         table, version, form = self.table, self.book.version + 1, {"N": str(FORMAT)}
-        name, fields = version_key("log", version), {"version": {"N": str(version)}} | meta
+        name, fields = version_key("log", version), {"version": {"N": str(version)}, "format": form} | meta
         update = {
             "TableName": table.name,
             "Key": table.key("meta"),
             "UpdateExpression": "SET " + ", ".join(f"#{field} = :{field}" for field in fields),
-            "ConditionExpression": "#version = :before AND #format = :format",
-            "ExpressionAttributeNames": {f"#{field}": field for field in (*fields, "format")},
+            "ConditionExpression": "#version = :before AND #format <= :format",
+            "ExpressionAttributeNames": {f"#{field}": field for field in fields},
             "ExpressionAttributeValues": {f":{field}": value for field, value in fields.items()}
-            | {":before": {"N": str(version - 1)}, ":format": form},
+            | {":before": {"N": str(version - 1)}},
         }
         logged = table.put(name, {"tx": {"S": tx}, "format": form} | log)
         kill_point("ledger.written")
@@ -331,7 +332,7 @@ class Journal:
 
     def _require_format(self, item: Item) -> None:
         form = int(item["format"]["N"])
-        if form != FORMAT:
+        if not OLDEST_FORMAT <= form <= FORMAT:
             raise LedgerVersionError(
                 f"The ledger of the pipeline {self._pipeline} has format {form}; this program knows {FORMAT}.",
                 advice="Run the version of mldserver that wrote it, or a later one.",

@@ -1,10 +1,15 @@
 """Between a ledger's changes and what stores keep of them: rows of plain values, and bytes. Pure.
 
-Format 6, which every kind of ledger shares, and which is that of the segments that it names too: who changes what is in
+Format 7, which every kind of ledger shares, and which is that of the segments that it names too: who changes what is in
 one raises it, and keeps what the version before has left (``tests/formats``). Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
-``windows``, ``servers``, ``late``, ``letters``, ``shapes``: each row, a list of values, by its key; null: it went.
+``windows``, ``servers``, ``late``, ``letters``, ``shapes``, ``stores``, ``state_files``: each row, a list of values, by its key; null: it went.
 Sequence numbers are decimal text. The last value of a window are its segments, ``[n, [segment …]]``: the first n that the
 version before held, then these, so that a flush into a window of a thousand segments writes one.
+
+Format 6 had no keyed state. Format 7 reads it: a shard's row ends with its store if it has one, and ``stores`` and
+``state_files`` are absent where nothing in them changes, so that a pipeline without keyed state writes what format 6 wrote.
+Bounds of ranges have up to 128 bits and are hexadecimal text. Of a file that a store needs for its whole range, where the same
+changes have the store's row, the ranges are null: that is each store of a flush.
 """
 
 from __future__ import annotations
@@ -23,13 +28,18 @@ from mldserver.ledger.contract import (
     SegmentKind,
     ServerState,
     ShardState,
+    StateFile,
+    StoreState,
     WindowEntry,
     WindowState,
     storable,
 )
 from mldserver.records import DeadLetter, Sequence
+from mldserver.stores import KeyRange
 
-FORMAT: Final = 6
+FORMAT: Final = 7
+OLDEST_FORMAT: Final = 6
+"""The oldest format that this program reads. The first transaction that it writes makes the ledger one of ``FORMAT``."""
 
 Rows = dict[str, Any]
 """Changes as rows of plain values."""
@@ -74,6 +84,7 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
                 shard.epoch,
                 shard.position and [str(shard.position.number), shard.position.sub],
                 *_SHARD(shard),
+                *filter(None, (shard.store,)),
             ],
         ),
         "windows": of_windows,
@@ -82,6 +93,11 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
         "letters": _pack(changes.letters, lambda item: [item.count, f"{item.wanted:x}", f"{item.gone:x}"]),
         "shapes": _pack(changes.shapes, lambda text: [text]),
     }
+    if changes.stores:
+        rows["stores"] = _pack(changes.stores, _store_row)
+    if changes.state_files:
+        whole = _whole_ranges(changes.stores)
+        rows["state_files"] = _pack(changes.state_files, lambda file: _state_file_row(file, whole))
     if (totals := changes.totals) is not None:
         rows["totals"] = [*_TOTALS(totals), [*_PROGRESS(totals.batch_progress)], *_PIPELINE(totals)]
     return rows
@@ -95,6 +111,8 @@ def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
             *counts, progress, ledger_id, folder, claims, shape, draining = rows["totals"]
             known = (*counts, BatchProgress(*progress), ledger_id, folder, claims, shape, bool(draining))
             totals = LedgerTotals(*known)
+        stores = _unpack(rows.get("stores", {}), _store)
+        whole = _whole_ranges(stores)
         return Changes(
             totals=totals,
             shards=_unpack(rows["shards"], _shard),
@@ -108,6 +126,8 @@ def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
                 rows["letters"], lambda _, row: LetterItem(row[0], int(row[1], 16), int(row[2], 16))
             ),
             shapes=_unpack(rows["shapes"], lambda _, row: str(row[0])),
+            stores=stores,
+            state_files=_unpack(rows.get("state_files", {}), lambda path, row: _state_file(path, row, whole)),
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -135,10 +155,11 @@ def _unpack(rows: dict[str, Any], unpack: Callable[[str, list[Any]], _T]) -> dic
 
 
 def _shard(shard_id: str, row: list[Any]) -> ShardState:
-    epoch, position, effective_ms, event_ms, ended_ms, parents, owner, gap_accepted = row
+    epoch, position, effective_ms, event_ms, ended_ms, parents, owner, gap_accepted, *store = row
     stands = None if position is None else Sequence(int(position[0]), position[1])
     known = (stands, effective_ms, event_ms, ended_ms)
-    return ShardState(shard_id, epoch, *known, tuple(parents), owner, gap_accepted=bool(gap_accepted))
+    held = (tuple(parents), owner, bool(gap_accepted))
+    return ShardState(shard_id, epoch, *known, *held, *filter(None, store))
 
 
 def _server(server_id: str, row: list[Any]) -> ServerState:
@@ -149,6 +170,38 @@ def _server(server_id: str, row: list[Any]) -> ServerState:
 def _late(path: str, row: list[Any]) -> Segment:
     window_id, rows, size, start_ms, end_ms = row
     return Segment(path, window_id, rows, size, start_ms, end_ms, SegmentKind.LATE)
+
+
+def _store_row(store: StoreState) -> list[Any]:
+    return [store.serial, f"{store.first:x}", f"{store.last:x}", store.closed]
+
+
+def _store(store_id: str, row: list[Any]) -> StoreState:
+    serial, first, last, closed = row
+    return StoreState(store_id, int(serial), int(first, 16), int(last, 16), bool(closed))
+
+
+def _state_file_row(file: StateFile, whole: Mapping[str, tuple[KeyRange, ...]]) -> list[Any]:
+    needed = {
+        key: None if whole.get(key) == ranges else [[f"{first:x}", f"{last:x}"] for first, last in ranges]
+        for key, ranges in file.needed.items()
+    }
+    return [file.rows, file.bytes, file.gone_ms, needed]
+
+
+def _state_file(path: str, row: list[Any], whole: Mapping[str, tuple[KeyRange, ...]]) -> StateFile:
+    rows, size, gone_ms, needed = row
+    ranges = {
+        key: whole[key]
+        if bounds is None
+        else tuple(KeyRange(int(first, 16), int(last, 16)) for first, last in bounds)
+        for key, bounds in needed.items()
+    }
+    return StateFile(path, ranges, rows, size, gone_ms)
+
+
+def _whole_ranges(stores: Mapping[str, StoreState | None]) -> dict[str, tuple[KeyRange, ...]]:
+    return {key: (store.key_range,) for key, store in stores.items() if store is not None}
 
 
 def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> WindowEntry:

@@ -4,7 +4,7 @@ It is the only place that decides what counts. Rows count when the transaction t
 registers their segment; a window's output counts when the transaction that commits it succeeds. Every method of
 ``Ledger`` is one transaction: it happens wholly or not at all, whatever dies.
 
-A transaction is a *rule* (``rules.py``, ``row_rules.py``): plain code that reads and
+A transaction is a *rule* (``rules.py``, ``row_rules.py``, ``state_rules.py``): plain code that reads and
 changes a draft of the ledger's next version (``book.py``). A store (``sqlite.py``, for servers of one host; ``dynamodb.py``)
 keeps a book up to date with what other servers write, and writes down what a draft changes.
 
@@ -29,7 +29,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from mldserver.base.clock import Clock
 from mldserver.errors import InternalError, LedgerError, ServerExpired
-from mldserver.ledger import row_rules, rules
+from mldserver.ledger import row_rules, rules, state_rules
 from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import (
     Commit,
@@ -41,10 +41,12 @@ from mldserver.ledger.contract import (
     ServerState,
     ShapeChange,
     ShardState,
+    StateFile,
     StoredLetter,
     WindowEntry,
 )
 from mldserver.records import DeadLetter, Sequence
+from mldserver.stores import KeyRange, StoreClaim
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -224,12 +226,16 @@ class Ledger(abc.ABC):
 
     # Shards.
 
-    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
+    async def open_shard(
+        self, shard_id: str, parents: tuple[str, ...] = (), *, store: StoreClaim | None = None
+    ) -> ShardState:
         """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
 
-        ``gap_accepted`` is returned once and cleared.
+        ``gap_accepted`` is returned once and cleared. ``store``: for a pipeline with keyed state. A shard with a range begins
+        with the parts of its parents' stores that lie in the range, and closes those stores; a shard without a range shares
+        its parent's store. Raises PeerError when the range differs from that of the shard's store.
         """
-        return await self._member(rules.open_shard, shard_id, parents, self.server_id)
+        return await self._member(rules.open_shard, shard_id, parents, self.server_id, store)
 
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
@@ -243,16 +249,24 @@ class Ledger(abc.ABC):
         """Allow the next opening of a shard to start beyond its position. False: the shard is unknown."""
         return await self._tool(rules.accept_gap, shard_id)
 
-    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
+    async def reset(self, shard_ids: frozenset[str], *, forget_state: bool = False) -> frozenset[str]:
         """Forget positions, times and ends of shards without an owner, so that they are read again.
 
-        Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
+        Returns which those were. Their epochs are raised, so that nothing that is under way moves them. Records that are read
+        again would count twice in keyed state. So shards with state are left out, unless ``forget_state``: that forgets their
+        stores, on DynamoDB Streams with the state of all shards of the family, and leaves out those whose family a server
+        holds a shard of.
         """
-        return await self._tool(rules.reset, sorted(shard_ids))
+        return await self._tool(rules.reset, sorted(shard_ids), self.time_ms(), forget_state=forget_state)
 
-    async def forget_shards(self, shard_ids: frozenset[str]) -> frozenset[str]:
-        """Forget shards without an owner, for names that are not shards of the stream. Return the forgotten ids."""
-        return await self._tool(rules.forget_shards, sorted(shard_ids))
+    async def forget_shards(self, shard_ids: frozenset[str], *, forget_state: bool = False) -> frozenset[str]:
+        """Forget shards without an owner, for names that are not shards of the stream. Return the forgotten ids.
+
+        Shards with keyed state: as in ``reset``.
+        """
+        return await self._tool(
+            rules.forget_shards, sorted(shard_ids), self.time_ms(), forget_state=forget_state
+        )
 
     # Rows.
 
@@ -266,6 +280,21 @@ class Ledger(abc.ABC):
         RECOMPUTE segment's window is OPEN.
         """
         return await self._member(row_rules.register, flush, self.time_ms())
+
+    async def compact_state(
+        self, file: StateFile, replaced: Mapping[str, Mapping[str, tuple[KeyRange, ...]]]
+    ) -> bool:
+        """Name a state file in place of others, for the stores and ranges that ``file.needed`` lists.
+
+        ``replaced``: the other files by path, each with its ``needed`` when the caller planned. They are needed only for the
+        rest from now on, or are gone. False, without a change: ``needed`` of one has changed, or a store was closed or
+        forgotten. True also when the file is named already, so that a call whose answer was lost can be repeated.
+        """
+        return await self._member(state_rules.compact, file, replaced, self.time_ms())
+
+    async def forget_state_files(self, paths: tuple[str, ...]) -> None:
+        """Forget state files that were deleted; those that a store needs stay."""
+        await self._member(state_rules.forget_files, paths)
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""

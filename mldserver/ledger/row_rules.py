@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import islice
 
 from mldserver.errors import InternalError
+from mldserver.ledger import state_rules
 from mldserver.ledger.book import Book, Draft, LetterItem
 from mldserver.ledger.contract import (
     Flush,
@@ -36,7 +37,7 @@ from mldserver.records import DeadLetter
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
     refused = {(segment.kind, segment.window_id) for segment in flush.segments if _refuses(draft, segment)}
-    lost = set()
+    lost = state_rules.refused(draft, flush)
     for update in flush.positions:
         # It must come from the shard's latest epoch, and go on from where the shard stands.
         shard = draft.shards.get(update.shard_id)
@@ -55,6 +56,7 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     )
     if not result.registered:
         return result
+    state_rules.change(draft, flush)
     for update in flush.positions:
         _move(draft, update, now_ms)
     by_window: defaultdict[tuple[SegmentKind, str], list[Segment]] = defaultdict(list)
@@ -108,6 +110,7 @@ def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:
         shard.parents,
         shard.owner,
         shard.gap_accepted,
+        shard.store,
     )
     draft.shards.put(update.shard_id, moved)
 

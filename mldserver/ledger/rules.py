@@ -12,6 +12,7 @@ from itertools import islice, takewhile
 from typing import Final
 
 from mldserver.errors import InternalError
+from mldserver.ledger import state_rules
 from mldserver.ledger.book import Draft
 from mldserver.ledger.contract import (
     Commit,
@@ -24,6 +25,7 @@ from mldserver.ledger.contract import (
     WindowState,
     storable,
 )
+from mldserver.stores import StoreClaim
 
 _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
@@ -140,10 +142,18 @@ def _remove(draft: Draft, server_id: str) -> None:
             draft.windows.put(window_id, replace(entry, owner=None))
 
 
-def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
-    """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
+def open_shard(
+    draft: Draft,
+    shard_id: str,
+    parents: tuple[str, ...],
+    server_id: str,
+    claim: StoreClaim | None = None,
+) -> ShardState:
+    """Raise the shard's epoch, own it and its store; return its state with the gap that was accepted until now."""
     shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
     opened = replace(shard, epoch=shard.epoch + 1, owner=server_id, parents=parents or shard.parents)
+    if claim is not None:
+        opened = replace(opened, store=state_rules.open_store(draft, opened, claim))
     draft.shards.put(shard_id, replace(opened, gap_accepted=False))
     return opened
 
@@ -171,10 +181,12 @@ def accept_gap(draft: Draft, shard_id: str) -> bool:
     return shard is not None
 
 
-def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
+def reset(
+    draft: Draft, shard_ids: Iterable[str], now_ms: int, *, forget_state: bool = False
+) -> frozenset[str]:
     """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
     forgotten = set()
-    for shard_id in shard_ids:
+    for shard_id in _without_state(draft, shard_ids, now_ms, forget=forget_state):
         shard = draft.shards.get(shard_id)
         if shard is not None and shard.owner is None:
             shard = replace(shard, epoch=shard.epoch + 1, position=None, ended_ms=None)
@@ -183,15 +195,25 @@ def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
     return frozenset(forgotten)
 
 
-def forget_shards(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
+def forget_shards(
+    draft: Draft, shard_ids: Iterable[str], now_ms: int, *, forget_state: bool = False
+) -> frozenset[str]:
     """Forget shards without an owner; return those."""
     forgotten = set()
-    for shard_id in shard_ids:
+    for shard_id in _without_state(draft, shard_ids, now_ms, forget=forget_state):
         shard = draft.shards.get(shard_id)
         if shard is not None and shard.owner is None:
             draft.shards.drop(shard_id)
             forgotten.add(shard_id)
+    state_rules.drop_unused(draft)
     return frozenset(forgotten)
+
+
+def _without_state(draft: Draft, shard_ids: Iterable[str], now_ms: int, *, forget: bool) -> frozenset[str]:
+    """Return the shards that have no keyed state, after it was forgotten if that is wanted."""
+    if forget:
+        return state_rules.forget_state(draft, shard_ids, now_ms)
+    return frozenset(shard_ids) - state_rules.shards_with_state(draft.book)
 
 
 def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
@@ -369,7 +391,8 @@ def prune(
     """Forget old windows, at most ``limit``, and old shards, except ``keep_shards``; return how many.
 
     A window is old if it is no longer retained, was published before ``windows_before_ms``, and does not end after
-    ``ends_before_ms`` (event time; None: as ``windows_before_ms``). A shard is old if it ended before ``shards_before_ms``. The
+    ``ends_before_ms`` (event time; None: as ``windows_before_ms``). A shard is old if it ended before ``shards_before_ms``, and
+    no child could find its keyed state without it. The
     totals keep what later rules need of forgotten windows: up to which time windows were cut, and the progress of runs of rows.
     """
     book = draft.book
@@ -387,8 +410,10 @@ def prune(
     for entry in over:
         draft.windows.drop(entry.window_id)
     gone = len(over)
+    keep_shards |= state_rules.last_holders(book)
     for shard_id, shard in book.shards.items():
         if shard.ended_ms is not None and shard.ended_ms < shards_before_ms and shard_id not in keep_shards:
             draft.shards.drop(shard_id)
             gone += 1
+    state_rules.drop_unused(draft)
     return gone

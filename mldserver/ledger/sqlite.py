@@ -44,6 +44,9 @@ _AT_ONCE: Final = 100
 """Rows of one statement. With a statement for each, the ledger's thread would let go of the interpreter, and wait for
 its turn again, as often as there are rows."""
 
+_SHARD_COLUMNS: Final = 9
+"""Of the table ``shards``, without its key. The rows of shards without a store have one value less."""
+
 _LOADED: Final = 1000
 """Windows read at a time: the raw rows take as much memory as the decoded windows."""
 
@@ -58,6 +61,8 @@ class SqliteStore:
         self._former = rename_from
         self._db: sqlite3.Connection | None = None
         self.book = Book()
+        self._upgraded = False
+        """Whether the file is known to be of the present format."""
 
     def open(self, created_ms: int | None = None) -> None:
         """Open the file, unless it is open; ``created_ms``: the time at which it may be created.
@@ -67,6 +72,7 @@ class SqliteStore:
         """
         if self._db is not None:
             return
+        self._upgraded = False
         self._db = sqlite_file.connect(
             self._path, pipeline=self._pipeline, former=self._former, created_ms=created_ms
         )
@@ -91,6 +97,7 @@ class SqliteStore:
                 self._write(db, draft, changes)
                 kill_point("ledger.written")
                 db.execute("COMMIT")
+                self._upgraded = True
                 kill_point("ledger.committed")
                 self.book.apply(changes)
             return result, read(self.book)
@@ -133,6 +140,8 @@ class SqliteStore:
 
     def _write(self, db: sqlite3.Connection, draft: Draft, changes: Changes) -> None:
         """Write down what a draft changes."""
+        if not self._upgraded:
+            sqlite_file.upgrade(db)
         version, rows = self.book.version + 1, rows_of(changes, self.book.windows)
         db.execute("INSERT INTO log VALUES (?, ?)", (version, orjson.dumps(rows)))
         if version % _SHORTENED == 0:
@@ -144,10 +153,7 @@ class SqliteStore:
             rows["totals"] = {1: rows["totals"]}
         for kind, news in rows.items():
             table, key_column = TABLES[kind]
-            for row in filter(None, news.values()):
-                for column in JSON_COLUMNS.get(kind, ()):
-                    if row[column] is not None:
-                        row[column] = orjson.dumps(row[column]).decode()
+            _as_columns(kind, filter(None, news.values()))
             _put(db, table, [(key, *row) for key, row in news.items() if row is not None])
             _drop(db, f"{table} WHERE {key_column}", [key for key, row in news.items() if row is None])
         for key, item in changes.letters.items():
@@ -201,8 +207,9 @@ class SqliteStore:
 def _read(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
     """Yield all that a ledger holds, as rows, some windows at a time. Raises ValueError for content that cannot be."""
     rows: dict[str, Any] = {kind: {} for kind in TABLES}
+    there = {name for (name,) in db.execute("SELECT name FROM sqlite_schema")}
     for kind, (table, _) in TABLES.items():
-        if kind != "windows":
+        if kind != "windows" and table in there:
             rows[kind] = _rows(kind, db.execute(f"SELECT * FROM {table}"))  # noqa: S608  # our own name
     totals = rows.pop("totals")
     yield rows | {"totals": totals[1]} if totals else rows
@@ -214,6 +221,16 @@ def _read(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
             segments[window_id].append(segment)
         read = {key: [*row, (0, segments.get(key, ()))] for key, row in _rows("windows", some).items()}
         yield {kind: {} for kind in rows} | {"windows": read}
+
+
+def _as_columns(kind: str, rows: Iterable[list[Any]]) -> None:
+    """Make of each row, in place, what its table holds."""
+    for row in rows:
+        for column in JSON_COLUMNS.get(kind, ()):
+            if row[column] is not None:
+                row[column] = orjson.dumps(row[column]).decode()
+        if kind == "shards":
+            row.extend([None] * (_SHARD_COLUMNS - len(row)))
 
 
 def _rows(kind: str, records: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]:

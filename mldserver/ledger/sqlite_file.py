@@ -1,4 +1,4 @@
-"""The ledger's file, one SQLite database for one pipeline: its tables (format 6), how it is found or created, its errors.
+"""The ledger's file, one SQLite database for one pipeline: its tables (format 7), how it is found or created, its errors.
 
 Several processes may create one file at the same time: what decides is asked again inside the transaction that does.
 
@@ -6,7 +6,7 @@ The database is in WAL mode and carries ``_APPLICATION_ID`` in its header. All t
 epoch (UTC). Each row is one of a ledger's book (``book.py``), as ``format.py`` makes plain values of it: lists, and positions
 (``["number", sub]``: they have 21 to 60 digits), are JSON. The rules are the program's alone, so that the file has no
 constraints but its keys. A file without tables is a ledger that was never created: creation is one transaction. Formats
-1 to 5 were never released.
+1 to 5 were never released. A ledger of format 6 has no keyed state; the first transaction that writes into it adds what is missing.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
@@ -27,7 +27,8 @@ constraints but its keys. A file without tables is a ledger that was never creat
 ``shards``, one row for each shard that is known and not pruned
     ``epoch``: times it was opened (and reset); 0 when all that is known of it is its end. ``position``, ``effective_ms``,
     ``event_ms``: those of its last durable record. ``ended_ms``: when it ended. ``parents``: a list, empty when unknown.
-    ``owner``: the server that opened it last, while it holds it. ``gap_accepted``: until the next opening.
+    ``owner``: the server that opened it last, while it holds it. ``gap_accepted``: until the next opening. ``store``: which
+    has the state of its keys; empty or null without keyed state.
 ``windows``, one row for each window that has segments, or had them and is not pruned
     ``state``: open, cut, committed, published or set_aside. ``start_ms``, ``end_ms``: both or (``batches``) neither.
     ``revision``: the one that is computed, or was last. ``attempt``: attempts begun, over all revisions.
@@ -45,6 +46,12 @@ constraints but its keys. A file without tables is a ledger that was never creat
 ``letter_items``, one row for each transaction (``version``) of whose dead letters some are there
     ``count``: how many there were. ``wanted``, ``gone``: which are marked for a redrive, and which are deleted: a
     hexadecimal number with a bit for each ``place``.
+``stores``, one row for each store of keyed state that is needed, or whose shards are known
+    ``serial``: of the last flush that changed it. ``first``, ``last``: its range of hashes, hexadecimal. ``closed``: its state
+    belongs to the stores of children.
+``state_files``, one row for each file with changes of keyed state that is not deleted
+    ``gone_ms``: when the last store stopped needing it. ``needed``: by store, the ranges of hashes (``[first, last]``,
+    hexadecimal) for which the store needs it; null: the store's whole range.
 ``dead_letters``, one row for each that is there
     ``version``, ``place``: its id. ``data`` is the record's payload as it came. ``parked_behind``: ``number/sub`` of the
     letter that it waits behind.
@@ -67,7 +74,7 @@ from mldserver.errors import (
     MldserverError,
     folder_error,
 )
-from mldserver.ledger.format import FORMAT
+from mldserver.ledger.format import FORMAT, OLDEST_FORMAT
 
 BUSY_TIMEOUT_MS: Final = 5000
 """How long a call waits for another server's transaction."""
@@ -83,10 +90,12 @@ TABLES: Final = {
     "late": ("late_segments", "path"),
     "shapes": ("shapes", "fingerprint"),
     "letters": ("letter_items", "version"),
+    "stores": ("stores", "store_id"),
+    "state_files": ("state_files", "path"),
 }
 """Where the rows of each kind of changes are: the table, and its first column, the key. Their values follow in order."""
 
-JSON_COLUMNS: Final = {"totals": (4,), "shards": (1, 5), "windows": (9,)}
+JSON_COLUMNS: Final = {"totals": (4,), "shards": (1, 5), "windows": (9,), "state_files": (3,)}
 """Which of the values are lists."""
 
 _DDL: Final = """
@@ -126,7 +135,14 @@ CREATE TABLE dead_letters (
 );
 CREATE INDEX dead_letters_by_key ON dead_letters (shard_id, partition_key)
 """
-"""The statements that create a ledger, run in one transaction."""
+"""The statements that create a ledger of format 6."""
+
+_SINCE_6: Final = """
+ALTER TABLE shards ADD COLUMN store TEXT;
+CREATE TABLE stores (store_id TEXT PRIMARY KEY, serial INTEGER, first TEXT, last TEXT, closed INTEGER) WITHOUT ROWID;
+CREATE TABLE state_files (path TEXT PRIMARY KEY, rows INTEGER, bytes INTEGER, gone_ms INTEGER, needed TEXT)
+"""
+"""The statements that make it one of format 7. Run in one transaction with the first, or with the first one that writes."""
 
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
@@ -223,16 +239,20 @@ def copy_whole(path: Path, target: Path) -> None:
 
 
 def check_tables(path: Path) -> None:
-    """Raise LedgerError unless a copy has a ledger's tables, and nothing else: a trigger would run with the next change."""
+    """Raise LedgerError unless a copy has the tables of a ledger of a known format, and nothing else.
+
+    A trigger would run with the next change.
+    """
     found = "SELECT type, name, sql FROM sqlite_schema ORDER BY type, name"
 
     def tables(db: sqlite3.Connection) -> list[tuple[str, str, str]]:
         return [(kind, name, " ".join((sql or "").split())) for kind, name, sql in db.execute(found)]
 
     with contextlib.closing(sqlite3.connect(":memory:")) as made:
-        for statement in _DDL.split(";"):
-            made.execute(statement)
-        wanted = tables(made)
+        wanted = []
+        for statements in (_DDL, _SINCE_6):
+            _run(made, statements)
+            wanted.append(tables(made))
     try:
         with contextlib.closing(sqlite3.connect(path)) as db:
             db.execute("PRAGMA trusted_schema = OFF")
@@ -241,7 +261,7 @@ def check_tables(path: Path) -> None:
         raise translate(error, path, did=_NOT_RESTORED) from error
     if not there:
         raise _missing(path)
-    if there != wanted:
+    if there not in wanted:
         raise LedgerVersionError(
             f"The file has other tables, triggers or views than a ledger of format {FORMAT}.",
             did=_NOT_RESTORED,
@@ -293,8 +313,8 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
         # Another server may have been here first, between the look and the lock.
         if _is_new(db, path):
             db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            for statement in _DDL.split(";"):
-                db.execute(statement)
+            _run(db, _DDL)
+            _run(db, _SINCE_6)
             db.execute("INSERT INTO meta VALUES (1, ?, ?, ?)", (FORMAT, pipeline, now_ms))
         db.execute("COMMIT")
     finally:
@@ -302,12 +322,25 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
             db.execute("ROLLBACK")
 
 
+def _run(db: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";"):
+        db.execute(statement)
+
+
+def upgrade(db: sqlite3.Connection) -> None:
+    """Make a ledger of format 6 one of the present format, in the transaction that is open; others stay as they are."""
+    if db.execute("SELECT format FROM meta").fetchone()[0] == FORMAT:
+        return
+    _run(db, _SINCE_6)
+    db.execute("UPDATE meta SET format = ?", (FORMAT,))
+
+
 def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None:
     meta = db.execute("SELECT format, pipeline FROM meta").fetchone()
     if meta is None:
         raise damaged("it does not say whose it is", path)
     form, pipeline = meta
-    if form != FORMAT:
+    if not OLDEST_FORMAT <= form <= FORMAT:
         raise LedgerVersionError(
             f"The ledger has format {form}; this program knows format {FORMAT}.",
             advice="That format was never released: give this server another output folder."

@@ -161,11 +161,11 @@ class FakeDynamo:
         if told["ConditionExpression"] == "attribute_not_exists(pipeline) OR attribute_exists(#partition)":
             partition, name = self._place(told["Item"])
             return told["ExpressionAttributeNames"]["#partition"] in partition.get(name, {"partition": None})
-        assert told["ConditionExpression"] == "#version = :before AND #format = :format"
+        assert told["ConditionExpression"] == "#version = :before AND #format <= :format"
         partition, name = self._place(told["Key"])
         values = told["ExpressionAttributeValues"]
         item = partition.get(name, {})
-        return item.get("version") == values[":before"] and item.get("format") == values[":format"]
+        return item.get("version") == values[":before"] and item["format"]["N"] <= values[":format"]["N"]
 
     def _do_put(self, told: dict[str, Any]) -> None:
         self._put(told["Item"])

@@ -9,8 +9,24 @@ import orjson
 import pytest
 
 from mldserver.ledger.book import Book, Changes, LedgerTotals, LetterItem
-from mldserver.ledger.contract import BatchProgress, ServerState, ShardState, WindowEntry, WindowState
-from mldserver.ledger.format import pack_changes, pack_letters, unpack_changes, unpack_letters
+from mldserver.ledger.contract import (
+    BatchProgress,
+    ServerState,
+    ShardState,
+    StateFile,
+    StoreState,
+    WindowEntry,
+    WindowState,
+)
+from mldserver.ledger.format import (
+    changes_of,
+    pack_changes,
+    pack_letters,
+    rows_of,
+    unpack_changes,
+    unpack_letters,
+)
+from mldserver.stores import ALL_KEYS, KeyRange
 from tests.ledger.samples import BATCH, HUGE, W1, late, letter, more, seg
 
 pytestmark = pytest.mark.quick
@@ -31,7 +47,11 @@ ENTRY = WindowEntry(
 )
 EVERYTHING = Changes(
     LedgerTotals(9, 4, 5, 6, BatchProgress(1, 2, 3), "f1", draining=True),
-    {"a": ShardState("a", 1, HUGE, 2, 3, 4, ("x", "y"), "one", True), "b": None},
+    {
+        "a": ShardState("a", 1, HUGE, 2, 3, 4, ("x", "y"), "one", True),
+        "b": None,
+        "c": ShardState("c", 1, store="root"),
+    },
     {
         W1: ENTRY,
         BATCH: WindowEntry(BATCH, WindowState.SET_ASIDE, error="no"),
@@ -41,6 +61,13 @@ EVERYTHING = Changes(
     {"l1": late("l1"), "l2": None},
     {"7": LetterItem(3, wanted=0b100, gone=0b011), "8": None},
     {"f1": "text", "f2": None},
+    {"root": StoreState("root", 7), "part": StoreState("part", 8, 10, 2**127, closed=True), "gone": None},
+    {
+        "p1": StateFile("p1", {"root": (ALL_KEYS,), "elsewhere": (ALL_KEYS,)}, 3, 4),
+        "p2": StateFile("p2", {"part": (KeyRange(10, 11), KeyRange(13, 2**127))}, 5, 6),
+        "p3": StateFile("p3", {}, 7, 8, gone_ms=9),
+        "p4": None,
+    },
 )
 
 
@@ -74,6 +101,26 @@ def test_a_book_is_made_again_from_everything_in_it() -> None:
     assert again.state() == book.state()
     assert (again.paths, again.unfinished, again.retained_bytes) == ({"s1", "s2", "s3"}, set(), 1500)
     assert (again.version, again.totals) == (1, EVERYTHING.totals)
+
+
+def test_changes_without_keyed_state_are_rows_as_format_6_had_them() -> None:
+    rows = rows_of(Changes(shards={"a": ShardState("a", 1)}), {})
+    assert sorted(rows) == ["late", "letters", "servers", "shapes", "shards", "windows"]
+    assert rows["shards"] == {"a": [1, None, None, None, None, (), None, False]}
+
+
+def test_a_flush_into_a_thousand_stores_names_each_range_once() -> None:
+    stores = {str(n): StoreState(str(n), 1, n << 100, (n + 1 << 100) - 1) for n in range(1_000)}
+    file = StateFile("f", {key: (store.key_range,) for key, store in stores.items()}, 1, 1)
+    changes = Changes(stores=stores, state_files={"f": file})
+    assert rows_of(changes, {})["state_files"] == {"f": [1, 1, None, dict.fromkeys(stores)]}
+    assert unpack_changes(pack_changes(changes, {}), {}) == changes
+
+
+def test_a_file_that_is_needed_for_the_range_of_an_unknown_store_is_refused() -> None:
+    rows = rows_of(EVERYTHING, {}) | {"stores": {}}
+    with pytest.raises(ValueError, match="root"):
+        changes_of(rows, {})
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,11 @@ def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
     steps.to(WindowState.CUT)
     for shard, server in (("a", "one"), ("b", "two")):
         steps(rules.open_shard, shard, (), server)
-    assert steps(rules.reset, {"a", "z"}) == frozenset()
+    assert steps(rules.reset, {"a", "z"}, 5) == frozenset()
     steps(rules.leave, "one", steps.life)
     assert {name: shard.owner for name, shard in steps.book.shards.items()} == {"a": None, "b": "two"}
-    assert steps(rules.reset, {"a"}) == {"a"}
-    assert steps(rules.forget_shards, {"a", "b", "z"}) == {"a"}
+    assert steps(rules.reset, {"a"}, 5) == {"a"}
+    assert steps(rules.forget_shards, {"a", "b", "z"}, 5) == {"a"}
     assert set(steps.book.shards) == {"b"}
     assert [entry.owner for entry in steps(rules.adopt, "two")] == ["two"]
     assert steps(rules.adopt, "three") == ()
@@ -420,7 +420,7 @@ def test_a_shard_that_is_reset_is_read_from_its_beginning_under_another_epoch(st
     steps(rules.open_shard, "a", (), "one")
     steps(register, Flush((move(effective_ms=5, event_ms=6, ended=True),)), 1)
     steps(rules.release_shard, "a", 1)
-    assert steps(rules.reset, {"a"}) == {"a"}
+    assert steps(rules.reset, {"a"}, 5) == {"a"}
     shard = steps.book.shards["a"]
     assert (shard.epoch, shard.position, shard.ended_ms) == (2, None, None)
     assert (shard.effective_ms, shard.event_ms) == (None, None)

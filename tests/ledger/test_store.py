@@ -60,7 +60,17 @@ def test_the_file_is_what_its_documentation_says(store: SqliteStore, path: Path)
         described = (sqlite_file.__doc__ or "").replace("``", " ").split()
         columns = {each[1] for name in tables for each in db.execute(f"PRAGMA table_info({name})")}
         # What a column of this name is, another table says, or the classes of the book.
-        told_elsewhere = {"id", "server_id", "shard_id", "window_id", "fingerprint", "rows", "bytes", "path"}
+        told_elsewhere = {
+            "id",
+            "server_id",
+            "shard_id",
+            "store_id",
+            "window_id",
+            "fingerprint",
+            "rows",
+            "bytes",
+            "path",
+        }
     documented = {
         line.split()[0].strip("`,") for line in (sqlite_file.__doc__ or "").splitlines() if line[:2] == "``"
     }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mldserver.effects import Effects
-from mldserver.errors import InternalError, ServerExpired
+from mldserver.errors import InternalError, PeerError, ServerExpired
 from mldserver.ledger.book import Book
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -28,10 +28,13 @@ from mldserver.ledger.contract import (
     ServerState,
     ShapeChange,
     ShardState,
+    StateFile,
+    StoreUpdate,
     WindowEntry,
     WindowState,
 )
 from mldserver.records import Sequence
+from mldserver.stores import KeyRange, StoreClaim
 from tests.ledger.in_memory import MemoryStore
 from tests.ledger.samples import letter
 from tests.support.store import SqliteStore
@@ -49,6 +52,9 @@ steps = st.sampled_from([0, 0, 1, 5, 10**30])
 limits = st.sampled_from([1000, 1000, 2, 1])
 few = st.sampled_from([0, 0, 1, 2])
 likely = st.sampled_from([True] * 9 + [False])
+claims = st.sampled_from(
+    [None, StoreClaim(None), *(StoreClaim(KeyRange(*each)) for each in ((0, 9), (0, 4), (5, 9)))]
+)
 
 
 class Heard:
@@ -110,7 +116,7 @@ class LedgerMachine(RuleBasedStateMachine):
             version = {} if seen is None else {"version": ledger.peek().version - (not seen)}
             try:
                 outcomes.append(getattr(ledger, name)(*args, **version, **fields))
-            except (InternalError, ServerExpired) as error:
+            except (InternalError, PeerError, ServerExpired) as error:
                 outcomes.append(type(error))
         assert outcomes[1] == outcomes[0], name
         return outcomes[0]
@@ -163,9 +169,48 @@ class LedgerMachine(RuleBasedStateMachine):
         change = ShapeChange(shape, f"text of {shape}", over, size, forget)
         self.both(server, "declare", change, seen=seen, now_ms=self.now)
 
-    @rule(server=servers, shard_id=shards, parents=st.sampled_from([(), ("x",), ("x", "y")]))
-    def open_shard(self, server: int, shard_id: str, parents: tuple[str, ...]) -> None:
-        self.both(server, "open_shard", shard_id, parents)
+    @rule(
+        server=servers,
+        shard_id=shards,
+        parents=st.sampled_from([(), ("x",), ("x", "y"), ("a",), ("b",), ("a", "b")]),
+        claim=claims,
+    )
+    def open_shard(
+        self, server: int, shard_id: str, parents: tuple[str, ...], claim: StoreClaim | None
+    ) -> None:
+        parents = tuple(parent for parent in parents if parent < shard_id or parent in "xy")
+        self.both(server, "open_shard", shard_id, parents, store=claim)
+
+    @rule(server=servers, data=st.data(), shard_id=shards)
+    def change_state(self, server: int, data: st.DataObject, shard_id: str) -> None:
+        self.files += 1
+        shard = self.book.shards.get(shard_id)
+        if shard is None or not shard.store:
+            return
+        store = self.book.stores[shard.store]
+        fence = PositionUpdate(
+            shard_id, shard.epoch, shard.position, shard.effective_ms, None, previous=shard.position
+        )
+        update = StoreUpdate(shard.store, store.serial - (not data.draw(likely)), (shard_id,))
+        file = StateFile(f"state{self.files}", {shard.store: (store.key_range,)}, 1, 9)
+        self.both(server, "register", Flush((fence,), stores=(update,), state_file=file), now_ms=self.now)
+
+    @rule(server=servers, data=st.data(), fresh=likely)
+    def compact_state(self, server: int, data: st.DataObject, fresh: bool) -> None:
+        self.files += 1
+        needed = {path: self.book.state_files[path].needed for path in self.book.needed_files}
+        named = sorted({store_id for each in needed.values() for store_id in each})
+        chosen = data.draw(st.lists(st.sampled_from(named or ["none"]), min_size=1, unique=True))
+        ranges = {each: (KeyRange(0, data.draw(st.sampled_from([9, 4]))),) for each in chosen}
+        seen = needed if fresh else {path: {} for path in needed}
+        self.both(
+            server, "compact_state", StateFile(f"state{self.files}", ranges, 1, 9), seen, now_ms=self.now
+        )
+
+    @rule(server=servers, data=st.data())
+    def forget_state_files(self, server: int, data: st.DataObject) -> None:
+        paths = data.draw(st.lists(st.sampled_from(sorted(self.book.state_files) or ["none"])))
+        self.both(server, "forget_state_files", tuple(paths))
 
     @rule(server=servers, shard_id=shards, now=st.booleans())
     def release(self, server: int, shard_id: str, now: bool) -> None:
@@ -181,9 +226,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def accept_gap(self, server: int, shard_id: str) -> None:
         self.both(server, "accept_gap", shard_id)
 
-    @rule(server=servers, shard_ids=st.frozensets(shards))
-    def reset(self, server: int, shard_ids: frozenset[str]) -> None:
-        self.both(server, "reset", shard_ids)
+    @rule(server=servers, shard_ids=st.frozensets(shards), name=st.sampled_from(["reset", "forget_shards"]))
+    def reset(self, server: int, shard_ids: frozenset[str], name: str) -> None:
+        self.both(server, name, shard_ids, forget_state=self.files % 2 == 0, now_ms=self.now)
 
     @rule(server=servers, data=st.data(), touched=st.lists(windows, max_size=4), clock=st.integers(0, 9))
     def register(self, server: int, data: st.DataObject, touched: list[str], clock: int) -> None:
