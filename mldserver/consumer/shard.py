@@ -53,6 +53,8 @@ class ConsumerParts(NamedTuple):
     intake: Intake
     claims: Claims
     clock: Clock
+    keyed: bool = False
+    """Whether the handler keeps state: then the runtime has one batch of a shard at a time."""
 
 
 class Consumer:
@@ -80,7 +82,7 @@ class Consumer:
         self.progress = Progress(log, counts or ProgressLog(clock=parts.clock, seconds=0))
         # Receipts stand in for arrival times that V1 does not send: a clock that is set must not disorder them.
         self._wall_ms = parts.clock.now_ms() - parts.clock.steady_ms()
-        self.core = Consumption(early=self._deadlines.seconds is not None)
+        self.core = Consumption(early=self._deadlines.seconds is not None, one_at_a_time=parts.keyed)
         self.shard_id = ""
         """Empty until ``open``."""
         self.failure: Exception | None = None
@@ -124,7 +126,7 @@ class Consumer:
 
         Raises GapRefused if records would be skipped, Superseded if another connection claims the shard meanwhile.
         """
-        runtime, intake, claims, _ = self._parts
+        runtime, intake, claims, *_ = self._parts
         shard_id = self.shard_id = opening.shard_id
         await intake.check(opening)
         claim = self._claim = claims.take(shard_id)
