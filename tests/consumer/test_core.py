@@ -255,7 +255,9 @@ def test_a_batch_that_the_runtime_does_not_do_by_itself_makes_those_before_it_aw
 # One at a time.
 
 
-def test_with_a_handler_that_keeps_state_the_next_batch_is_submitted_when_the_one_before_is_accepted() -> None:
+def test_with_a_handler_that_keeps_state_the_next_batch_is_submitted_when_the_one_before_is_accepted() -> (
+    None
+):
     it, one, two = opened(one_at_a_time=True), batch(1), batch(2)
     it.quick = True
     it.deliver(one, ahead=True)
