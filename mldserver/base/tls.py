@@ -112,13 +112,14 @@ class ServerTLS:
             log.info("tls.read", certificate=str(self._files[0]))
 
     def refusal(self, peer: ssl.SSLObject | None) -> str | None:
-        """Return why a client may not stay, whose handshake is done; None: it may. ``peer`` is the transport's ``ssl_object``."""
+        """Return why a client's certificate is not allowed, after the handshake; None: it is. ``peer``: the ``ssl_object``."""
         names = names_of(peer)
         if not self._names or any(fnmatchcase(name, pattern) for name in names for pattern in self._names):
             return None
         return f"Its certificate is for {', '.join(names) or 'nobody'}, and tls_names allows none of that."
 
     def _read(self) -> ssl.SSLContext:
+        """Return a server's context made of the certificate files as they are now. Blocking."""
         certificate, key, client_ca = self._files
         context = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, client_ca)
         # Without tickets there is nothing that a client could come back with but its certificate.
@@ -129,8 +130,8 @@ class ServerTLS:
         return context
 
     def _renew(self, connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> int | None:
-        """Go by the latest files. A session (TLS 1.2) in which a client has shown a certificate before that is refused."""
-        # Python cannot give a session where there is none.
+        """Use the latest certificates for a handshake that begins. Refuse a resumed TLS 1.2 session from before their reading."""
+        # Without a session, the attribute raises.
         session = connection.session if connection.session_reused else None
         if session is not None and session.time <= self._read_at:
             return ssl.AlertDescription.ALERT_DESCRIPTION_CERTIFICATE_EXPIRED
@@ -204,6 +205,7 @@ def names_of(peer: ssl.SSLObject | None) -> tuple[str, ...]:
 
 
 def _context(kind: int, certificate: Path | None, key: Path | None, ca: Path | None) -> ssl.SSLContext:
+    """Return a TLS context with these files. Raises NotThereYet for a missing file, ConfigError for an invalid one."""
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # The protocols over it mark their own ends, so a truncated stream is detected without close_notify.

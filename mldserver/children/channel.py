@@ -243,9 +243,8 @@ class Channel(Generic[M]):
         """Report the end of the channel, and close it. ``what``: what is wrong; None: the other side has ended."""
         if self._open:
             try:
-                self._ended(
-                    what
-                )  # before the close: the other side kills a peer whose socket it finds closed
+                # Before the close: the other side kills a peer whose socket it finds closed.
+                self._ended(what)
             finally:
                 self.close()
 

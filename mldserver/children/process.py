@@ -62,6 +62,7 @@ class ChildOutput:
         self._end()
 
     def _readable(self) -> None:
+        """Read what has come, and pass its lines on; pause reading if the receiver has too many lines for now."""
         data = self._read()
         if data is None:
             return

@@ -124,7 +124,7 @@ def text(allowed: str) -> Kind[str]:
 
 @kind("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit", metavar="NAME")
 def name(raw: object) -> str:
-    """A name that is safe as a directory and in a log line."""
+    """Parse a name that is safe as a directory's name and in a log line."""
     word = as_text(raw)
     if not _NAME.fullmatch(word):
         raise ValueError("it has characters that a directory's name should not have")
@@ -133,7 +133,7 @@ def name(raw: object) -> str:
 
 @kind("package.module or package.module:Name")
 def dotted_path(raw: object) -> str:
-    """``package.module`` or ``package.module:Name``."""
+    """Parse the import path of a module, or of a name in it: ``package.module`` or ``package.module:Name``."""
     path = as_text(raw)
     if not _DOTTED_PATH.fullmatch(path):
         hint = "; a file's path is none" if path.endswith(".py") or "/" in path else ""
@@ -143,7 +143,7 @@ def dotted_path(raw: object) -> str:
 
 @kind("a local path", metavar="PATH")
 def folder(raw: object) -> Path:
-    """A local path; ``~`` is the home directory, relative paths start at the working directory."""
+    """Parse a local path; ``~`` is the home directory, relative paths start at the working directory."""
     if isinstance(raw, Path):
         return raw
     path = as_text(raw)
@@ -154,7 +154,7 @@ def folder(raw: object) -> Path:
 
 @kind("host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path", metavar="ADDRESS")
 def address(raw: object) -> Address:
-    """``host:port``, ``:port`` on loopback, ``[v6]:port``, or ``unix:/path``."""
+    """Parse an address to listen on: ``host:port``, ``:port`` on loopback, ``[v6]:port``, or ``unix:/path``."""
     written = as_text(raw)
     if written.startswith("unix:"):
         path = written.removeprefix("unix:").removeprefix("//")
@@ -178,7 +178,7 @@ def address(raw: object) -> Address:
 
 @kind("a whole number from 1 on", metavar="N")
 def count(raw: object) -> int:
-    """A whole number above zero."""
+    """Parse a whole number above zero."""
     if isinstance(raw, str) and raw.strip().isascii() and raw.strip().isdigit():
         number = int(raw)
     elif isinstance(raw, int) and not isinstance(raw, bool):
@@ -193,7 +193,7 @@ def count(raw: object) -> int:
 
 
 def size(*, at_least: int = 1) -> Kind[int]:
-    """Bytes, as a number or as text such as ``256 MiB``."""
+    """Return the kind of sizes: bytes, given as a number or as text such as ``256 MiB``."""
 
     def parse(raw: object) -> int:
         number = _number(raw)
@@ -223,7 +223,7 @@ def show_size(value: int) -> str:
 
 
 def duration_seconds() -> Kind[float]:
-    """Seconds above zero, as a number or as text such as ``10 minutes``."""
+    """Return the kind of durations in seconds above zero, given as a number or as text such as ``10 minutes``."""
     ms = duration_ms()
     return Kind(
         ms.allowed,
@@ -234,7 +234,7 @@ def duration_seconds() -> Kind[float]:
 
 
 def duration_ms(*, zero: bool = False) -> Kind[int]:
-    """Milliseconds; written as ``duration_seconds`` are. Zero only where it makes sense."""
+    """Return the kind of durations in milliseconds, given as ``duration_seconds`` are. ``zero``: whether zero is allowed."""
 
     def parse(raw: object) -> int:
         number = _number(raw)
@@ -263,7 +263,7 @@ def show_duration(ms: int) -> str:
 
 
 def choice(of: Any) -> Kind[Any]:
-    """One of a few words: of a ``Literal``, or of an enumeration."""
+    """Return the kind of one of a few words: those of a ``Literal`` or of an enumeration (``of``)."""
     by_word = {str(option): option for option in get_args(of) or of}
 
     def parse(raw: object) -> Any:
@@ -277,7 +277,7 @@ def choice(of: Any) -> Kind[Any]:
 
 @kind("true | false (also yes | no, on | off, 1 | 0)", lambda value: str(value).lower(), flag=True)
 def flag(raw: object) -> bool:
-    """Yes or no."""
+    """Parse a boolean: true or false, yes or no, on or off, 1 or 0."""
     if isinstance(raw, bool):
         return raw
     word = as_text(raw).lower()
@@ -295,7 +295,7 @@ def flag(raw: object) -> bool:
     metavar="KEY=VALUE",
 )
 def pairs(raw: object) -> Mapping[str, str]:
-    """Keys and values: a TOML table, repeated ``key=value`` options, or one text with ``;`` between the pairs."""
+    """Parse keys and values: a TOML table, repeated ``key=value`` options, or one text with ``;`` between the pairs."""
     if isinstance(raw, Mapping):
         return dict(_leaves(raw))
     items = raw.split(";") if isinstance(raw, str) else raw
@@ -335,12 +335,12 @@ def listed(raw: object, what: str, *, between: str = ",") -> list[str]:
 
 
 def optional(of: Kind[T], *, word: str = "none") -> Kind[T | None]:
-    """The kind, or a ``word`` for None."""
+    """Return the kind of values of ``of``, or a ``word`` for None."""
     return or_word(of, word, None)
 
 
 def or_word(of: Kind[Any], word: str, meaning: object) -> Kind[Any]:
-    """The kind, or a ``word`` with a special meaning."""
+    """Return the kind of values of ``of``, or a ``word`` that stands for ``meaning``."""
 
     def parse(raw: object) -> Any:
         is_word = isinstance(raw, str) and raw.strip().lower().replace("-", "_") == word
@@ -425,7 +425,7 @@ def failure_rule(text: str) -> FailureRule:
     metavar="CLASS=ACTION",
 )
 def failure_rules(raw: object) -> tuple[FailureRule, ...]:
-    """``CLASS=ACTION``, repeated or with commas between them, or a TOML table."""
+    """Parse rules on what to do with records by their error's class: ``CLASS=ACTION``, repeated or with commas, or a table."""
     if isinstance(raw, Mapping):
         raw = [f"{name}={action}" for name, action in pairs.parse(raw).items()]
     rules = tuple(map(failure_rule, listed(raw, "CLASS=ACTION", between="[,;]")))

@@ -71,7 +71,7 @@ SourcePlace = DynamoPlace | Literal["mld"]
 
 @kind("sqlite, sqlite:PATH, or dynamodb://TABLE?region=REGION", metavar="LEDGER")
 def ledger(raw: object) -> LedgerPlace:
-    """``sqlite``, ``sqlite:PATH``, or ``dynamodb://TABLE`` with ``region`` and ``endpoint_url`` as query."""
+    """Parse the ledger's place: ``sqlite``, ``sqlite:PATH``, or ``dynamodb://TABLE?region=…&endpoint_url=…``."""
     written = as_text(raw)
     if written.lower() == "sqlite":
         return SqlitePlace()
@@ -93,7 +93,7 @@ def ledger(raw: object) -> LedgerPlace:
 
 @kind("mld, or dynamodb://TABLE?region=REGION (or a stream's ARN in place of the table)", metavar="SOURCE")
 def source(raw: object) -> SourcePlace:
-    """``mld``, or ``dynamodb://TABLE`` or ``dynamodb://ARN`` with ``region`` and ``endpoint_url`` as query."""
+    """Parse where records come from: ``mld`` (MultiLangDaemon), or ``dynamodb://TABLE`` or ``dynamodb://ARN`` with options."""
     written = as_text(raw)
     if written.lower() == "mld":
         return "mld"
@@ -107,7 +107,7 @@ def source(raw: object) -> SourcePlace:
 
 
 def _options(query: str) -> tuple[str | None, str | None]:
-    """Return region and endpoint. Raises ValueError for anything else."""
+    """Return the region and the endpoint that a URL's query names. Raises ValueError for any other option."""
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not options.keys() <= _OPTIONS or not all(options.values()):
         raise ValueError(f"only {' and '.join(sorted(_OPTIONS))} may follow the table")
@@ -118,7 +118,7 @@ def _options(query: str) -> tuple[str | None, str | None]:
     "a local path, or a URI such as s3://BUCKET/FOLDER?region=REGION (gs, abfs, hdfs …)", metavar="PATH|URI"
 )
 def out(raw: object) -> OutPlace:
-    """A local path, ``file:///PATH``, or a URI of a file system that pyarrow knows."""
+    """Parse the output folder: a local path, ``file:///PATH``, or a URI of a file system that pyarrow knows."""
     if isinstance(raw, Path):
         return raw
     written = as_text(raw)
@@ -161,7 +161,7 @@ _MASTER = re.compile(r"local\b.*|local-cluster\[.*|yarn|(spark|k8s|sc)://.+")
     metavar="MASTER",
 )
 def spark_master(raw: object) -> str:
-    """A Spark master of a known kind; Spark checks the rest. It may hold a token, so no message repeats it."""
+    """Parse a Spark master of a known kind; Spark checks the rest. It may hold a token, so no message repeats it."""
     master = as_text(raw)
     if not _MASTER.fullmatch(master):
         raise ValueError("it is not a master that Spark knows")
@@ -178,7 +178,7 @@ _PARQUET: Final = "parquet"
     metavar="PATH",
 )
 def python_files(raw: object) -> tuple[Path, ...]:
-    """Files of Python code, as spark-submit's ``--py-files`` takes them; they must be there."""
+    """Parse files of Python code for Spark, as for spark-submit's ``--py-files``. Raises ValueError if one is missing."""
     files = tuple(map(folder.parse, listed(raw, "files")))
     for file in files:
         if file.suffix not in {".py", ".zip", ".egg"}:
@@ -195,7 +195,7 @@ def python_files(raw: object) -> tuple[Path, ...]:
     metavar="NAME",
 )
 def globs(raw: object) -> tuple[str, ...]:
-    """Names with ``*`` and ``?`` in them; none of them (``any``) means that every name will do."""
+    """Parse patterns of allowed names, with ``*`` and ``?``. The word ``any`` gives an empty tuple: every name is allowed."""
     names = tuple(listed(raw, "names"))
     if not names:  # an empty list from a template must not allow every name
         raise ValueError("it names nothing")
@@ -208,7 +208,7 @@ def globs(raw: object) -> tuple[str, ...]:
     metavar="SINK",
 )
 def sink(raw: object) -> SinkSpec | None:
-    """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``sinks/__init__.py``)."""
+    """Parse where Spark writes windows: ``parquet`` files (None), or ``NAME:PLACE`` of a registered sink (``sinks/__init__.py``)."""
     if raw is None or isinstance(raw, SinkSpec):
         return raw
     word, colon, target = as_text(raw).partition(":")
@@ -253,7 +253,7 @@ LETTER_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     metavar="PLACE",
 )
 def dead_letters(raw: object) -> LetterPlace | None:
-    """``ledger`` (None), or one of ``LETTER_PLACES``."""
+    """Parse where dead letters (records that failed for good) are stored: ``ledger`` (None), or one of ``LETTER_PLACES``."""
     if raw is None or isinstance(raw, LetterPlace):
         return raw
     word, colon, target = as_text(raw).partition(":")

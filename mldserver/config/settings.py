@@ -367,9 +367,9 @@ class Settings(
         return any(_secrets_in(getattr(self, specs()[name].field)) for name in of_file)
 
     def secrets(self) -> set[str]:
-        """Return the secrets that URLs and pairs of any setting hold, so that the log can be searched for them.
+        """Return the secrets that URLs and pairs of any setting hold: the log hides them.
 
-        A password that is the pipeline's name is none: without the name no command would know the server.
+        A password that equals the pipeline's name is left out: commands need the name to find the server.
         """
         found = {
             secret for name in self.origins for secret in _secrets_in(getattr(self, specs()[name].field))

@@ -285,12 +285,12 @@ def _batches() -> Section:
 def aggregate(count: int) -> bytes:
     """Return a KPL aggregate of so many records: magic, a protobuf message, its MD5."""
 
-    def piece(tag: int, data: bytes) -> bytes:
+    def field(tag: int, data: bytes) -> bytes:
         return bytes([tag, len(data)]) + data
 
     # AggregatedRecord: 1 partition_key_table, 3 records; Record: 1 partition_key_index, 3 data.
-    body = piece(0x0A, b"key") + b"".join(
-        piece(0x1A, b"\x08\x00" + piece(0x1A, b"%d" % number)) for number in range(count)
+    body = field(0x0A, b"key") + b"".join(
+        field(0x1A, b"\x08\x00" + field(0x1A, b"%d" % number)) for number in range(count)
     )
     return b"\xf3\x89\x9a\xc2" + body + hashlib.md5(body, usedforsecurity=False).digest()
 

@@ -125,7 +125,7 @@ _SCHEMA: Final = pa.schema(
 
 
 def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: int) -> Iterator[list[T]]:
-    """Yield items in order, in lists of at most ``count`` items and ``most`` bytes. A larger item has a list of its own."""
+    """Yield items in order, in lists of at most ``count`` items and ``most`` bytes. A larger item has a separate list."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -64,7 +64,7 @@ class Redriver:
     why_not: str = ""
     """Why letters cannot run again with this handler, if so."""
     _keys_to_unpark: dict[str, set[str]] = field(default_factory=dict)
-    """By shard, the keys whose letters have run: the handler gets their records again once the ledger has no letter of theirs."""
+    """By shard, the keys whose letters have run: the handler gets a key's records again once the ledger has no letter of the key."""
 
     async def run(self) -> None:
         """Redrive letters for ever."""

@@ -200,7 +200,7 @@ class ShardTree:
         return tuple(readable), tuple(sorted(unresolved))
 
     def _ancestors_of_begun(self) -> tuple[set[str], set[str]]:
-        """Return the ancestors of the shards in which reading began, and those of them that no answer of AWS has named."""
+        """Return the ancestors of the shards in which reading began, and which ancestors no answer of AWS has named."""
         ancestors: set[str] = set()
         unresolved: set[str] = set()
         for shard_id in [name for name, node in self._nodes.items() if node.begun]:

@@ -110,7 +110,7 @@ class Description(NamedTuple):
 async def streams_client(
     *, region: str | None = None, endpoint_url: str | None = None, session: Any = None
 ) -> AsyncIterator[Any]:
-    """Make a client as StreamsApi wants it; ``session``: in place of aioboto3's own."""
+    """Make a client for StreamsApi, which retries by itself: botocore must not. ``session``: in place of aioboto3's own."""
     async with aws_client(
         "dynamodbstreams",
         region=region,

@@ -79,7 +79,7 @@ class FileFollower:
     _fd: int = -1
     _regular: bool = True
     """Whether it is a file in the narrow sense; a pipe is neither truncated nor replaced."""
-    _head: bytes = b""
+    _first_bytes: bytes = b""
     _lines: LineSplitter = field(default_factory=LineSplitter)
 
     @property
@@ -88,9 +88,9 @@ class FileFollower:
         return self._fd >= 0
 
     def read(self) -> Iterator[bytes]:
-        """Yield the whole lines that have come since the last call; to be consumed to its end.
+        """Yield the complete lines written since the last call; the caller must consume all. No file: yield nothing.
 
-        Raises ConfigError when the path cannot be read; that it does not exist (yet, or between two files) is none.
+        Follows a file that was truncated or replaced (logrotate). Raises ConfigError when the path cannot be read.
         """
         if not self.opened:
             try:
@@ -100,20 +100,20 @@ class FileFollower:
             except OSError as error:
                 raise ConfigError(f"{self.path} cannot be read: {error.strerror}.") from error
             self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        if self._head:
-            # A file that was emptied may have grown beyond our place again since.
+        if self._first_bytes:
+            # A truncated file may have grown beyond this reader's offset again: then its first bytes differ.
             shrunk = os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR)
-            if shrunk or os.pread(self._fd, len(self._head), 0) != self._head:
+            if shrunk or os.pread(self._fd, len(self._first_bytes), 0) != self._first_bytes:
                 yield from self._lines.finish()
                 os.lseek(self._fd, 0, os.SEEK_SET)
-                self._head = b""
-        yield from self._read_on()
-        named, ours = None, os.fstat(self._fd)
+                self._first_bytes = b""
+        yield from self._read_lines()
+        at_path, opened = None, os.fstat(self._fd)
         with contextlib.suppress(FileNotFoundError):
-            named = self.path.stat()
-        if named is not None and (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino):
-            # Whoever wrote to the old file did so before it opened the new one: read the rest, then change over.
-            yield from self._read_on()
+            at_path = self.path.stat()
+        if at_path is not None and (at_path.st_dev, at_path.st_ino) != (opened.st_dev, opened.st_ino):
+            # The path names another file now. Its writer wrote to the old file before: read the old file's rest first.
+            yield from self._read_lines()
             yield from self.finish()
             yield from self.read()
 
@@ -122,10 +122,11 @@ class FileFollower:
         if self.opened:
             os.close(self._fd)
             self._fd = -1
-        self._head = b""
+        self._first_bytes = b""
         return self._lines.finish()
 
-    def _read_on(self) -> Iterator[bytes]:
+    def _read_lines(self) -> Iterator[bytes]:
+        """Yield the complete lines from this reader's offset to the end of the open file."""
         while True:
             try:
                 data = os.read(self._fd, _CHUNK)
@@ -133,8 +134,8 @@ class FileFollower:
                 raise ConfigError(f"{self.path} is a directory.", advice="Name a log file.") from error
             if not data:
                 return
-            if self._regular and len(self._head) < _HEAD:
-                self._head += data[: _HEAD - len(self._head)]
+            if self._regular and len(self._first_bytes) < _HEAD:
+                self._first_bytes += data[: _HEAD - len(self._first_bytes)]
             yield from self._lines.feed(data)
 
 

@@ -80,7 +80,7 @@ def _second(seconds: int) -> str:
 def _finish(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> tuple[tuple[MutableMapping[str, Any]], dict[str, Any]]:
-    """Add level, timestamp and exception in one step: a step of its own would cost as much as the line's JSON."""
+    """Add level, timestamp and traceback, and return the logger's arguments: structlog's last processor, one for all for speed."""
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, method, event)
     structlog.processors.add_log_level(logger, method, event)
@@ -105,9 +105,8 @@ def configure(
 
     No line holds one of the ``secrets``, even if a handler, a library or Spark wrote it.
 
-    ``observers`` see events from info on even where only graver ones are logged (of workers: those that they send). Lower
-    ones they see where these are logged: to make them for observers alone would cost more than a batch. Return what writes
-    the log, in a thread, until it is closed.
+    ``observers`` receive all events from info on, even if ``level`` is higher, and debug events only if these are logged: to
+    make them for observers alone would cost more than a batch. Return the writer, whose thread writes until it is closed.
     """
 
     def observe(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -264,7 +263,7 @@ class LineLimit:
 def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> Iterator[LogWriter]:
     """Log as the settings say, for as long as the context lasts, prints and library logs included.
 
-    ``observers``: as ``configure`` has them. Its end waits a few seconds at most until everything is written.
+    ``observers``: see ``configure``. At the end, wait a few seconds at most until everything is written.
 
     Raises OperatorError when the log file cannot be opened.
     """
@@ -274,11 +273,11 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
             # Descriptor 1 is standard error meanwhile: otherwise a handler's subprocess, or a C library, would write
             # between the log's lines.
             sys.stdout.flush()
-            former = os.dup(1)
-            stack.callback(os.close, former)
-            stack.callback(os.dup2, former, 1)
+            real_stdout = os.dup(1)
+            stack.callback(os.close, real_stdout)
+            stack.callback(os.dup2, real_stdout, 1)
             os.dup2(2, 1)
-            output = LogOutput(os.dup(former))
+            output = LogOutput(os.dup(real_stdout))
         else:
             output = LogOutput(settings.log_file)
         writer = configure(
@@ -290,14 +289,14 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
         )
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
-        # A handler may configure structlog to print; what is printed is logged: if that were printed too, it would
-        # never end. So this logger stays as structlog is configured now.
-        now = structlog.get_config()
-        ours = structlog.wrap_logger(
-            now["logger_factory"](), processors=now["processors"], wrapper_class=now["wrapper_class"]
+        # A handler may configure structlog to print. Its prints are logged, and must not be printed again: an endless
+        # loop. So the logger for prints keeps today's configuration.
+        config = structlog.get_config()
+        print_log = structlog.wrap_logger(
+            config["logger_factory"](), processors=config["processors"], wrapper_class=config["wrapper_class"]
         )
         stack.enter_context(
-            caught_output(lambda stream, text: ours.info("handler.output", stream=stream, text=text))
+            caught_output(lambda stream, text: print_log.info("handler.output", stream=stream, text=text))
         )
         _current = writer
         try:

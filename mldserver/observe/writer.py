@@ -99,6 +99,7 @@ class LogOutput:
 
 
 def _open(path: Path, flags: int = 0) -> int:
+    """Open a log file to append to, with its folders made; return the descriptor. Raises OperatorError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, _MODE)

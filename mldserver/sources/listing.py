@@ -100,7 +100,7 @@ class StreamLister:
                 request = {"NextToken": token} if token else {}
         except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
             name, what, advice = type(error).__name__, str(error), {}
-            # By the text: botocore makes the exception's class only with the client.
+            # Recognized by its text: botocore makes the exception's class at run time, as an attribute of the client.
             if "(ResourceNotFoundException)" in what:
                 what = f"There is no stream {self._stream} in this account and region."
                 advice = {"advice": "Check the settings stream and region, and the credentials' account."}

@@ -205,9 +205,7 @@ class MLDListener:
                 actual_address = str(self._address)
             else:
                 listener = await listen_tcp(*self._address)
-                actual_address = str(
-                    TcpAddress(*listener.getsockname()[:2])
-                )  # with the port that the system chose
+                actual_address = str(TcpAddress(*listener.getsockname()[:2]))  # the port may have been 0
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             # All other errors may pass: the port is in use, or the address or the folder does not exist yet.
             is_permanent = (

@@ -55,7 +55,7 @@ class Requests:
         link.on_batch, link.on_partial = self._deliver, self._note_partial
 
     async def run(self) -> None:
-        """Serve until the connection is closed, then release the shard. Errors end the connection only."""
+        """Serve the daemon until its connection is closed, then release the shard. An error ends only this connection."""
         link, began_ms = self._link, self._clock.steady_ms()
         try:
             async with asyncio.TaskGroup() as group:

@@ -254,6 +254,7 @@ class FakeStreams(FakeTable):
         return {"Records": records, "NextShardIterator": following}
 
     def _stream(self, arn: str) -> TableStream:
+        """Return the stream of this ARN. Raises RequestRejected as AWS does if there is none."""
         for stream in self.streams:
             if stream.arn == arn:
                 return stream

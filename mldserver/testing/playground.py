@@ -137,7 +137,7 @@ def play_settings(
 ) -> Settings:
     """Return settings for a run on this machine: the user's own, except address, log, and everything outside ``out``.
 
-    Spark leaves it only for a ``spark_master`` that is named here. Raises ConfigError.
+    Spark runs on this machine, unless ``spark_master`` names another place. Raises ConfigError.
     """
     fixed = {
         "handler": handler,
@@ -149,7 +149,7 @@ def play_settings(
         "flush_interval": "1 s",
     }
     settings = resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD)
-    # Machines of a cluster do not see just any folder of this one's.
+    # The user's cluster is not used: its machines may not see the folder ``out``.
     master = spark_master or (settings.spark_master if is_local(settings.spark_master) else "local[*]")
     # Every shard of the fake connects at once, so two seconds are enough to see them all.
     settings = resolve(fixed | {"spark_master": master}, environ=environ, folder=folder, leave_out=_OUTWARD)

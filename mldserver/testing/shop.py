@@ -84,7 +84,7 @@ class Shop(ServerRun):
         engine: Engine | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Prepare. ``engine`` takes Spark's place."""
+        """Prepare a fake table on which ``run`` carries out ``steps``. ``engine``: in place of Spark."""
         super().__init__(clock or SystemClock())
         self.table = FakeStreams(TABLE, shards=2, clock=self.clock)
         self.steps = steps

@@ -56,7 +56,7 @@ def build_stream(
     start_ms: int,
     arrivals: Sequence[int] | None = None,
 ) -> FakeStream:
-    """Return a stream with one record for each line, under a key of its own, and with splits and merges of shards.
+    """Return a stream with one record for each line, each under a different key, and with splits and merges of shards.
 
     The seed decides where the splits and merges come between the records, and which open shards they take. A merge is
     skipped if no two open shards have adjacent hash ranges. Arrival times begin at ``start_ms`` (milliseconds since the

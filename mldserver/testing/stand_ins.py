@@ -134,6 +134,7 @@ def _write_partial_output(job: WindowJob) -> None:
 
 
 def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str, str] | None) -> int:
+    """Read a window's segments, pass them through ``on_table``, and write the output; return its number of rows. Blocking."""
     import pyarrow as pa  # noqa: PLC0415  # the plugin's users may never compute a window
     import pyarrow.parquet as pq  # noqa: PLC0415  # see above
     from pyarrow.fs import FileType  # noqa: PLC0415  # see above
