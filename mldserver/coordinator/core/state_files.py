@@ -1,0 +1,257 @@
+"""The content of state files: the changes of a flush, a store's entries, and compaction. A synchronous core on Arrow tables.
+
+A flush writes one file with the changes of all its stores (``COLUMNS``). The ledger says for which ranges of MD5 hashes each store
+needs the file. A store's entries are the rows of these ranges in all its files. Of the rows of one key the row with the highest
+serial counts: serials grow along the history of a key, also when its shard splits or merges.
+
+A store that has rows of its own in a file needs no other rows of it. Otherwise the store has inherited the file: the rows were
+written for the shard's ancestors, and the hashes of their keys say which rows it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mldserver.ledger.contract import StateFile, StoreState
+from mldserver.stores import ALL_KEYS, KeyRange, StateChange, divide, hash_of, unpack_changes
+
+COLUMNS: Final = pa.schema(
+    [
+        pa.field("store", pa.string(), nullable=False),
+        pa.field("key", pa.binary(), nullable=False),
+        pa.field("expires_ms", pa.int64()),
+        pa.field("value", pa.binary()),
+        pa.field("serial", pa.int64(), nullable=False),
+    ]
+)
+"""The columns of a state file. A row without a value is a *tombstone*: the key has no state any more."""
+
+BUFFERED: Final = (1 << 63) - 1
+"""The serial of changes that no flush has written yet: higher than any other."""
+
+FILES_AT_ONCE: Final = 8
+"""Compaction joins so many files of similar size, or more. A store with fewer files is not compacted."""
+SIMILAR: Final = 4
+"""The largest of them has at most so many times the bytes of the smallest."""
+MOST_FILES: Final = 24
+"""With more files than these, compaction joins the smallest, whatever their sizes are."""
+STEP_BYTES: Final = 64 * 1024 * 1024
+"""The most that one step of compaction writes."""
+_PORTION: Final = 10_000
+"""Changes that become Arrow's at a time: so long does the conversion hold the interpreter."""
+
+
+def changes(blobs: Iterable[tuple[str, bytes]], serials: Mapping[str, int]) -> pa.Table:
+    """Return the changes of stores as one table in order of the stores: the last change of each key.
+
+    ``blobs``: stores and their changes (``stores.pack_changes``), the newest first. ``serials``: of each store, the serial that its
+    rows get.
+    """
+    latest: dict[str, dict[bytes, StateChange]] = {}
+    for store, blob in blobs:
+        known = latest.setdefault(store, {})
+        for change in unpack_changes(blob):
+            if change.key not in known:
+                known[change.key] = change
+    tables = [COLUMNS.empty_table()]
+    for store in sorted(latest):
+        found = list(latest[store].values())
+        tables += [
+            _table(store, found[first : first + _PORTION], serials[store])
+            for first in range(0, len(found), _PORTION)
+        ]
+    return pa.concat_tables(tables)
+
+
+def _table(store: str, found: SequenceABC[StateChange], serial: int) -> pa.Table:
+    keys, values, expiries = zip(*found, strict=True)
+    columns = ([store] * len(found), keys, expiries, values, [serial] * len(found))
+    return pa.table(
+        [pa.array(each, field.type) for each, field in zip(columns, COLUMNS, strict=True)], COLUMNS
+    )
+
+
+def entries(
+    files: Iterable[tuple[pa.Table, StateFile]],
+    store: StoreState,
+    *,
+    buffered: pa.Table | None = None,
+    expired_ms: int | None = None,
+) -> pa.Table:
+    """Return the present entries of a store: ``key``, ``value`` and ``expires_ms``.
+
+    ``files``: the files that the store needs, with their content. ``buffered``: changes that are newer than all files.
+    ``expired_ms``: entries that expire at or before this time are left out; None: none has expired.
+    """
+    tables = [rows_of(table, store, file.needed[store.store_id]) for table, file in files]
+    rows = newest([*tables, *filter(None, (buffered,))])
+    return rows.filter(_present(rows, expired_ms)).select(["key", "value", "expires_ms"])
+
+
+def rows_of(table: pa.Table, store: StoreState, ranges: SequenceABC[KeyRange]) -> pa.Table:
+    """Return the rows of a file that belong to a store which needs the file for ``ranges``."""
+    own = table.filter(pc.equal(table.column("store"), store.store_id))
+    if len(own) and tuple(ranges) == (store.key_range,):
+        return own
+    rows = own if len(own) else table
+    # An array of 16 bytes each compares as the numbers do, and all keys at once.
+    hashes = np.array([_sortable(hash_of(key)) for key in rows.column("key").to_pylist()], "S16")
+    inside = np.zeros(len(rows), bool)
+    for each in ranges:
+        inside |= (hashes >= _sortable(each.first)) & (hashes <= _sortable(each.last))
+    return rows.filter(pa.array(inside))
+
+
+def _sortable(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def newest(tables: Iterable[pa.Table]) -> pa.Table:
+    """Return the row of each key with the highest serial, from rows of one store."""
+    rows = pa.concat_tables([COLUMNS.empty_table(), *tables])
+    codes = pa.concat_arrays(rows.column("key").chunks).dictionary_encode()
+    order = np.argsort(rows.column("serial").to_numpy(), kind="stable")
+    latest = np.empty(len(codes.dictionary), np.int64)
+    # Where an index occurs several times, NumPy keeps the last assignment.
+    latest[codes.indices.to_numpy()[order]] = order
+    return rows.take(pa.array(latest))
+
+
+def _present(rows: pa.Table, expired_ms: int | None) -> pa.ChunkedArray:
+    has_value = pc.is_valid(rows.column("value"))
+    if expired_ms is None:
+        return has_value
+    stays = pc.fill_null(pc.greater(rows.column("expires_ms"), expired_ms), fill_value=True)
+    return pc.and_(has_value, stays)
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Files of which the rows of some stores become one new file."""
+
+    files: tuple[StateFile, ...]
+    stores: tuple[str, ...]
+    """In order. The rows of other stores stay where they are."""
+    part: KeyRange
+    """Only rows in this range of hashes are taken."""
+    whole: frozenset[str]
+    """The stores that need no other file for ``part``: their tombstones and expired entries go."""
+
+    @property
+    def needed(self) -> dict[str, tuple[KeyRange, ...]]:
+        """For which ranges each store needs the new file. The old files are not needed for these ranges any more."""
+        found = {
+            store: _joined(each for file in self.files for each in self._ranges(file, store))
+            for store in self.stores
+        }
+        return {store: ranges for store, ranges in found.items() if ranges}
+
+    def _ranges(self, file: StateFile, store: str) -> tuple[KeyRange, ...]:
+        return divide(file.needed.get(store, ()), self.part)[0]
+
+    def rows(
+        self,
+        read: Callable[[StateFile], pa.Table],
+        stores: Mapping[str, StoreState],
+        expired_ms: Mapping[str, int | None],
+    ) -> pa.Table:
+        """Return the rows of the new file, in order of the stores. ``read`` returns a file's content.
+
+        ``expired_ms``: for each store, the time at or before which its entries have expired; None: none has.
+
+        A store without rows gets a tombstone that no other row counts less than, so that it has a row of its own (``rows_of``).
+        """
+        parts: dict[str, list[pa.Table]] = {store: [] for store in self.needed}
+        for file in self.files:
+            table = read(file)
+            for store, tables in parts.items():
+                if ranges := self._ranges(file, store):
+                    tables.append(rows_of(table, stores[store], ranges))
+        found = [COLUMNS.empty_table()]
+        for store, tables in parts.items():
+            rows = newest(tables)
+            if store in self.whole:
+                rows = rows.filter(_present(rows, expired_ms[store]))
+            if not len(rows):
+                rows = _table(store, [StateChange(b"", None)], 0)
+            found.append(rows.set_column(0, COLUMNS.field(0), pa.array([store] * len(rows), pa.string())))
+        return pa.concat_tables(found)
+
+
+def compaction(
+    chosen: Iterable[StateFile],
+    files: Iterable[StateFile],
+    stores: AbstractSet[str],
+    part: KeyRange = ALL_KEYS,
+) -> Compaction:
+    """Return how to make one of the chosen files, for these stores. ``files``: all files."""
+    chosen = tuple(chosen)
+    paths = {file.path for file in chosen}
+    here = {store for file in chosen for store in file.needed if store in stores}
+    partly = {
+        store
+        for file in files
+        if file.path not in paths
+        for store in here & file.needed.keys()
+        if divide(file.needed[store], part)[0]
+    }
+    return Compaction(chosen, tuple(sorted(here)), part, frozenset(here - partly))
+
+
+def choose(files: SequenceABC[StateFile], stores: AbstractSet[str]) -> Compaction | None:
+    """Return the next step of compaction for stores that this server serves; None: nothing is worth a step.
+
+    All files that these stores need become one when at least half of their bytes is not in the largest: as large as the largest
+    is, about half of the content is obsolete then. If all are more than STEP_BYTES, one step does this for a part of the hashes.
+    Otherwise files of similar size become one, so that a change is written a few times at most.
+    """
+    mine = sorted((file for file in files if not stores.isdisjoint(file.needed)), key=lambda file: file.bytes)
+    total, parts = sum(file.bytes for file in mine), 1
+    while total > parts * STEP_BYTES:
+        parts *= 2
+    for part in _parts(parts if len(mine) >= FILES_AT_ONCE else 0):
+        sizes = {file.path: size for file in mine if (size := file.bytes * _share(file, stores, part))}
+        if len(sizes) >= FILES_AT_ONCE and 2 * max(sizes.values()) <= sum(sizes.values()):
+            return compaction((file for file in mine if file.path in sizes), files, stores, part)
+    for first in range(len(mine) - FILES_AT_ONCE + 1):
+        group = mine[first : first + FILES_AT_ONCE]
+        alike = group[-1].bytes <= SIMILAR * group[0].bytes or (len(mine) > MOST_FILES and not first)
+        if alike and sum(file.bytes for file in group) <= STEP_BYTES:
+            return compaction(group, files, stores)
+    return None
+
+
+def _parts(count: int) -> list[KeyRange]:
+    """Return so many equal parts of all hashes; a power of two."""
+    bounds = [(ALL_KEYS.last + 1) * each // count for each in range(count + 1)] if count else [0]
+    return [KeyRange(first, behind - 1) for first, behind in pairwise(bounds)]
+
+
+def _share(file: StateFile, stores: AbstractSet[str], part: KeyRange) -> float:
+    """Return the share of a file's rows that lies in a part of the hashes, as far as these stores need the file."""
+    ranges = [each for store in stores & file.needed.keys() for each in file.needed[store]]
+    return _width(divide(ranges, part)[0]) / _width(ranges)
+
+
+def _width(ranges: Iterable[KeyRange]) -> int:
+    return sum(each.last - each.first + 1 for each in ranges)
+
+
+def _joined(ranges: Iterable[KeyRange]) -> tuple[KeyRange, ...]:
+    """Return ranges in order, those that overlap or touch as one."""
+    found: list[KeyRange] = []
+    for each in sorted(ranges):
+        if found and each.first <= found[-1].last + 1:
+            found[-1] = KeyRange(found[-1].first, max(found[-1].last, each.last))
+        else:
+            found.append(each)
+    return tuple(found)
