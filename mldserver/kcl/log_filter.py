@@ -20,6 +20,11 @@ from mldserver.base.folding import Folding
 
 ENDS_ITSELF: Final = "Process terminated, will initiate shutdown."
 """What the daemon says when its JVM begins to exit: on SIGTERM, or because a connection to the server ended."""
+BRIDGE_ENDED: Final = (
+    "Child process exited with value: ",
+    "Record processor was not initialized and will not have a child process",
+)
+"""How the daemon's messages begin after which it sends nothing more for a shard: the bridge has exited, or never started."""
 
 MARK: Final = "MLD"
 LINE_END: Final = "\u2028"

@@ -5,6 +5,10 @@ normal way back after a server was restarted. It would wait for its grace first,
 not left the time. Nor is it started before the server answers: it would take leases, fail, and keep them from other
 hosts until they expire, again and again. Once a JVM is dead, the supervisor releases the leader's lock that it may have
 held, so that the application has a leader again at once.
+
+A JVM that is asked to stop has nothing left to do when its last bridge has ended. KCL 3.1 nevertheless waits until
+``failoverTimeMillis`` (10 s by default) is over: its thread that fetches records in advance does not notice the stop. The
+supervisor kills such a JVM, so that the host's shards are not without a reader for these seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +33,15 @@ from mldserver.children.process import ChildProcess
 from mldserver.children.supervise import ChildExit, supervise
 from mldserver.config.kinds import Address, UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, ConfigError, NotThereYet, OperatorError
-from mldserver.kcl.log_filter import ENDS_ITSELF, FilteredEvent, LogEvent, LogFilter, LogParser, verbatim
+from mldserver.kcl.log_filter import (
+    BRIDGE_ENDED,
+    ENDS_ITSELF,
+    FilteredEvent,
+    LogEvent,
+    LogFilter,
+    LogParser,
+    verbatim,
+)
 
 if TYPE_CHECKING:
     from mldserver.kcl.lease_worker import LeaseWorker
@@ -80,8 +92,11 @@ class Supervisor:
     _forced: asyncio.Event = field(default_factory=asyncio.Event)
     _daemon_is_ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the running daemon has begun to exit by itself, because one of its connections failed."""
-    _has_lease: bool = False
-    """The running daemon has gained a lease of a shard, so it may need time for a last checkpoint."""
+    _open_shards: int = 0
+    """Leases that the running daemon has gained, less the shards whose bridges have ended: it may need time for a last
+    checkpoint of each."""
+    _bridges_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the daemon's last bridge ends after the request to stop."""
     _killed: bool = False
     """The last daemon was killed by this supervisor."""
     _lead_released: bool = False
@@ -207,7 +222,9 @@ class Supervisor:
         """
         self._starts += 1
         self._daemon_is_ending.clear()
-        self._killed = self._has_lease = False
+        self._bridges_ended.clear()
+        self._killed = False
+        self._open_shards = 0
         self._lead_released = False
         self._activity = f"the daemon runs (start {self._starts})"
         log.info("kcl.starting", start=self._starts, **self.start_fields)
@@ -238,8 +255,8 @@ class Supervisor:
     async def _end_when_needed(self, child: ChildProcess) -> None:
         """Wait until this program is asked to stop, or the daemon begins to exit by itself; then make sure that it ends.
 
-        Asked to stop: send SIGTERM, wait for the grace, then kill. A daemon without a lease gets a short grace, as it has
-        nothing to checkpoint. A daemon that exits by itself gets ``LAST_SECONDS`` while the server answers, else none.
+        Asked to stop: send SIGTERM, wait until the last bridge has ended or the grace is over, then kill. A daemon without
+        an open shard gets a short grace, as it has nothing to checkpoint. A daemon that exits by itself gets ``LAST_SECONDS`` while the server answers, else none.
         A second request to stop (``_forced``) ends each wait.
         """
         await first_of(self._stopping.wait(), self._daemon_is_ending.wait())
@@ -259,13 +276,17 @@ class Supervisor:
             if not self._forced.is_set():
                 child.signal(signal.SIGTERM)
                 short_grace = min(UNLEASED_SECONDS, self.grace)
-                await first_of(self._forced.wait(), self.clock.sleep(short_grace))
-                if self._has_lease:
-                    await first_of(self._forced.wait(), self.clock.sleep(self.grace - short_grace))
-            if self._has_lease:
+                await self._wait_for_bridges(short_grace)
+                if self._open_shards > 0:
+                    await self._wait_for_bridges(self.grace - short_grace)
+            if self._open_shards > 0:
                 self._forced.set()  # the exit code of this program then says that the daemon was killed
         self._killed = True
         child.kill()
+
+    async def _wait_for_bridges(self, seconds: float) -> None:
+        """Wait until the last bridge has ended or the stop is forced, at most ``seconds``."""
+        await first_of(self._forced.wait(), self._bridges_ended.wait(), self.clock.sleep(seconds))
 
     def _log_output(self, lines: list[str]) -> bool:
         """Log the daemon's output. A line that Java wrote without logback waits for further lines of the same message."""
@@ -277,7 +298,7 @@ class Supervisor:
         return True
 
     def _log_events(self, events: Iterable[LogEvent]) -> None:
-        """Log the daemon's events, filtered; note whether it has gained a lease, and whether it begins to exit."""
+        """Log the daemon's events, filtered; count its open shards, and note whether it begins to exit."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -285,8 +306,12 @@ class Supervisor:
         for event in events:
             # While the daemon exits, each of its shards reports the same fault: log these at debug only.
             lines = [verbatim(event)] if self._daemon_is_ending.is_set() else self._filter.filter(event, now)
-            self._has_lease = self._has_lease or any(line.event == "kcl.lease_gained" for line in lines)
+            self._open_shards += sum(line.event == "kcl.lease_gained" for line in lines)
             _log_lines(lines)
+            if event.text.startswith(BRIDGE_ENDED):
+                self._open_shards -= 1
+                if self._open_shards == 0 and self._stopping.is_set():
+                    self._bridges_ended.set()
             if event.text == ENDS_ITSELF and not self._stopping.is_set():
                 self._daemon_is_ending.set()
 

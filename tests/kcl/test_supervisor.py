@@ -166,6 +166,45 @@ async def test_a_daemon_that_outstays_its_grace_is_killed_and_one_without_a_leas
     assert [event["exit_code"] for event in events(logged, "kcl.exited")] == [-signal.SIGKILL]
 
 
+BRIDGE_ENDED = "MLD\\tINFO\\tx\\tChild process exited with value: 0"
+NO_BRIDGE = "MLD\\tINFO\\tx\\tRecord processor was not initialized and will not have a child process, so"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_killed"),
+    [
+        ([GAINED], [BRIDGE_ENDED], True),
+        ([GAINED, GAINED], [BRIDGE_ENDED, NO_BRIDGE], True),
+        ([GAINED, GAINED, BRIDGE_ENDED], [BRIDGE_ENDED], True),
+        ([GAINED, GAINED], [BRIDGE_ENDED], False),
+    ],
+    ids=["one", "one never started", "one ended before", "one still works"],
+)
+async def test_a_stopped_daemon_is_killed_once_its_last_bridge_has_ended_and_not_before(
+    logged: Logged, fifo: Path, before: list[str], after: list[str], is_killed: bool
+) -> None:
+    said, says = ("\\n".join(lines) + "\\n" for lines in (before, after))
+    script = (
+        f"""trap "printf '{says}'" TERM; printf '{said}'; echo > {fifo}; while :; do sleep 100 & wait; done"""
+    )
+    clock = VirtualClock()
+    watched = supervisor(script, clock)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        while len(events(logged, "kcl.log")) < len(before):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        watched.stop()
+        while len(events(logged, "kcl.log")) < len(before + after):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        if not is_killed:
+            await clock.advance(29.9)
+            assert events(logged, "kcl.exited") == []
+            watched.stop()
+    assert running.result() == (0 if is_killed else 3)
+    assert [event["exit_code"] for event in events(logged, "kcl.exited")] == [-signal.SIGKILL]
+
+
 async def test_a_second_stop_does_not_wait_for_the_grace(fifo: Path) -> None:
     watched = supervisor(f"trap '' TERM; echo > {fifo}; while :; do sleep 100; done", VirtualClock())
     async with asyncio.TaskGroup() as tasks:
