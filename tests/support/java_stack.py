@@ -292,14 +292,16 @@ class Stack:
     # Waiting.
 
     async def until(self, what: str, reached: Callable[[], bool], *, limit: float = 600) -> None:
-        """Wait until something is so. Fails, with the ends of all logs, when it takes longer than ``limit`` seconds."""
+        """Wait until something is so. When it takes longer than ``limit`` seconds, fail with the ends of all logs and with ``waits``."""
         deadline = time.monotonic() + limit
         while not reached():
             for name, process in (("server", self.server), ("daemon", self.daemon)):
                 assert process is None or process.poll() is None, (
                     f"{name} exited while waiting: {what}\n{self.tails()}"
                 )
-            assert time.monotonic() < deadline, f"not within {limit} s: {what}\n{self.tails()}"
+            assert time.monotonic() < deadline, (
+                f"not within {limit} s: {what}\n{self.tails()}\nWhat the JVMs wait for: {self.waits()}"
+            )
             await asyncio.sleep(0.1)
 
     async def until_durable(self, *, limit: float = 600) -> None:
@@ -323,6 +325,17 @@ class Stack:
         async with asyncio.timeout(limit):
             while not wanted.items() <= (await self.leases()).items():  # noqa: ASYNC110  # a table, not an event
                 await asyncio.sleep(0.5)
+
+    def waits(self) -> Path:
+        """Write the threads of each daemon's JVM, and all TCP sockets, to a file, and return its path."""
+        jvms = [pid for host in self._hosts if host.daemon is not None for pid in host.jvms()]
+        path = self.folder / "waits.log"
+        with path.open("wb", buffering=0) as log:
+            for command in (["ss", "-tanp"], *(["jstack", "-l", str(pid)] for pid in jvms)):
+                log.write(f"== {command}\n".encode())
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    subprocess.run(command, stdout=log, stderr=log, timeout=30, check=False)
+        return path
 
     def tails(self) -> str:
         """Return the ends of the logs."""
