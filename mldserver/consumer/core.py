@@ -14,6 +14,8 @@ coordinator has accepted it and has room for more.
   lost lease before. A throttled shard is not: the missing acknowledgement is what slows its source down.
 * *Ahead*: while batches are done quickly, the next ones are acknowledged before they are done, up to a number of batches and bytes.
   The runtime works on all of them, and the outcomes are accepted in order.
+* *One at a time*: if the handler keeps state (``one_at_a_time``), the runtime has one batch of the shard, and later ones wait here. The
+  values that a batch leaves are absolute, so the next batch may begin only when the coordinator has accepted them.
 * Nothing acknowledged early is checkpointed before it is durable. If it is given up, it is delivered again from the checkpoint.
 * While no batch needs a wait, no task runs: work is ``working``. With the first batch that needs one (a handler that failed, a visitor
   at the handler, a throttled shard, a missed deadline), the shell's task takes over, until no batch is in flight: ``awaiting``.
@@ -127,6 +129,8 @@ class Signal(enum.StrEnum):
     # To the work.
     SUBMIT = "submit"
     """A batch comes that the runtime may have at once."""
+    FOLLOW = "follow"
+    """A batch comes that the runtime may have once those before it are done."""
     QUEUE = "queue"
     """A batch comes that must wait for its turn."""
     OUTCOME = "outcome"
@@ -284,6 +288,7 @@ WORK: Final[dict[Work, dict[Signal, Move]]] = {
     },
     Work.WORKING: {
         Signal.SUBMIT: Move(Work.WORKING, (Order.SUBMIT,)),
+        Signal.FOLLOW: Move(Work.WORKING),
         Signal.QUEUE: _AWAIT,
         Signal.OUTCOME: Move(Work.WORKING, (Order.ACCEPT,)),
         Signal.AWAIT: _AWAIT,
@@ -316,7 +321,7 @@ _REQUESTS: Final = frozenset(
 _IDLE, _WAITING, _FINISHING = Phase.IDLE, Phase.WAITING, Phase.FINISHING
 _EMPTY, _WORKING = Work.EMPTY, Work.WORKING
 _BATCH, _READY, _SUBMIT, _NEXT, _LAST = Signal.BATCH, Signal.READY, Signal.SUBMIT, Signal.NEXT, Signal.LAST
-_QUEUE, _OUTCOME = Signal.QUEUE, Signal.OUTCOME
+_QUEUE, _FOLLOW, _OUTCOME = Signal.QUEUE, Signal.FOLLOW, Signal.OUTCOME
 _REPORT: Final = Order.REPORT
 _STAY: Final = Move(None)
 """Stands for a signal that is not given."""
@@ -327,6 +332,8 @@ class Stage(enum.Enum):
 
     QUEUED = enum.auto()
     """The task must see to it."""
+    FOLLOWING = enum.auto()
+    """The runtime may have it once the batches before it are done."""
     SUBMITTED = enum.auto()
     """The runtime works on it, and reports the outcome."""
     PROCESSED = enum.auto()
@@ -364,17 +371,20 @@ class InFlight(msgspec.Struct, eq=False):
     """When that was stored; 0: nothing was."""
 
 
-_DONE_STAGE, _SUBMITTED, _PROCESSED, _QUEUED = Stage.DONE, Stage.SUBMITTED, Stage.PROCESSED, Stage.QUEUED
+_DONE_STAGE, _SUBMITTED, _PROCESSED = Stage.DONE, Stage.SUBMITTED, Stage.PROCESSED
+_QUEUED, _FOLLOWING = Stage.QUEUED, Stage.FOLLOWING
 
 
 class Consumption:
     """The state of one shard's consumption. Each method is called by the shell, which then carries out ``orders``."""
 
-    __slots__ = ("_early", "batches", "bytes", "incomplete", "orders", "owed", "phase", "quick", "work")
+    __slots__ = (
+        "_early", "_one_at_a_time", "batches", "bytes", "incomplete", "orders", "owed", "phase", "quick", "work",
+    )  # fmt: skip
 
-    def __init__(self, *, early: bool = False) -> None:
-        """``early``: whether batches may be acknowledged before they are done."""
-        self._early = early
+    def __init__(self, *, early: bool = False, one_at_a_time: bool = False) -> None:
+        """``early``: whether batches may be acknowledged before they are done; ``one_at_a_time``: see the rules above."""
+        self._early, self._one_at_a_time = early, one_at_a_time
         self.phase, self.work = Phase.NEW, _EMPTY
         self.batches: list[InFlight] = []
         """In flight, in order."""
@@ -425,11 +435,17 @@ class Consumption:
             self._step(None, _BATCH)
             return False
         by_itself = free and (self.work is _EMPTY or self.work is _WORKING)
-        self._step(batch, _BATCH, _SUBMIT if by_itself else _QUEUE)
+        follows = by_itself and self._one_at_a_time and self.work is _WORKING
+        self._step(batch, _BATCH, _FOLLOW if follows else _SUBMIT if by_itself else _QUEUE)
         self.batches.append(batch)
         self.bytes += batch.size
         self.owed = batch
-        if by_itself:
+        if follows:
+            batch.stage = _FOLLOWING
+            if ahead and self._is_bounded():
+                self.owed = None
+                self._step(batch, _READY)
+        elif by_itself:
             batch.ahead = ahead and self._is_bounded()
         else:
             self.quick = False
@@ -493,6 +509,8 @@ class Consumption:
             first = self.batches[0]
             if first.stage is _PROCESSED:
                 self._step(first, None, _OUTCOME)
+            elif first.stage is _FOLLOWING:
+                self._step(first, None, _SUBMIT)
             elif first.stage is _QUEUED:
                 self._await()
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from mldserver.records import Sequence
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 if TYPE_CHECKING:
-    from mldserver.runtime.interface import BatchOutcome
     from mldserver.stores import SnapshotSource, StoreClaim
+
+AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
+"""The outcome of an empty batch at the tip of a stream. No runtime has made it, so it does not count in ``Delivery.number``."""
 
 
 @dataclass(frozen=True, slots=True)

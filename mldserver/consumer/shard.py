@@ -29,17 +29,15 @@ from mldserver.base.kill_points import kill_point
 from mldserver.consumer.claims import Claim, Claims, Loss, Superseded
 from mldserver.consumer.core import Consumption, InFlight, Order, Phase, Signal, Stage, Work
 from mldserver.consumer.deadlines import AnswerDeadlines
-from mldserver.consumer.intake import Intake, ShardIntake, ShardOpening
+from mldserver.consumer.intake import AT_TIP, Intake, ShardIntake, ShardOpening
 from mldserver.consumer.progress_log import Progress, ProgressLog
 from mldserver.consumer.upstream import CheckpointOutcome, Fetching, Upstream
 from mldserver.errors import InternalError, MldserverError, PeerError
 from mldserver.records import Hook, Sequence, Shard
-from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Payload, Runtime, outcome_of
+from mldserver.runtime.interface import BatchOutcome, Delivery, Payload, Runtime, outcome_of
 
 log = structlog.get_logger("mldserver")
 
-_AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
-"""The outcome of an empty batch at the tip of the stream."""
 # An attribute of an enum class costs four times a global: every batch comes through here.
 _ACKNOWLEDGE, _REPORT, _SUBMIT, _ACCEPT = Order.ACKNOWLEDGE, Order.REPORT, Order.SUBMIT, Order.ACCEPT
 _DONE, _EMPTY = Stage.DONE, Work.EMPTY
@@ -53,6 +51,8 @@ class ConsumerParts(NamedTuple):
     intake: Intake
     claims: Claims
     clock: Clock
+    keyed: bool = False
+    """Whether the handler keeps state: then the runtime has one batch of a shard at a time."""
 
 
 class Consumer:
@@ -80,7 +80,8 @@ class Consumer:
         self.progress = Progress(log, counts or ProgressLog(clock=parts.clock, seconds=0))
         # Receipts stand in for arrival times that V1 does not send: a clock that is set must not disorder them.
         self._wall_ms = parts.clock.now_ms() - parts.clock.steady_ms()
-        self.core = Consumption(early=self._deadlines.seconds is not None)
+        self._keyed = parts.keyed
+        self.core = Consumption(early=self._deadlines.seconds is not None, one_at_a_time=parts.keyed)
         self.shard_id = ""
         """Empty until ``open``."""
         self.failure: Exception | None = None
@@ -124,7 +125,7 @@ class Consumer:
 
         Raises GapRefused if records would be skipped, Superseded if another connection claims the shard meanwhile.
         """
-        runtime, intake, claims, _ = self._parts
+        runtime, intake, claims, *_ = self._parts
         shard_id = self.shard_id = opening.shard_id
         await intake.check(opening)
         claim = self._claim = claims.take(shard_id)
@@ -135,7 +136,8 @@ class Consumer:
             session = self.intake = await intake.open_shard(opening)
             self._has_session = True
             kill_point("shard.opened")
-            await runtime.open(start if isinstance(start, Shard) else await start(session))
+            shard = start if isinstance(start, Shard) else await start(session)
+            await runtime.open(shard, session.snapshot)
             if session.parked:
                 await runtime.park(shard_id, session.parked)
             claim.opened = True
@@ -192,7 +194,7 @@ class Consumer:
 
     async def at_tip(self, began_ms: int) -> None:
         """Note that a request to the stream, which began at this steady time, found the shard's tip; return if there is room."""
-        if not self.intake.accept_batch(_AT_TIP, self._clock.steady_ms(), began_ms):
+        if not self.intake.accept_batch(AT_TIP, self._clock.steady_ms(), began_ms):
             await self.intake.wait_for_room()
 
     async def drain(self, *, flush: bool = True) -> None:
@@ -397,12 +399,14 @@ class Consumer:
         """Begin a batch in the runtime, as far as possible without a wait."""
         core, is_first = self.core, batch is self.core.batches[0]
         after = batch.after = self.intake.after
+        keyed = self._keyed
         delivery = Delivery(
             self.shard_id,
             batch.payload,
             received_ms=batch.received_ms + self._wall_ms,
             after=after,
-            behind=batch.ahead or not is_first,
+            behind=(batch.ahead or not is_first) and not keyed,  # nothing of the shard follows it meanwhile
+            number=self.intake.next_number if keyed else None,
         )
         begun = self._parts.runtime.begin(delivery)
         if type(begun) is BatchOutcome:
@@ -413,7 +417,7 @@ class Consumer:
                 core.unfinished(batch)
             return
         batch.begun = begun
-        if is_first:
+        if is_first and not batch.began:
             self._claim.hold()
             batch.began = True
             self.intake.batch_began(batch.received_ms)
@@ -468,11 +472,12 @@ class Consumer:
             self._claim.hold()
             core.throttled(batch)
 
-    def _delivery(self, batch: InFlight, *, behind: bool = False) -> Delivery:
+    def _delivery(self, batch: InFlight) -> Delivery:
         batch.after = self.intake.after
         received_ms = batch.received_ms + self._wall_ms
+        number = self.intake.next_number
         return Delivery(
-            self.shard_id, batch.payload, received_ms=received_ms, after=batch.after, behind=behind
+            self.shard_id, batch.payload, received_ms=received_ms, after=batch.after, number=number
         )
 
     def _overlaps(self, batch: InFlight, outcome: BatchOutcome) -> bool:

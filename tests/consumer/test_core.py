@@ -30,8 +30,8 @@ def batch(number: int = 1, *, size: int = 10, at: int = 0) -> InFlight:
     return InFlight(f"batch {number}", size, at)
 
 
-def opened(*, early: bool = True) -> Consumption:
-    it = Consumption(early=early)
+def opened(*, early: bool = True, one_at_a_time: bool = False) -> Consumption:
+    it = Consumption(early=early, one_at_a_time=one_at_a_time)
     it.signal(Signal.CLAIM)
     it.signal(Signal.OPENED)
     it.orders.clear()
@@ -252,6 +252,58 @@ def test_a_batch_that_the_runtime_does_not_do_by_itself_makes_those_before_it_aw
     assert (it.orders, it.work) == ([(Order.AWAIT, one)], "awaiting")
 
 
+# One at a time.
+
+
+def test_with_a_handler_that_keeps_state_the_next_batch_is_submitted_when_the_one_before_is_accepted() -> (
+    None
+):
+    it, one, two = opened(one_at_a_time=True), batch(1), batch(2)
+    it.quick = True
+    it.deliver(one, ahead=True)
+    one.begun = "a future"
+    it.submitted(one)
+    assert orders(it) == [Order.SUBMIT, Order.ACKNOWLEDGE]
+    it.deliver(two)
+    assert (orders(it), it.work, it.owed) == ([], "working", two)
+    it.processed(one)
+    assert it.orders.pop(0) == (Order.ACCEPT, one)
+    it.done(one, 9)
+    assert it.orders[-1] == (Order.SUBMIT, two)
+    assert (orders(it), it.owed) == ([Order.BEGIN, Order.REPORT, Order.SUBMIT], two)
+    it.submitted(two)
+    it.done(two, 9)
+    assert (orders(it), it.work) == ([Order.ACKNOWLEDGE, Order.REPORT], "empty")
+
+
+def test_a_batch_that_waits_in_the_core_is_acknowledged_ahead_once_and_within_the_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "MOST_AHEAD", 2)
+    it, (one, two, three) = opened(one_at_a_time=True), map(batch, range(3))
+    it.deliver(one, ahead=True)
+    it.submitted(one)
+    it.deliver(two, ahead=True)
+    assert (orders(it), it.owed) == ([Order.SUBMIT, Order.ACKNOWLEDGE, Order.ACKNOWLEDGE], None)
+    it.deliver(three, ahead=True)
+    assert (orders(it), it.owed) == ([], three)
+    it.done(one, 9)
+    it.submitted(two)
+    assert (orders(it), it.owed) == ([Order.BEGIN, Order.REPORT, Order.SUBMIT], three)
+
+
+def test_the_task_takes_batches_over_that_wait_in_the_core() -> None:
+    it, (one, two) = opened(one_at_a_time=True), map(batch, range(2))
+    it.quick = True
+    it.deliver(one, ahead=True)
+    it.submitted(one)
+    it.deliver(two)
+    it.unfinished(one)
+    it.orders.clear()
+    it.done(one, 9)
+    assert (orders(it), it.work) == ([Order.BEGIN, Order.AWAIT, Order.REPORT], "awaiting")
+
+
 # Late.
 
 
@@ -383,9 +435,12 @@ def test_a_stop_leaves_requests_to_themselves_and_an_opening_shard_without_batch
 class AgainstNaive(RuleBasedStateMachine):
     """Plays the shell. The model is a list of the batches in flight, and the one that the source waits for."""
 
+    one_at_a_time = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.it = opened()
+        self.it = opened(one_at_a_time=self.one_at_a_time)
+        self.it.quick = True
         self.now = 0
         self.delivered: list[InFlight] = []
         self.accepted: list[InFlight] = []
@@ -417,6 +472,7 @@ class AgainstNaive(RuleBasedStateMachine):
                 assert self.it.work in {Work.AWAITING, Work.THROTTLED}
 
     def submit(self, it: InFlight) -> None:
+        assert it is self.flight[0] or not self.one_at_a_time, "the ones before it are accepted"
         if self.kinds[id(it)] == "coroutine":
             self.it.unfinished(it)
         elif self.kinds[id(it)] == "sync" and it is self.flight[0]:
@@ -509,4 +565,11 @@ class AgainstNaive(RuleBasedStateMachine):
         assert len(self.flight) - (self.waits is not None) <= core.MOST_AHEAD
 
 
+class OneAtATime(AgainstNaive):
+    """The same with a handler that keeps state."""
+
+    one_at_a_time = True
+
+
 TestAgainstNaive = pytest.mark.hypothesis(AgainstNaive.TestCase)
+TestOneAtATime = pytest.mark.hypothesis(OneAtATime.TestCase)

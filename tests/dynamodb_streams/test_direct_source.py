@@ -328,7 +328,7 @@ async def test_a_shard_that_cannot_be_opened_for_long_is_given_up_by_the_stop(tm
     stream = Stream(tmp_path)
     async with stream.serving() as source:
         opening = asyncio.Event()
-        stream.handler.open = lambda _: opening.wait()  # type: ignore[method-assign,assignment]  # it never ends
+        stream.handler.open = lambda *_: opening.wait()  # type: ignore[method-assign,assignment]  # it never ends
         await stream.clock.advance(5)
         assert source.connections == 1
         await stream.clock.drive(source.drain())

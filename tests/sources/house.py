@@ -42,6 +42,7 @@ class FakeRuntime:
         self.calls: list[tuple[Any, ...]] = []
         self.decoders: dict[str, BatchDecoder] = {}
         self.opened: list[Shard] = []
+        self.snapshots: list[SnapshotSource | None] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.reached = asyncio.Event()
@@ -58,6 +59,7 @@ class FakeRuntime:
     async def start(self) -> None: ...
 
     async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
+        self.snapshots.append(snapshot)
         self.calls.append(("open", shard.id, shard.start))
         self.opened.append(shard)
         await self.doors.wait()
@@ -123,6 +125,9 @@ class FakeShard:
     ends: bool = True
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     parked: Mapping[str, Sequence] = field(default_factory=dict)
+    snapshot: SnapshotSource | None = None
+    next_number: int | None = None
+    """Counts what is accepted, once it is set."""
 
     received: list[int | None] = field(default_factory=list)
     """When the batches came that were begun."""
@@ -147,6 +152,8 @@ class FakeShard:
 
     def accept_batch(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         self.calls.append("accept")
+        if self.next_number is not None:
+            self.next_number += 1
         self.last = outcome.outline.last or self.after
         if self.gate.is_set():
             self.taken()
@@ -352,12 +359,13 @@ async def serving(
     tls: tuple[ServerTLS | None, ssl.SSLContext | None] = (None, None),
     allow_shards: Several[str] = (),
     secret: bytes | None = None,
+    keyed: bool = False,
     **limits: Any,
 ) -> AsyncIterator[House]:
     runtime, intake = FakeRuntime(), FakeIntake()
     listener = MLDListener(
         address,
-        ConsumerParts(runtime, intake, Claims(), clock or SystemClock()),
+        ConsumerParts(runtime, intake, Claims(), clock or SystemClock(), keyed),
         answer_deadline=answer_deadline,
         limits=replace(QUICK, **limits),
         connection_limit=connection_limit,
