@@ -137,7 +137,7 @@ def guard_output() -> None:
     )
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Write a line to standard error. Ignore an error of that write: it cannot be reported."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"mldserver: {redacted(text)}\n")
@@ -233,7 +233,7 @@ def _explain_removed(arguments: Sequence[str]) -> None:
 
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         if told := REMOVED.get(option[2:].replace("-", "_")):
-            complain(f"{option} was removed. Leave it out. {told}")
+            print_error(f"{option} was removed. Leave it out. {told}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -268,7 +268,7 @@ def run(arguments: Sequence[str]) -> int:
     else:
         return result if isinstance(result, int) else 0
     for failure in errors:
-        complain(str(failure))
+        print_error(str(failure))
     return EXIT_OPERATOR if all(failure.lasting for failure in errors) else EXIT_FAULT
 
 

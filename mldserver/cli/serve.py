@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 
 from mldserver.base.service import Service
-from mldserver.cli import complain, working_directory
+from mldserver.cli import print_error, working_directory
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, specs
 from mldserver.errors import EXIT_FORCED
@@ -207,7 +207,7 @@ def _leave(settings: Settings, logs: contextlib.ExitStack) -> None:
 
 def _tell(settings: Settings, code: int) -> None:
     if code and settings.log_file is not None:  # the log went to the file, not to the terminal
-        complain(f"stopped with exit code {code}; {settings.log_file} says why.")
+        print_error(f"stopped with exit code {code}; {settings.log_file} says why.")
 
 
 _DRAIN_HELP = """
@@ -239,9 +239,9 @@ def drain(handler: Handler = None, /, *, config: Config = None, **given: object)
     """
     raw = {"handler": handler, **given}
     settings = resolve(raw, environ=os.environ, folder=working_directory(), config=config)
-    from mldserver.cli.ledger_tool import at_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+    from mldserver.cli.ledger_tool import open_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
-    with at_ledger(settings):
+    with open_ledger(settings):
         pass  # what can be read can be drained
     return live(settings, drain=True)
 

@@ -47,7 +47,7 @@ def server() -> Iterator[Endpoint]:
 
 def screen(server: Endpoint | None, out: str | None = None, order: Order = "lag", part: str = "") -> Screen:
     at = ServerOptions(admin=server.address if server else "127.0.0.1:1", out=out)
-    return Screen(at, at.client(), at.meant_pipeline(), order, part)
+    return Screen(at, at.client(), at.expected_pipeline(), order, part)
 
 
 def text(screen: Screen) -> str:
