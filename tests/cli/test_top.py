@@ -32,7 +32,7 @@ from mldserver import cli
 from mldserver.admin.http_client import Client
 
 Client.__init__.__kwdefaults__["seconds"] = 600.0
-cli.guard_output()
+cli.protect_standard_streams()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that serve in this process leave it ignored
 sys.exit(cli.run(sys.argv[1:]))
 """
