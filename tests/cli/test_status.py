@@ -13,7 +13,7 @@ from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.cli.render import format_size, format_duration
+from mldserver.cli.render import format_duration, format_size
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
