@@ -86,7 +86,7 @@ def test_what_is_shared_fairly_already_stays(owners: dict[str, str | None], serv
     assert all(share(fair, servers, server) == Plan((), ()) for server in servers)
 
 
-def test_a_shard_that_nobody_reads_is_forsaken_after_a_while_and_then_kept_for_longer() -> None:
+def test_a_shard_that_no_server_reads_is_unclaimed_after_a_while_and_then_kept_for_longer() -> None:
     unread = Unread(1000)
     assert unread.update({"s1", "s2"}, 0) == frozenset()
     assert (unread.update({"s1"}, 900), unread.kept_until_ms) == (frozenset(), {})
