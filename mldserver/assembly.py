@@ -175,6 +175,8 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
 
     A handler without a schema gives no rows: it has neither Spark nor a window runner.
     """
+    if spec.keyed and around.source is None and not around.drain:
+        _require_ranges(settings)
     clock, rng, engine = around.clock, around.rng, around.engine
     store = await run_in_daemon_thread(partial(store_of, settings), name="mldserver-output")
     prefix = DRAIN if around.drain else ""
@@ -241,8 +243,9 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         locks=_locks(settings),
         letters=letters,
         ask_stream=None if polling is None else polling.ask,
+        keyed=spec.keyed,
     )
-    consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock)
+    consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock, spec.keyed)
     tls = None
     has_listener = settings.source == "mld" and not around.drain
     if settings.tls_certificate is not None and has_listener:
@@ -278,6 +281,24 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         tls=tls,
         handler_version=spec.version,
     )
+
+
+def _require_ranges(settings: Settings) -> None:
+    """Raise ConfigError if the handler keeps state and the settings do not say which keys a shard has."""
+    if settings.source != "mld":
+        return  # all descendants of a shard of a DynamoDB stream share a store: no range is needed
+    if settings.stream is None:
+        raise ConfigError(
+            "The handler keeps state for each partition key, but no stream is named: only the stream's listing says which keys "
+            "a shard has.",
+            advice="Name the Kinesis stream that the daemons read: --stream NAME.",
+        )
+    if ":dynamodb:" in settings.stream:
+        raise ConfigError(
+            f"The handler keeps state, but {settings.stream} is a DynamoDB stream that daemons read: its listing has no ranges "
+            "of keys.",
+            advice="Read the table's stream directly: --source dynamodb:TABLE, without a daemon.",
+        )
 
 
 def destination_of(

@@ -14,7 +14,7 @@ from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 if TYPE_CHECKING:
-    from mldserver.stores import SnapshotSource, StoreClaim
+    from mldserver.stores import KeyRange, SnapshotSource, StoreClaim
 
 AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0))
 """The outcome of an empty batch at the tip of a stream. No runtime has made it, so it does not count in ``Delivery.number``."""
@@ -39,6 +39,15 @@ class ShardOpening:
     """The store of keyed state that the shard needs; None: the handler keeps no state."""
 
 
+class ShardListing(NamedTuple):
+    """What a stream's listing says of one shard."""
+
+    parents: tuple[str, ...] = ()
+    """Its parents: none, one (after a split) or two (after a merge)."""
+    key_range: KeyRange | None = None
+    """The MD5 hashes of the partition keys that the shard takes; None: the stream has no ranges (DynamoDB)."""
+
+
 class KnownShard(NamedTuple):
     """A shard's entry in the ledger."""
 
@@ -48,6 +57,8 @@ class KnownShard(NamedTuple):
     """Whether the shard was read to its end, and this is durable."""
     owner: str | None
     """The id of the server that reads the shard; None: no server does."""
+    store: str = ""
+    """The store of keyed state that the shard was opened with; empty: none."""
 
 
 class LedgerSnapshot(NamedTuple):
@@ -151,8 +162,8 @@ class ShardIntake(Protocol):
 class Intake(Protocol):
     """What sources and consumers call of the coordinator."""
 
-    def add_listing(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Add the shards that the stream lists, with their parents; return the new shards. They hold the watermark back."""
+    def add_listing(self, listing: Mapping[str, ShardListing]) -> tuple[str, ...]:
+        """Add the shards that the stream lists; return the new shards. They hold the watermark back."""
 
     def ledger_snapshot(self) -> LedgerSnapshot:
         """Return the ledger's content at this server's latest read."""

@@ -72,13 +72,14 @@ class Coordinator:
         locks: ServerLocks | None = None,
         letters: Destination | None = None,
         ask_stream: Callable[[], Awaitable[bool]] | None = None,
+        keyed: bool = False,
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``shape`` is their rows'; ``unique`` names files apart.
 
         ``claim``: on the output folder. ``locks`` show which other servers are dead, where the file system allows it.
         ``letters``: see
         ``Flusher``. ``ask_stream`` returns True once ``know`` has received the stream's current shards, and False if
-        AWS does not list them; it is None if no stream is named.
+        AWS does not list them; it is None if no stream is named. ``keyed``: whether the handler keeps state.
         """
         now_ms = clock.steady_ms()
         self.rules = rules
@@ -163,6 +164,7 @@ class Coordinator:
             flush=self.flush,
             soon=self._cycle.soon,
             ask_stream=ask_stream,
+            keyed=keyed,
         )
         self.sections = Sections(self.shards, view).all
         """Makes the coordinator's sections of the status document."""

@@ -17,7 +17,7 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
-from mldserver.consumer.intake import LedgerSnapshot, ShardIntake, ShardOpening
+from mldserver.consumer.intake import LedgerSnapshot, ShardIntake, ShardListing, ShardOpening
 from mldserver.consumer.progress_log import ProgressLog
 from mldserver.consumer.shard import Consumer, ConsumerParts
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
@@ -30,6 +30,7 @@ from mldserver.errors import InternalError, MldserverError, OperatorError, leave
 from mldserver.records import Shard
 from mldserver.runtime.interface import Records
 from mldserver.sources.source import SourceStatus
+from mldserver.stores import StoreClaim
 
 log = structlog.get_logger("mldserver")
 
@@ -199,7 +200,7 @@ class DirectSource:
                 "read what is left of it (24 hours), or go on with this one by --accept-gap.",
                 stream=self._arn,
             )
-        self._intake.add_listing(listing.tree.listing())
+        self._listing_changed(())
         self._listed = True
         self._started.set()
         log.info("server.listening", address=self._arn)
@@ -208,7 +209,8 @@ class DirectSource:
         """Pass the listing on to the coordinator. If there are new shards, plan at once which to read here."""
         if new:
             self._wake.set()
-        self._intake.add_listing(self._tree.listing())
+        listing = self._tree.listing()
+        self._intake.add_listing({shard_id: ShardListing(parents) for shard_id, parents in listing.items()})
 
     async def _list(self) -> None:
         """List the shards at an interval, until cancelled. Log when the stream was disabled or deleted, and replace it.
@@ -390,7 +392,10 @@ class DirectSource:
     async def _open(self, reading: Reading) -> None:
         """Open a shard, and make a reader at the place where the shard is read on (see ``_place``)."""
         parents = self._tree.parents(reading.shard_id)
-        opening = ShardOpening(reading.shard_id, None, tells_lag=True, parents=parents, polled=True)
+        store = StoreClaim(None) if self._parts.keyed else None
+        opening = ShardOpening(
+            reading.shard_id, None, tells_lag=True, parents=parents, polled=True, store=store
+        )
         await reading.consumer.open(opening, partial(self._place, reading))
 
     async def _place(self, reading: Reading, shard: ShardIntake) -> Shard:

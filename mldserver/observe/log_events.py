@@ -109,6 +109,8 @@ shard.held  info  short_of used_bytes budget_bytes
     The shard is ahead, and memory or disk is short: the server delays its answer.
 shard.released  info  seconds
     The server answers a shard again that it held back.
+shard.range_unknown  warning  delay_seconds
+    The handler keeps state, and the stream has not yet said which keys the shard has: the opening waits.
 shard.discovered  info  parents
     The stream lists a new shard.
 batch.done  info|debug  records rows duplicates dead_letters skipped discarded bytes first last \

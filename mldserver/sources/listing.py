@@ -14,6 +14,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import structlog
 
 from mldserver.base.clock import Clock, first_of
+from mldserver.consumer.intake import ShardListing
+from mldserver.stores import KeyRange
 
 log = structlog.get_logger("mldserver")
 
@@ -54,8 +56,8 @@ class StreamLister:
         self._asked: list[asyncio.Future[bool]] = []
         self._wake = asyncio.Event()
 
-    async def run(self, on_listing: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
-        """List until cancelled; call ``on_listing`` with each listing (shard id to parents) that did not fail."""
+    async def run(self, on_listing: Callable[[Mapping[str, ShardListing]], object]) -> None:
+        """List until cancelled; call ``on_listing`` with each listing (by shard id) that did not fail."""
         async with self._resources:
             while True:
                 self._wake.clear()
@@ -79,8 +81,8 @@ class StreamLister:
         except TimeoutError:
             return False
 
-    async def _list(self) -> dict[str, tuple[str, ...]] | None:
-        """Return the parents of every shard of the stream, by the shard's id; None if the listing failed, which is logged.
+    async def _list(self) -> dict[str, ShardListing] | None:
+        """Return every shard of the stream, by the shard's id; None if the listing failed, which is logged.
 
         A shard has no parent, one (after a split) or two (after a merge). A parent whose records have expired is not
         listed itself.
@@ -88,13 +90,15 @@ class StreamLister:
         try:
             if self._client is None:
                 self._client = await self._resources.enter_async_context(self._make_client())
-            listing: dict[str, tuple[str, ...]] = {}
+            listing: dict[str, ShardListing] = {}
             request: dict[str, Any] = {"StreamName": self._stream}
             while request:
                 page = await self._client.list_shards(**request)
                 for shard in page["Shards"]:
                     names = (shard.get("ParentShardId"), shard.get("AdjacentParentShardId"))
-                    listing[shard["ShardId"]] = tuple(name for name in names if name)
+                    bounds = shard["HashKeyRange"]
+                    key_range = KeyRange(int(bounds["StartingHashKey"]), int(bounds["EndingHashKey"]))
+                    listing[shard["ShardId"]] = ShardListing(tuple(filter(None, names)), key_range)
                 token = page.get("NextToken")
                 # AWS: NextToken excludes StreamName.
                 request = {"NextToken": token} if token else {}

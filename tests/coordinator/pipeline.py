@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from support.shards import accept
 from support.store import SqliteStore
 
 from mldserver.config.settings import WindowSettings
-from mldserver.consumer.intake import ShardOpening
+from mldserver.consumer.intake import ShardListing, ShardOpening
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
@@ -37,6 +37,11 @@ from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling, WindowSpec
 
 Records = list[tuple[int, int]]
+
+
+def listed(parents: Mapping[str, tuple[str, ...]]) -> dict[str, ShardListing]:
+    """Return a listing of a stream whose shards have these parents."""
+    return {shard_id: ShardListing(names) for shard_id, names in parents.items()}
 
 
 class Crash(Exception):
@@ -163,9 +168,11 @@ class Pipeline:
         clock: VirtualClock | None = None,
         locks: bool = False,
         ask_stream: Callable[[], Awaitable[bool]] | None = None,
+        keyed: bool = False,
     ) -> None:
         """Two with one ``out``, one ``clock`` and other ids are two servers on one ledger."""
         self.ask_stream = ask_stream
+        self.keyed = keyed
         self.out = out
         self.spec = None if without_rows else spec or Tumbling(10_000)
         self.columns: tuple[Column, ...] = ()
@@ -224,6 +231,7 @@ class Pipeline:
             claim=FolderClaim(store, pipeline="test", ledger=self.place, new_ledger=self.new_ledger),
             locks=self.locks,
             ask_stream=self.ask_stream,
+            keyed=self.keyed,
         )
         return self.coordinator
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from coordinator.pipeline import RULES, Pipeline
+from coordinator.pipeline import RULES, Pipeline, listed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +65,7 @@ async def test_a_connection_whose_shard_has_ended_as_far_as_its_child_shows_is_h
     pipeline = Pipeline(tmp_path, rules=LITTLE)
     async with pipeline.life() as coordinator:
         parent, _ = await pipeline.open("p"), await pipeline.open("c")
-        coordinator.shards.add_listing({"p": (), "c": ("p",)})
+        coordinator.shards.add_listing(listed({"p": (), "c": ("p",)}))
         lose_the_ledger(pipeline)
         await assert_held(pipeline, parent)
         assert parent.alive

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator.pipeline import RULES, Pipeline, fail, missing, named
+from coordinator.pipeline import RULES, Pipeline, fail, listed, missing, named
 
 from mldserver.consumer.intake import ShardOpening
 from mldserver.errors import GapRefused, LedgerError, PeerError
@@ -176,7 +176,7 @@ async def test_a_connection_whose_rows_were_left_out_cannot_claim_the_shards_end
 
 async def test_of_two_openings_at_once_the_later_one_owns_the_shard(pipeline: Pipeline) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.shards.add_listing({"p": (), "a": ("p",)})
+        coordinator.shards.add_listing(listed({"p": (), "a": ("p",)}))
         waiting = asyncio.Event()
         real = coordinator._ledger.store.end_shards
         first: list[asyncio.Task[Any]] = []
@@ -206,7 +206,7 @@ async def test_a_ledger_that_cannot_note_proved_ends_leaves_the_shard_missing_an
     pipeline: Pipeline,
 ) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.shards.add_listing({"p": (), "a": ("p",)})
+        coordinator.shards.add_listing(listed({"p": (), "a": ("p",)}))
         fail(pipeline, "end_shards", lambda: LedgerError("disk full"))
         with pytest.raises(LedgerError):
             await pipeline.open("a")
@@ -364,7 +364,7 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
 
     async def ask() -> bool:
         asked.append(len(asked))
-        pipeline.coordinator.shards.add_listing({"parent": (), "child": ("parent",)})
+        pipeline.coordinator.shards.add_listing(listed({"parent": (), "child": ("parent",)}))
         return True
 
     pipeline = Pipeline(tmp_path, ask_stream=ask)
@@ -394,7 +394,7 @@ class Stream:
     async def ask(self) -> bool:
         await self.pipeline.clock.sleep(self.seconds)
         if self.answers:
-            self.pipeline.coordinator.shards.add_listing(self.listing)
+            self.pipeline.coordinator.shards.add_listing(listed(self.listing))
         return self.answers
 
     def pipe(self, out: Path, **changes: Any) -> Pipeline:
@@ -450,7 +450,7 @@ async def test_a_shard_that_a_reshard_has_just_made_is_found_by_asking_again(tmp
     stream = Stream({"a": ()})
     pipeline = stream.pipe(tmp_path)
     async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
-        coordinator.shards.add_listing(stream.listing)
+        coordinator.shards.add_listing(listed(stream.listing))
         stream.listing |= {"b": ("a",)}
         opening = group.create_task(pipeline.open("b"))
         await pipeline.clock.advance(2)
@@ -494,7 +494,7 @@ async def test_a_shard_that_is_removed_from_the_ledger_holds_nothing_in_a_server
             session.disconnected()
         await pipeline.give(sessions[0], [(1, 1000), (2, 25_000)])
         await pipeline.cycle()
-        coordinator.shards.add_listing(stream.listing)
+        coordinator.shards.add_listing(listed(stream.listing))
         assert missing(coordinator) == ("made-up", "listed")
         assert await pipeline.ledger.forget_shards(frozenset(names)) == {"made-up", "listed"}
         await pipeline.cycle()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from coordinator.pipeline import RULES, Pipeline, missing, named
+from coordinator.pipeline import RULES, Pipeline, listed, missing, named
 
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.output.layout import is_joined
@@ -60,7 +60,7 @@ async def test_a_pipeline_that_had_shards_and_has_none_connected_says_so_after_t
     pipeline = Pipeline(tmp_path, rules=replace(RULES, missing_limit_ms=limit_ms))
     grace = grace_ms / 1000
     async with pipeline.life() as coordinator:
-        coordinator.shards.add_listing({"a": (), "b": ()})
+        coordinator.shards.add_listing(listed({"a": (), "b": ()}))
         await pipeline.clock.advance(700)
         assert coordinator.status().unread_shards == 0, "there was no daemon yet"
         one, two = await pipeline.open("a"), await pipeline.open("b")
@@ -119,8 +119,8 @@ async def test_shards_that_the_stream_lists_are_waited_for(pipeline: Pipeline) -
     async with pipeline.life() as coordinator:
         session = await pipeline.open("a")
         await pipeline.clock.advance(2)
-        assert coordinator.shards.add_listing({"a": (), "b": (), "c": ("b",)}) == ("b", "c")
-        assert coordinator.shards.add_listing({"a": (), "b": (), "c": ("b",)}) == ()
+        assert coordinator.shards.add_listing(listed({"a": (), "b": (), "c": ("b",)})) == ("b", "c")
+        assert coordinator.shards.add_listing(listed({"a": (), "b": (), "c": ("b",)})) == ()
         assert coordinator.lineage.nodes["c"].parents == ("b",)
         await pipeline.give(session, [(1, 1000), (2, 25_000)])
         await pipeline.clock.advance(3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from coordinator.pipeline import RULES, Pipeline
+from coordinator.pipeline import RULES, Pipeline, listed
 
 from mldserver.consumer.intake import ShardOpening
 from mldserver.records import Sequence
@@ -29,7 +29,7 @@ FIRST = tumbling_id(0)
 
 async def read_the_parent(pipeline: Pipeline) -> None:
     """Read the parent to its end, which another cycle makes durable."""
-    pipeline.coordinator.shards.add_listing(SPLIT)
+    pipeline.coordinator.shards.add_listing(listed(SPLIT))
     parent = await pipeline.open("p")
     await pipeline.give(parent, [(1, 1000), (2, 5000)])
     ending = asyncio.get_running_loop().create_task(parent.end())
@@ -74,7 +74,7 @@ async def test_a_child_that_is_read_late_goes_on_from_its_parents_times_while_th
         await read_the_parent(pipeline)
         await pipeline.clock.advance(6 * 3600)
     async with pipeline.life() as coordinator:
-        coordinator.shards.add_listing(SPLIT)
+        coordinator.shards.add_listing(listed(SPLIT))
         child = await pipeline.open("left")
         await pipeline.give(child, [(3, 4000)])
         assert coordinator.lineage.nodes["left"].effective_ms == 5000
@@ -86,7 +86,7 @@ async def test_a_shard_that_the_stream_does_not_list_any_more_is_forgotten(tmp_p
         await read_the_parent(pipeline)
         await pipeline.clock.advance(6 * 3600)
         assert "p" in coordinator.lineage.nodes
-        coordinator.shards.add_listing({"left": ("p",), "right": ("p",)})
+        coordinator.shards.add_listing(listed({"left": ("p",), "right": ("p",)}))
         await pipeline.clock.advance(2 * 3600)
         assert "p" not in coordinator.lineage.nodes
     assert "p" not in pipeline.state().shards
@@ -104,7 +104,7 @@ async def test_no_shard_is_forgotten_before_the_stream_has_said_which_it_lists(t
         await pipeline.clock.advance(6 * 3600)
         assert ending.result()
         assert "p" in coordinator.lineage.nodes
-        coordinator.shards.add_listing({"left": ("p",), "right": ("p",)})
+        coordinator.shards.add_listing(listed({"left": ("p",), "right": ("p",)}))
         await pipeline.clock.advance(2 * 3600)
         assert "p" not in coordinator.lineage.nodes
     assert "p" not in pipeline.state().shards

@@ -13,17 +13,22 @@ import pytest
 from botocore.exceptions import ClientError, HTTPClientError
 
 from mldserver.base.aws import aws_client
+from mldserver.consumer.intake import ShardListing
 from mldserver.sources import listing
 from mldserver.sources.listing import StreamLister
+from mldserver.stores import KeyRange
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
 
 
+LARGEST = (1 << 128) - 1
+
+
 def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:
     described: dict[str, Any] = {
         "ShardId": f"shardId-{number}",
-        "HashKeyRange": {"StartingHashKey": "0", "EndingHashKey": "1"},
+        "HashKeyRange": {"StartingHashKey": str(number), "EndingHashKey": str(LARGEST)},
         "SequenceNumberRange": {"StartingSequenceNumber": "1"}
         | ({"EndingSequenceNumber": "2"} if closed else {}),
     }
@@ -35,10 +40,10 @@ PAGES: dict[str | None, dict[str, Any]] = {
     "more": {"Shards": [shard(2, "shardId-0"), shard(3, "shardId-0", "shardId-1")]},
 }
 LISTING = {
-    "shardId-0": (),
-    "shardId-1": (),
-    "shardId-2": ("shardId-0",),
-    "shardId-3": ("shardId-0", "shardId-1"),
+    "shardId-0": ShardListing((), KeyRange(0, LARGEST)),
+    "shardId-1": ShardListing((), KeyRange(1, LARGEST)),
+    "shardId-2": ShardListing(("shardId-0",), KeyRange(2, LARGEST)),
+    "shardId-3": ShardListing(("shardId-0", "shardId-1"), KeyRange(3, LARGEST)),
 }
 
 

@@ -49,4 +49,5 @@ class FakeKinesis:
 def _described(shard: HashRange) -> dict[str, Any]:
     parents = dict(zip(("ParentShardId", "AdjacentParentShardId"), shard.parents, strict=False))
     numbers = {"StartingSequenceNumber": "1"} | ({"EndingSequenceNumber": "2"} if shard.closed else {})
-    return {"ShardId": shard.id, "SequenceNumberRange": numbers} | parents
+    bounds = {"StartingHashKey": str(shard.first_hash), "EndingHashKey": str(shard.last_hash)}
+    return {"ShardId": shard.id, "HashKeyRange": bounds, "SequenceNumberRange": numbers} | parents
