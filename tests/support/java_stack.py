@@ -327,11 +327,16 @@ class Stack:
                 await asyncio.sleep(0.5)
 
     def waits(self) -> Path:
-        """Write the threads of each daemon's JVM, and all TCP sockets, to a file, and return its path."""
+        """Write the host's shortages, all TCP sockets, and the threads of each daemon's JVM to a file; return its path.
+
+        A thread's ``cpu`` beside its ``elapsed``, and the share of time in ``/proc/pressure`` that processes were stalled, show
+        whether the host was too busy.
+        """
         jvms = [pid for host in self._hosts if host.daemon is not None for pid in host.jvms()]
         path = self.folder / "waits.log"
         with path.open("wb", buffering=0) as log:
-            for command in (["ss", "-tanp"], *(["jstack", "-l", str(pid)] for pid in jvms)):
+            pressure = ["grep", "", "/proc/pressure/cpu", "/proc/pressure/memory", "/proc/pressure/io"]
+            for command in (pressure, ["ss", "-tanp"], *(["jstack", "-l", str(pid)] for pid in jvms)):
                 log.write(f"== {command}\n".encode())
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     subprocess.run(command, stdout=log, stderr=log, timeout=30, check=False)
