@@ -12,12 +12,14 @@ is that engine; ``coordinator`` merges shards, cuts windows and moves positions;
 together; ``testing`` is a daemon to test against.
 """
 
+from mldserver.handler.context import Context
 from mldserver.records import Batch, BatchResult, Discard, Fatal, Record, Retry, Sequence, Shard
 from mldserver.windows import Window, batches, tumbling
 
 __all__ = [
     "Batch",
     "BatchResult",
+    "Context",
     "Discard",
     "Fatal",
     "Record",

@@ -78,7 +78,7 @@ _COMMANDS: Final = {
     "conformance": "Test any child of the MultiLangDaemon against the daemon's behaviour.",
 }
 
-_MODULE_OF: Final = {
+_ELSEWHERE: Final = {
     "drain": "serve:drain_app",
     "windows": "window_commands:app",
     **{
@@ -90,7 +90,7 @@ _MODULE_OF: Final = {
 
 _STDOUT: Final = 1
 _STDERR: Final = 2
-_ESCAPE_UNENCODABLE: Final = "backslashreplace"
+_ESCAPED: Final = "backslashreplace"
 """Error handler for text that the terminal cannot encode, such as file names that are not UTF-8: escape, do not fail."""
 
 
@@ -102,16 +102,14 @@ class StandardOutput(io.FileIO):
     """Standard output's descriptor. Its write errors are not faults of the program, unlike other OSErrors."""
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
-        """Write some of ``data``. Raises ReaderGone if the reader has ended, OperatorError for other errors (a full disk).
-
-        After an error the descriptor is the null device: Python flushes at exit, and must not fail again then.
-        """
+        """Write some of ``data``. Raises ReaderGone, and OperatorError when the disk is full; later writes go nowhere."""
         try:
             return super().write(data)
         except OSError as error:
-            null_device = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null_device, self.fileno())
-            os.close(null_device)
+            # What is still written goes nowhere: Python flushes at exit, and nothing may complain then.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             if isinstance(error, BrokenPipeError):
                 raise ReaderGone(*error.args) from error
             raise OperatorError(
@@ -121,28 +119,25 @@ class StandardOutput(io.FileIO):
             ) from error
 
 
-def protect_standard_streams() -> None:
-    """Make ``sys.stdout`` raise its write errors as ``StandardOutput`` does. Replace missing standard streams by the null device.
-
-    A file that is opened later would otherwise get the number of the missing stream, and receive its output.
-    """
+def guard_output() -> None:
+    """Mark errors of ``sys.stdout`` as such. Replace missing standard streams by the null device."""
     for descriptor in range(_STDERR + 1):
         try:
             os.fstat(descriptor)
-        except OSError:  # it is closed, and the lowest free number: the next file gets it
+        except OSError:  # what is opened later must not be taken for it; the lowest that is free is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
-        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPE_UNENCODABLE, closefd=False)  # noqa: SIM115  # for as long as the process lives
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPED, closefd=False)  # noqa: SIM115  # for as long as the process lives
     former = sys.stdout
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(StandardOutput(_STDOUT, "w", closefd=False)),
         encoding=former.encoding if former else "utf-8",
-        errors=former.errors if former and former.errors != "strict" else _ESCAPE_UNENCODABLE,
+        errors=former.errors if former and former.errors != "strict" else _ESCAPED,
         line_buffering=os.isatty(_STDOUT),
     )
 
 
-def print_error(text: str) -> None:
+def complain(text: str) -> None:
     """Write a line to standard error. Ignore an error of that write: it cannot be reported."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"mldserver: {redacted(text)}\n")
@@ -195,10 +190,10 @@ def show_page(topic: str | None = None, /) -> None:
         sys.stdout.write("\n".join(lines) + "\n")
         return
     if topic not in pages:
-        similar = difflib.get_close_matches(topic, pages, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(topic, pages, n=3, cutoff=0.5)
         raise OperatorError(
             f"There is no page {topic!r}.",
-            advice=f"{'Near to it' if similar else 'There'} are: {', '.join(similar or pages)}.",
+            advice=f"{'Near to it' if near else 'There'} are: {', '.join(near or pages)}.",
         )
     text = pages[topic].read_text("utf-8")
     if not sys.stdout.isatty():
@@ -227,7 +222,7 @@ def command_line(arguments: Sequence[str]) -> App:
     called = next(iter(arguments), None)
     app.command(show_page, name="help")
     for name, text in _COMMANDS.items():
-        where = _MODULE_OF.get(name, f"{name.replace('-', '_')}:app")
+        where = _ELSEWHERE.get(name, f"{name.replace('-', '_')}:app")
         app.command(f"mldserver.cli.{where}", name=name, help=None if name == called else text)
     return app
 
@@ -237,8 +232,8 @@ def _explain_removed(arguments: Sequence[str]) -> None:
     from mldserver.config.settings import REMOVED  # noqa: PLC0415  # other commands need none of it
 
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        if replacement := REMOVED.get(option[2:].replace("-", "_")):
-            print_error(f"{option} was removed. Leave it out. {replacement}")
+        if told := REMOVED.get(option[2:].replace("-", "_")):
+            complain(f"{option} was removed. Leave it out. {told}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -263,22 +258,23 @@ def run(arguments: Sequence[str]) -> int:
     except MldserverError as error:
         errors = [error]
     except ExceptionGroup as group:  # out of a command's task group
-        if group.split(ReaderGone)[1] is None:  # it holds nothing else
-            return EXIT_READER_GONE
-        own_errors, bugs = group.split(MldserverError)
-        if bugs is not None or own_errors is None:
+        ours, others = group.split(MldserverError)
+        nobody_reads = group.split(ReaderGone)[1] is None
+        if not nobody_reads and others is not None:
             raise
-        errors = list(leaves(own_errors))
+        if nobody_reads or ours is None:
+            return EXIT_READER_GONE
+        errors = list(leaves(ours))
     else:
         return result if isinstance(result, int) else 0
     for failure in errors:
-        print_error(str(failure))
+        complain(str(failure))
     return EXIT_OPERATOR if all(failure.lasting for failure in errors) else EXIT_FAULT
 
 
 def main() -> NoReturn:
     """Run the command that the process was called with, and exit."""
-    protect_standard_streams()
+    guard_output()
     if not sys.flags.safe_path:
         # Handlers are found in the working directory, as users of other Python servers expect. Where that was deleted
         # there are none: commands that need it say so.

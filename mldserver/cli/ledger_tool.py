@@ -26,7 +26,7 @@ from mldserver.ledger.sqlite_file import pipeline_of
 
 @Parameter(name="*", group=Group("Where the ledger is"))
 @dataclass(frozen=True, slots=True)
-class LedgerOptions:
+class Where:
     """Names a ledger, in the words of the server's settings; these count too, from variables and settings file."""
 
     out: str | None = None
@@ -49,15 +49,12 @@ class LedgerOptions:
         )
 
 
-FROM_SETTINGS: Final = LedgerOptions()
+HERE: Final = Where()
 """As for ``mldserver serve``."""
 
 
-def ledger_settings(where: LedgerOptions) -> Settings:
-    """Return the server's settings with the command's options. The pipeline's name comes from the ledger if that is a file.
-
-    Raises ConfigError if the ledger is a DynamoDB table and no pipeline is named.
-    """
+def settings_at(where: Where) -> Settings:
+    """Return the settings that name a ledger; the pipeline's name comes from the ledger if that is a file."""
     settings = where.resolved()
     if isinstance(settings.ledger, SqlitePlace):
         pipeline = where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
@@ -83,8 +80,8 @@ def as_operator_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
-    """Yield the ledger, what it holds now, and an ``asyncio.Runner`` with which a command makes the ledger's async calls.
+def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
+    """Give the unopened ledger, its state, and the runner of its calls.
 
     Servers are not affected: nothing is registered or locked. Raises OperatorError if the ledger does not exist, is damaged,
     has a newer format, belongs to another pipeline, or cannot be reached.
@@ -99,7 +96,7 @@ def open_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, async
             runner.run(ledger.close())
 
 
-def read_ledger(where: LedgerOptions) -> LedgerState:
-    """Return what the ledger holds. Raises OperatorError as ``open_ledger``."""
-    with open_ledger(ledger_settings(where)) as (_, state, _):
-        return state
+def state_at(where: Where) -> LedgerState:
+    """Return what the ledger holds. Raises OperatorError as ``at_ledger``."""
+    with at_ledger(settings_at(where)) as (_, held, _):
+        return held

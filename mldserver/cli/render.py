@@ -30,12 +30,12 @@ _UNBOUNDED: Final = sys.maxsize
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
 
 
-def print_result(as_json: bool, document: Any, *text: RenderableType) -> None:  # noqa: FBT001  # the command's own flag
-    """Print a command's result: the document as JSON, or else ``text``; without ``text``, the whole document as text."""
+def answer(as_json: bool, document: Any, *text: RenderableType) -> None:  # noqa: FBT001  # the command's own flag
+    """Write a result to standard output: the document as JSON, or its text. Without ``text`` all of the document."""
     if as_json:
         write_json(document)
     else:
-        write_text(*(text or facts_and_tables(document)))
+        write_text(*(text or parts(document)))
 
 
 def write_json(document: Any) -> None:
@@ -44,12 +44,12 @@ def write_json(document: Any) -> None:
     write((json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
 
 
-def facts_and_tables(document: Mapping[str, Any], /, **columns: str) -> list[RenderableType]:
+def parts(document: Mapping[str, Any], /, **columns: str) -> list[RenderableType]:
     """Return a document as text: its facts, then a table for each list of rows, with the named columns or all."""
     lists = {name: rows for name, rows in document.items() if _is_rows(rows)}
     shown: list[RenderableType] = [details({k: v for k, v in document.items() if k not in lists})]
     for name, rows in lists.items():
-        shown += ["", table(rows, columns.get(name, ""), title=_label(name))]
+        shown += ["", table(rows, columns.get(name, ""), title=_words(name))]
     return shown
 
 
@@ -66,12 +66,12 @@ def table(rows: Sequence[Mapping[str, Any]], columns: str = "", *, title: str = 
     for name in names:
         numeric = any(isinstance(row[name], int | float) for row in rows)
         grid.add_column(
-            _label(name),
+            _words(name),
             justify="right" if numeric and not name.endswith("at_ms") else "left",
             overflow="fold",
         )
     for row in rows:
-        grid.add_row(*(plain_text(first_line(format_value(name, row[name]))) for name in names))
+        grid.add_row(*(plain(first_line(cell(name, row[name]))) for name in names))
     return grid
 
 
@@ -82,24 +82,23 @@ def details(facts: Mapping[str, Any]) -> Table:
         grid.add_column(overflow="fold")
     for name, value in facts.items():
         if _applies(value):
-            grid.add_row(plain_text(_label(name)), plain_text(format_value(name, value)))
+            grid.add_row(plain(_words(name)), plain(cell(name, value)))
     return grid
 
 
 def _applies(value: object) -> bool:
-    """Whether a value is shown at all: not None, False, or empty."""
     return value is not None and value is not False and value not in ("", (), [], {})
 
 
-def format_value(name: str, value: Any) -> str:
-    """Return a value as text; the name's ending says its unit (see the module). A dash for None and for empty values."""
+def cell(name: str, value: Any) -> str:
+    """Return a value as text, in the form that its name asks for; a dash for None and what is empty."""
     if isinstance(value, Mapping):
-        items = [
-            _label(key) if item is True else f"{_label(key)} {format_value(key, item)}"
-            for key, item in value.items()
-            if _applies(item) and item != 0
+        inner = [
+            _words(key) if one is True else f"{_words(key)} {cell(key, one)}"
+            for key, one in value.items()
+            if _applies(one) and one != 0
         ]
-        return ", ".join(items) or "none"
+        return ", ".join(inner) or "none"
     if not _applies(value):
         return "-"
     if isinstance(value, bool):
@@ -107,31 +106,31 @@ def format_value(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     if isinstance(value, int | float):
-        return _format_number(name, value)
+        return _number(name, value)
     return str(value)
 
 
-def _format_number(name: str, value: float) -> str:
+def _number(name: str, value: float) -> str:
     name = name.removesuffix("/s")
     if name == "lag_ms":
-        return format_duration(value / 1000)
+        return span(value / 1000)
     if name.endswith("_ms"):
-        return format_time(int(value))
+        return moment(int(value))
     if name.endswith("seconds"):
-        return format_duration(value)
+        return span(value)
     if name.endswith("bytes"):
-        return format_size(value)
+        return size(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
 
 
-def _label(name: str) -> str:
+def _words(name: str) -> str:
     """Return a name as people read it, without the unit."""
     for unit in ("_ms", "_seconds"):
         name = name.removesuffix(unit)
     return name.replace("_", " ")
 
 
-def format_time(ms: int | None) -> str:
+def moment(ms: int | None) -> str:
     """Return a time as ISO 8601 in UTC, to the second unless it has more; a dash for none."""
     if ms is None:
         return "-"
@@ -145,7 +144,7 @@ def format_time(ms: int | None) -> str:
 _SPANS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
-def format_duration(seconds: float) -> str:
+def span(seconds: float) -> str:
     """Return a duration in one or two units."""
     whole_seconds = round(seconds)
     for factor, unit, rest_factor, rest_unit in _SPANS:
@@ -155,7 +154,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{round(seconds * 1000)} ms"
 
 
-def format_size(amount: float) -> str:
+def size(amount: float) -> str:
     """Return bytes in the binary unit that makes a short number."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:  # noqa: PLR2004  # of each unit
@@ -164,8 +163,8 @@ def format_size(amount: float) -> str:
     return f"{amount:,.1f} TiB"
 
 
-def plain_text(value: object) -> Text:
-    """Return a text without control characters, which rich does not interpret as markup: peers and handlers may have written it."""
+def plain(value: object) -> Text:
+    """Return what peers and handlers have written without control characters, and with no meaning as markup."""
     return Text("\n".join(harmless(line) for line in str(value).splitlines()))
 
 
@@ -182,11 +181,11 @@ def write_text(*shown: RenderableType) -> None:
 def as_bytes(*shown: RenderableType) -> bytes:
     """Return tables and lines for standard output: in the width of the terminal, or unbounded and without escapes."""
     text = io.StringIO()
-    is_terminal = sys.stdout.isatty()
+    terminal = sys.stdout.isatty()
     console = Console(
         file=text,
-        force_terminal=is_terminal or None,
-        width=Console().width if is_terminal else _UNBOUNDED,
+        force_terminal=terminal or None,
+        width=Console().width if terminal else _UNBOUNDED,
         highlight=False,
     )
     for part in shown:

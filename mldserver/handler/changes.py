@@ -7,11 +7,13 @@ an adapter converts each record to a change and calls the hook. A change whose k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from mldserver.change import KINDS, Change, Kind, deserializer
+from mldserver.handler.context import Context
 from mldserver.records import Batch, Record
 
 HOOKS: Final[dict[str, Kind]] = {f"on_{kind}": kind for kind in KINDS.values()}
@@ -28,6 +30,8 @@ class ChangeHooks:
     """One of the record hooks, or some of HOOKS."""
     is_async: bool
     plain_numbers: bool
+    with_context: frozenset[str] = frozenset()
+    """Those of ``names`` that take a ``Context``, too. If there are any, the adapter's ``process_record`` takes one."""
 
     def __call__(self) -> ChangeHandler:
         """Make the handler of one shard; raises whatever the class's ``__init__`` raises."""
@@ -48,9 +52,15 @@ class ChangeHandler:
         self._handler = handler
         self._change = partial(Change, plain_numbers=hooks.plain_numbers)
         self.process_record = self._await_one if hooks.is_async else self._call_one
-        self._hooks = {HOOKS[name]: getattr(handler, name) for name in hooks.names if name in HOOKS}
+        functions = {name: getattr(handler, name) for name in hooks.names}
+        if hooks.with_context:
+            functions = {
+                name: function if name in hooks.with_context else partial(_without_context, function)
+                for name, function in functions.items()
+            }
+        self._hooks = {HOOKS[name]: function for name, function in functions.items() if name in HOOKS}
         if not self._hooks:
-            self._hooks = dict.fromkeys(HOOKS.values(), getattr(handler, hooks.names[0]))
+            self._hooks = dict.fromkeys(HOOKS.values(), functions[hooks.names[0]])
 
     def __getattr__(self, name: str) -> Any:
         """Return what the user's has: life-cycle hooks."""
@@ -64,11 +74,15 @@ class ChangeHandler:
             Batch(changes, shard_id=batch.shard_id, millis_behind_latest=lag)
         )
 
-    def _call_one(self, record: Record) -> Any:
+    def _call_one(self, record: Record, *context: Context) -> Any:
         change = self._change(record)
         hook = self._hooks.get(change.kind)
-        return None if hook is None else hook(change)
+        return None if hook is None else hook(change, *context)
 
-    async def _await_one(self, record: Record) -> Any:
-        returned = self._call_one(record)
+    async def _await_one(self, record: Record, *context: Context) -> Any:
+        returned = self._call_one(record, *context)
         return None if returned is None else await returned
+
+
+def _without_context(function: Callable[[Change], Any], change: Change, _: Context) -> Any:
+    return function(change)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.changes import HOOKS as CHANGE_HOOKS
 from mldserver.handler.changes import ChangeHandler, ChangeHooks
+from mldserver.handler.context import Context
 from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.loader import Loaded, load, relative
@@ -29,7 +30,15 @@ from mldserver.handler.spec import (
     parse_schema,
 )
 from mldserver.records import Hook
-from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches, span_text
+from mldserver.windows import (
+    WINDOW_COLUMNS,
+    Batches,
+    Tumbling,
+    WindowSpec,
+    batches,
+    duration_ms,
+    span_text,
+)
 
 _RECORD_HOOKS: Final = tuple(hook.value for hook in RecordHook)
 _ANY_RECORD_HOOK: Final = (*_RECORD_HOOKS, *CHANGE_HOOKS)
@@ -42,9 +51,12 @@ _ARGUMENTS: Final = {
     "on_window": ("rows", "window"),
 }
 """Every hook with the arguments it is called with."""
+_KEYED: Final = frozenset({"process_record", *CHANGE_HOOKS})
+"""The hooks that may take a context, too."""
 _NAMES: Final = (
     *_ARGUMENTS,
     *("schema", "windows", "concurrency", "window_columns", "writes_for_itself", "blocking", "plain_numbers"),
+    "state_ttl",
 )
 
 
@@ -95,6 +107,7 @@ class _Inspection:
         schema = self._schema(hooks)
         windows = self._windows(schema, retention_ms)
         concurrency, blocking = self._concurrency(record_hook)
+        keyed, state_ttl_ms = self._state(hooks, record_hook, concurrency)
         window_columns, writes_for_itself = self._output(hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
@@ -117,6 +130,8 @@ class _Inspection:
             blocking,
             self.loaded.version(target),
             changes,
+            keyed,
+            state_ttl_ms,
         )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:
@@ -171,13 +186,19 @@ class _Inspection:
         if not bound:
             member = inspect.getattr_static(self.loaded.target, name)
             bound = isinstance(member, staticmethod | classmethod) or not hasattr(type(member), "__get__")
-        if not accepts(function, len(arguments) + (not bound)):
-            names = ", ".join(arguments)
+        count = len(arguments) + (not bound)
+        takes_context = _takes_context(function, count)
+        if takes_context and name not in _KEYED:
             self._find(
-                f"{name} is called as {name}({names}), but is {name}{inspect.signature(function)}", name
+                f"{name} takes ctx, but it has no key: process_record and the hooks of changes have one", name
             )
+        elif not takes_context and not accepts(function, count):
+            names, given = ", ".join(arguments), inspect.signature(function)
+            with_context = f" or {name}({names}, ctx)" if name in _KEYED else ""
+            self._find(f"{name} is called as {name}({names}){with_context}, but is {name}{given}", name)
         call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
-        return HookSpec(name, inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        return HookSpec(name, is_async, takes_context)
 
     def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
         """Return what the handler is called with; for hooks of changes, the one that stands in their place."""
@@ -195,7 +216,8 @@ class _Inspection:
                 f"{' and '.join(hook.name for hook in found)}: all are `async def`, or none", found[-1].name
             )
         if found and not present:
-            hooks[RecordHook.RECORD] = HookSpec(RecordHook.RECORD, found[0].is_async)
+            takes_context = any(hook.takes_context for hook in found)
+            hooks[RecordHook.RECORD] = HookSpec(RecordHook.RECORD, found[0].is_async, takes_context)
             return RecordHook.RECORD
         return RecordHook(present[0]) if len(present) == 1 and present[0] in hooks else None
 
@@ -214,8 +236,9 @@ class _Inspection:
             return None
         if record_hook is None:
             return None
-        is_async = hooks[record_hook].is_async
-        return ChangeHooks(self.loaded.target, names or (record_hook,), is_async, plain is True)
+        is_async, names = hooks[record_hook].is_async, names or (record_hook,)
+        with_context = frozenset(name for name in names if hooks[name].takes_context)
+        return ChangeHooks(self.loaded.target, names, is_async, plain is True, with_context)
 
     def _elsewhere(self) -> str:
         """Suggest the class that was meant when only the module was named."""
@@ -302,6 +325,28 @@ class _Inspection:
             )
         return concurrency, blocking is True
 
+    def _state(
+        self, hooks: dict[str, HookSpec], record_hook: RecordHook | None, concurrency: int
+    ) -> tuple[bool, int | None]:
+        """Return whether it keeps state by key, and how long a key's state stays after its last change (ms)."""
+        keyed = record_hook is RecordHook.RECORD and hooks[record_hook].takes_context
+        if keyed and concurrency > 1:
+            self._find(
+                "concurrency is for handlers without ctx: calls with state follow one another", "concurrency"
+            )
+        declared, ttl_ms = self._attribute("state_ttl"), None
+        if declared is None:
+            return keyed, None
+        try:
+            ttl_ms = duration_ms(declared)
+        except (TypeError, ValueError, OverflowError):
+            ttl_ms = 0
+        if not ttl_ms:
+            self._find(f"state_ttl is {declared!r}; write a duration such as '1 day'", "state_ttl")
+        if not keyed:
+            self._find("state_ttl is for handlers with ctx: process_record(record, ctx)", "state_ttl")
+        return keyed, ttl_ms
+
     def _output(self, hooks: dict[str, HookSpec]) -> tuple[tuple[str, str] | None, bool]:
         """Return the output's columns of its window, and whether ``on_window`` writes for itself."""
         names = getattr(self.loaded.target, "window_columns", WINDOW_COLUMNS)
@@ -339,6 +384,19 @@ class _Inspection:
                 if close in _RECORD_HOOKS and has_record_hook:
                     continue
                 self._find(f"{name} is never called or read; did you mean {close}?", name, is_error=False)
+
+
+def _takes_context(function: Any, count: int) -> bool:
+    """Return whether a function takes, behind ``count`` arguments, one that is called ctx or annotated Context."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    if len(parameters) <= count or not accepts(function, count + 1):
+        return False
+    parameter = parameters[count]
+    named = getattr(parameter.annotation, "__name__", None) or str(parameter.annotation)
+    return parameter.name == "ctx" or named.rpartition(".")[2] == Context.__name__
 
 
 def _a(value: object) -> str:

@@ -51,6 +51,8 @@ class HookSpec:
 
     name: str
     is_async: bool
+    takes_context: bool = False
+    """Whether it is called with a ``Context``, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,8 +178,8 @@ worker.garbled  error  pid
     A worker process sent a malformed message: the server kills it.
 shard.reopened  info  worker
     The shard was opened again in another worker process.
-state.moved  info  worker
-    The state in a worker process was not the one that the next batch follows: the server opens the shard again with the present state.
+state.moved  warning  handler number
+    The handler's state was not the one that the shard's next batch follows: the server loads the present state again.
 handler.output  info  stream text
     What the handler printed.
 flush.done  debug  rows segments late_rows bytes shards dead_letters seconds reason

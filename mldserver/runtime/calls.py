@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ import structlog
 from mldserver.base.clock import Clock
 from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import Failure, bad_row, describe
+from mldserver.runtime.keyed_state import CallContext
 from mldserver.runtime.rows import BadRow
 from mldserver.runtime.values import materialized
 
@@ -44,10 +46,10 @@ _TIMEOUT = ("builtins.TimeoutError", "builtins.OSError", "builtins.Exception", "
 
 @dataclass(frozen=True, slots=True)
 class BoundHook:
-    """A hook of one module or instance, ready to be called with one argument."""
+    """A hook of one module or instance, ready to be called with one argument, or with a record and its context."""
 
     name: str
-    function: Callable[[Any], Any]
+    function: Callable[..., Any]
     is_async: bool
     plainly: bool = False
     """Whether one run of calls usually completes a batch, so that the values are its rows."""
@@ -55,6 +57,8 @@ class BoundHook:
     """Types of values that ``convert`` returns unchanged; it is not called for them."""
     convert: Callable[[Any], Any] = materialized
     """Converts the returned value, as part of the call. Raises for a value that the server refuses."""
+    context: CallContext | None = None
+    """The context of the calls, if the hook takes one. Its arguments are then pairs: a record, and its effective time (ms)."""
 
 
 class Returned(msgspec.Struct):
@@ -306,6 +310,9 @@ class Caller:
         loop = asyncio._get_running_loop()  # noqa: SLF001  # exported for implementations of loops
         asyncio._set_running_loop(None)  # noqa: SLF001  # see above
         try:
+            if hook.context is not None:
+                self._call_keyed(hook, hook.context, arguments, watch, values)
+                arguments = ()
             for argument in arguments:
                 if watch is not None:
                     # In this order: a caller that abandons the call writes ``abandoned`` before it reads
@@ -322,6 +329,29 @@ class Caller:
         finally:
             asyncio._set_running_loop(loop)  # noqa: SLF001  # see above
         return returned
+
+    def _call_keyed(
+        self,
+        hook: BoundHook,
+        context: CallContext,
+        arguments: Iterable[Any],
+        watch: CallWatch | None,
+        values: list[Any],
+    ) -> None:
+        """Call a hook that takes a context with each record. A call changes state only if it and its row are good."""
+        function, plain, convert, now_ms = hook.function, hook.plain, hook.convert, self._clock.steady_ms
+        write = context.store.write
+        for record, at_ms in arguments:
+            if watch is not None:
+                watch.started_ms = now_ms()  # see call_sync
+                if watch.abandoned:
+                    break
+            context.record, context.at_ms, context.live = record, at_ms, None
+            value = function(record, context)
+            value = value if type(value) in plain else convert(value)
+            if context.live is not None:
+                write(record.partition_key, context.live, at_ms)
+            values.append(value)
 
     @contextlib.contextmanager
     def in_hand(self, watch: CallWatch) -> Iterator[None]:
@@ -344,9 +374,10 @@ class Caller:
         given_up: Callable[[], bool],
     ) -> None:
         """Make the calls. If this task is cancelled, ``given_up`` returns whether the caller was cancelled."""
-        task, now_ms = asyncio.current_task(), self._clock.steady_ms
+        task, now_ms, context = asyncio.current_task(), self._clock.steady_ms, hook.context
         assert task is not None, "see run"
         cancelling, plain, turned_ms = task.cancelling, hook.plain, now_ms()
+        function = hook.function if context is None else partial(_with_context, hook.function, context)
         for argument in arguments:
             started_ms = now_ms()
             if started_ms - turned_ms >= _TURN_MS:
@@ -359,7 +390,7 @@ class Caller:
             watch.started_ms = started_ms
             failure = None
             try:
-                value = await hook.function(argument)
+                value = await function(argument)
                 value = value if type(value) in plain else hook.convert(value)
             except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
                 failure, value = bad_row(str(error)) if type(error) is BadRow else describe(error), None
@@ -373,10 +404,25 @@ class Caller:
                 text, seconds = "" if failure is None else failure.traceback, self.deadlines.seconds
                 said = f"TimeoutError: it took longer than {seconds} s"
                 failure = Failure(said, text, _TIMEOUT, quotes_nothing=True)
+            if failure is None and context is not None:
+                failure = _join(context)  # only now is it known that the call counts
             if failure is not None:
                 returned.failure = failure
                 return
             returned.values.append(value)
+
+
+def _with_context(function: Callable[..., Any], context: CallContext, argument: tuple[Any, int]) -> Any:
+    return function(context.begin(*argument), context)
+
+
+def _join(context: CallContext) -> Failure | None:
+    """Keep what a call has changed of the state. Return why it cannot be kept: then the call has failed."""
+    try:
+        context.join()
+    except Exception as error:  # noqa: BLE001  # what the state holds may have code of its own
+        return describe(error)
+    return None
 
 
 async def _take_back(task: asyncio.Task[Any]) -> asyncio.CancelledError | None:

@@ -34,6 +34,8 @@ REPEATING: Final = frozenset(
         *("builtins.SyntaxError", "_csv.Error", "struct.error", "zlib.error", "gzip.BadGzipFile"),
         *("_pickle.UnpicklingError", "msgspec.MsgspecError", "google.protobuf.message.DecodeError"),
         *("BadRow", "BadRows"),
+        # Of StateFull there may be less later.
+        *(f"mldserver.errors.{name}" for name in ("KeyElsewhere", "NoKey", "StateTooLarge")),
     }
 )
 """Errors that the same record raises again: of data and of code. A call that raises one of them, or of a class

@@ -13,7 +13,8 @@ import asyncio
 import copy
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import structlog
 from msgspec import structs
@@ -21,7 +22,7 @@ from msgspec import structs
 from mldserver.base.clock import Clock
 from mldserver.base.folding import Folding
 from mldserver.base.threads import ShardThreads, WorkerThread
-from mldserver.errors import HandlerInvalid, InternalError
+from mldserver.errors import HandlerInvalid, InternalError, StateMoved
 from mldserver.handler.failure import Failure
 from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
@@ -30,15 +31,28 @@ from mldserver.records import Batch, Hook, Sequence, Shard
 from mldserver.runtime.calls import BoundHook, Caller, Deadlines
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.runtime.keyed_state import STATE_BYTES, CallContext, KeyedState
 from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork
-from mldserver.stores import SnapshotSource
+from mldserver.stores import SnapshotSource, StateSnapshot
 
 log = structlog.get_logger("mldserver")
 
 _CLOSE_SECONDS = 1.0
+_MANY_ENTRIES: Final = 10_000
+"""Snapshots with more entries are read on a thread."""
+
+
+@dataclass(slots=True)
+class _Store:
+    """The store of a keyed handler, which several shards may share."""
+
+    state: KeyedState
+    """The live copy. A new snapshot replaces it: an abandoned call may still write to the old one."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the batch that uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,9 @@ class _OpenHandler:
     """The record processor, if the handler is one of amazon_kclpy."""
     parked: dict[str, Sequence] = field(default_factory=dict)
     """The keys whose records wait behind a dead letter, each with its sequence."""
+    store: _Store | None = None
+    """The shard's store, if the handler is keyed."""
+    snapshot: SnapshotSource | None = None
 
 
 class InlineRuntime:
@@ -70,20 +87,35 @@ class InlineRuntime:
         at_once: bool = False,
         watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
+        state_bytes: int = STATE_BYTES,
     ) -> None:
-        """Run a loaded handler. Raises HandlerInvalid when it does not support the requested lanes.
+        """Run a loaded handler. Raises HandlerInvalid when it does not support the requested lanes, or limit of times.
 
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
         time): then an asynchronous call is cancelled and has failed, and a synchronous one is logged. ``at_once``:
         call synchronous hooks on the event loop, unless the handler is ``blocking``. ``watched`` and
-        ``mark``: as ``Caller`` has them.
+        ``mark``: as ``Caller`` has them. ``state_bytes``: the memory that the state of all stores may take here.
         """
         lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
         if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
             raise HandlerInvalid(
                 f"concurrency is {lanes}, but the handler takes all records of a batch at once ({spec.record_hook}).",
                 advice="Leave the setting concurrency out, or give the handler process_record.",
+                handler=spec.path,
+            )
+        if spec.keyed and lanes > 1:
+            raise HandlerInvalid(
+                f"concurrency is {lanes}, but the handler keeps state (ctx).",
+                did="It is not run.",
+                advice="Leave the setting concurrency out: calls of a handler with state follow one another.",
+                handler=spec.path,
+            )
+        if spec.keyed and policy.max_ahead_ms is not None:
+            raise HandlerInvalid(
+                "on_ahead is fail, but the handler keeps state (ctx): its rows are checked after its state has changed.",
+                did="It is not run.",
+                advice="Leave on_ahead out, or compare the row's time with ctx.now in the handler.",
                 handler=spec.path,
             )
         processor = spec.kind is HandlerKind.PROCESSOR
@@ -96,6 +128,8 @@ class InlineRuntime:
         self._threads = [self._thread, *(WorkerThread(f"mldserver-lane-{place}") for place in own)]
         self._shard_threads = ShardThreads()
         self._shards: dict[str, _OpenHandler] = {}
+        self._stores: dict[str, _Store] = {}
+        self._state_bytes = state_bytes
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = Tools(
             spec=spec,
@@ -110,7 +144,7 @@ class InlineRuntime:
             clock=clock,
             policy=policy,
             random=random,
-            rows=RowBuilder(spec.schema, time_column=spec.time_column, at_once=policy.parks),
+            rows=RowBuilder(spec.schema, time_column=spec.time_column, at_once=policy.parks or spec.keyed),
             folding=Folding(clock.steady_ms),
             lanes=lanes,
         )
@@ -129,7 +163,7 @@ class InlineRuntime:
             **({"advice": " ".join(map(str, spec.warnings))} if spec.warnings else {}),
         )
 
-    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:  # noqa: ARG002  # keyed handlers come with the next change
+    async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         """Make the shard's handler and run its ``initialize`` hook, repeatedly until it succeeds.
 
         Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits,
@@ -157,23 +191,32 @@ class InlineRuntime:
                     messages=self._policy.log_error_messages,
                 )
             await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
+        if tools.spec.keyed:
+            await self._load(self._opened(shard.id), snapshot)
 
     def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
         """Process a batch at once as far as possible (see ``Runtime.begin``)."""
         if not self._at_once or delivery.redriven:
             return self.process(delivery)
         opened = self._shards.get(delivery.shard_id) or self._opened(delivery.shard_id)
-        hook = opened.hooks[opened.tools.spec.record_hook]
-        return BatchWork(opened.tools, hook, delivery, opened.decoder).begin()
+        hook, turn = opened.hooks[opened.tools.spec.record_hook], None
+        if opened.store is not None:
+            if not opened.store.state.stands_at(delivery.shard_id, delivery.number):
+                return self.process(delivery)
+            turn = self._turn_of(opened.store)
+        return BatchWork(opened.tools, hook, delivery, opened.decoder, turn=turn).begin()
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a batch and run the handler over its records (see ``Runtime.process``)."""
-        opened = self._opened(delivery.shard_id)
+        opened, turn = self._opened(delivery.shard_id), None
+        if opened.store is not None:
+            await self._catch_up(opened, opened.store, delivery.number)
+            turn = self._turn_of(opened.store)
         hook = opened.hooks[opened.tools.spec.record_hook]
         tools, parked = opened.tools, opened.parked
         if delivery.redriven:
             tools, parked = replace(tools, policy=tools.policy.redriving()), {}
-        work = BatchWork(tools, hook, delivery, opened.decoder, parked)
+        work = BatchWork(tools, hook, delivery, opened.decoder, parked, turn=turn)
         outcome = await work.run()
         for lane in work.lanes:
             opened.parked.update(lane.plan.parked)
@@ -224,6 +267,11 @@ class InlineRuntime:
         if opened is not None and opened.processor is not None:
             opened.processor.progress.closed = True  # a hook that still runs cannot checkpoint any more
         self._shard_threads.release(shard_id)
+        if opened is not None and opened.store is not None:
+            state = opened.store.state
+            state.forget(shard_id)
+            if not self._sharing(opened.store):
+                self._stores.pop(state.store_id, None)
 
     def threads(self, shard_id: str) -> tuple[WorkerThread, ...]:
         """Return the threads that process a shard's batches, if it is open."""
@@ -242,6 +290,7 @@ class InlineRuntime:
     async def close(self) -> None:
         """Stop the worker threads; a hook that hangs is left behind after a few seconds."""
         self._shards.clear()
+        self._stores.clear()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._shard_threads.close(_CLOSE_SECONDS))
             for thread in self._threads:
@@ -291,6 +340,59 @@ class InlineRuntime:
         processor = instance if isinstance(instance, Processor) else None
         self._shards[shard.id] = _OpenHandler(shard, tools, hooks, BatchDecoder(shard.id), processor)
         return None
+
+    async def _load(self, opened: _OpenHandler, snapshot: SnapshotSource | None) -> None:
+        """Give a shard that was opened its store, read anew for all shards that share it."""
+        taken = None if snapshot is None else await snapshot()
+        store_id = opened.shard.id if taken is None else taken.store_id
+        store = self._stores.get(store_id) or _Store(KeyedState(store_id))
+        async with store.turn:
+            if self._shards.get(opened.shard.id) is opened:
+                self._stores[store_id] = store
+                opened = self._shards[opened.shard.id] = replace(opened, store=store, snapshot=snapshot)
+                await self._replace(store, opened, taken)
+
+    async def _catch_up(self, opened: _OpenHandler, store: _Store, number: int | None) -> None:
+        """Replace the live copy of a shard's store if the batch with this number needs another. Raises StateMoved."""
+        shard_id = opened.shard.id
+        async with store.turn:
+            if store.state.stands_at(shard_id, number):
+                return
+            if opened.snapshot is not None:
+                log.warning("state.moved", shard=shard_id, handler=self._tools.spec.path, number=number)
+                await self._replace(store, opened, await opened.snapshot())
+            if not store.state.stands_at(shard_id, number):
+                raise StateMoved(
+                    f"Batch {number} of the shard came, but its state contains {store.state.applied.get(shard_id, 0)}.",
+                    did="The batch was not processed.",
+                    shard=shard_id,
+                )
+
+    async def _replace(self, store: _Store, opened: _OpenHandler, taken: StateSnapshot | None) -> None:
+        """Replace a store's live copy by a snapshot that was read for a shard; None: by an empty one."""
+        shard_id, ttl_ms = opened.shard.id, self._tools.spec.state_ttl_ms
+        sharing = self._sharing(store)
+        clocks = {name: ms for name, ms in store.state.clocks.items() if name in sharing}
+        if taken is None:
+            state = KeyedState(store.state.store_id, ttl_ms=ttl_ms)
+        else:
+            load = partial(KeyedState.loaded, taken, shard_id, ttl_ms=ttl_ms, clocks=clocks)
+            state = await asyncio.to_thread(load) if taken.entries.num_rows > _MANY_ENTRIES else load()
+        state.applied = {name: state.applied.get(name, 0) for name in sharing}
+        store.state = state
+        name = self._tools.spec.record_hook
+        for each in sharing.values():
+            each.hooks[name] = replace(each.hooks[name], context=CallContext(state, each.shard.id))
+
+    def _sharing(self, store: _Store) -> dict[str, _OpenHandler]:
+        """Return the open shards that have this store."""
+        return {name: opened for name, opened in self._shards.items() if opened.store is store}
+
+    def _turn_of(self, store: _Store) -> asyncio.Lock:
+        """Return a store's turn, for a batch; note how much memory its state may take."""
+        others = [each.state.bytes for each in self._stores.values() if each is not store]
+        store.state.room = self._state_bytes - sum(others)
+        return store.turn
 
     async def _kept(self, outcome: BatchOutcome, opened: _OpenHandler, processor: Processor) -> BatchOutcome:
         """Return the outcome of a batch that moves its shard's position only as far as the processor has checkpointed."""

@@ -101,6 +101,8 @@ class Lane:
     plan: BatchPlan
     shard_id: str
     thread: WorkerThread
+    times: Sequence[int] = ()
+    """The effective time (ms) of each record; empty if the hook takes no context."""
     parts: list[Built] = field(default_factory=list)
     again: list[Again] = field(default_factory=list)
     """Failures that are not logged yet: their line waits for the delay of the next call."""
@@ -176,7 +178,10 @@ class Lane:
         hook, function = self.hook, self.hook.function
         if self.tools.spec.record_hook is RecordHook.RECORD:
             # No list: when each record fails, there are as many steps as records.
-            return hook, map(self.decoded.fresh.__getitem__, step.indices)
+            records = map(self.decoded.fresh.__getitem__, step.indices)
+            if self.times:
+                return hook, zip(records, map(self.times.__getitem__, step.indices), strict=True)
+            return hook, records
         if self.tools.spec.record_hook is RecordHook.TABLE:
             hook = BoundHook(hook.name, lambda batch: function(batch.to_arrow()), hook.is_async)
         lag = self.decoded.outline.millis_behind_latest

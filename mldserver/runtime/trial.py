@@ -28,6 +28,7 @@ from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import is_library, load, relative
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, windows_text
 from mldserver.records import DeadLetter, Record, Shard
+from mldserver.windows import span_text
 
 _DUMP_SECONDS: Final = 5.0
 """How long a hanging process may take to dump where it hangs."""
@@ -278,6 +279,11 @@ def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
     lines = [("kind", kind), ("hooks", ", ".join(hooks))]
     if spec.changes is not None:
         lines.append(("changes", str(spec.changes)))
+    if spec.keyed:
+        ttl = (
+            "" if spec.state_ttl_ms is None else f", for {span_text(spec.state_ttl_ms)} after its last change"
+        )
+        lines.append(("state", f"kept for each partition key{ttl}"))
     if spec.concurrency > 1:
         lines.append(
             ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")

@@ -69,9 +69,15 @@ class BatchWork(msgspec.Struct, eq=False):
     """What the handler has produced so far."""
     done: bool = False
     """Whether the first run of calls finished the batch."""
+    turn: asyncio.Lock | None = None
+    """Held while a batch uses the store of a keyed handler; None for other handlers."""
+    times: Sequence[int] = ()
+    """For a keyed handler, the effective time (ms) of each record of ``decoded``."""
 
     def begin(self) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
         """Start the work on the event loop; return the outcome, or a coroutine that does the rest after a pause."""
+        if self.turn is not None and self.turn.locked():
+            return self.run()
         caller, shard_id = self.tools.caller, self.delivery.shard_id
         deadlines, began_ms = caller.deadlines, self.tools.clock.steady_ms()
         watch = deadlines.here = CallWatch(self.hook.name, shard_id, started_ms=began_ms)
@@ -80,7 +86,8 @@ class BatchWork(msgspec.Struct, eq=False):
             # Each call's own time counts, where another thread looks.
             returned = self._attempt(watch if caller.watched else None)
             if self.done:
-                return BatchOutcome(self.decoded.outline, self.effects)
+                outcome = BatchOutcome(self.decoded.outline, self.effects)
+                return outcome if self.turn is None else self._with_state(outcome)
             step = caller.here(partial(self._go_on, returned=returned), self.hook, shard=shard_id)
             if step is None:
                 return self._outcome()
@@ -104,6 +111,16 @@ class BatchWork(msgspec.Struct, eq=False):
         Raises PeerError for a payload that is not a batch, HandlerHalted
         when a failure stops the shard, InternalError instead of leaving a record out.
         """
+        if self.turn is None:
+            return await self._run(error, step)
+        async with self.turn:
+            context = self.hook.context
+            if context is not None and context.store.batch is not self:
+                # It was not begun, or a batch of another shard of the store came after ``begin``.
+                error = step = None
+            return await self._run(error, step)
+
+    async def _run(self, error: BaseException | None, step: Step | None) -> BatchOutcome:
         failures = 0
         while True:
             try:
@@ -126,7 +143,7 @@ class BatchWork(msgspec.Struct, eq=False):
         batch needs a plan first.
         """
         self.done = False
-        self.decoded = decode_batch(self.delivery, self.decoder)
+        self._decode_records()
         fresh, tools, delivery = self.decoded.fresh, self.tools, self.delivery
         needs_plan = (
             not self.hook.plainly
@@ -140,7 +157,8 @@ class BatchWork(msgspec.Struct, eq=False):
             self.effects, self.done = NOTHING, True
             return None
         if tools.spec.record_hook is RecordHook.RECORD:
-            returned = tools.caller.call_sync(self.hook, fresh, watch)
+            arguments: Any = fresh if self.hook.context is None else zip(fresh, self.times, strict=True)
+            returned = tools.caller.call_sync(self.hook, arguments, watch)
             values: Any = returned.values
         else:
             lag = self.decoded.outline.millis_behind_latest
@@ -169,7 +187,39 @@ class BatchWork(msgspec.Struct, eq=False):
         self.effects = NOTHING
         return True
 
+    def _decode_records(self) -> None:
+        """Decode the batch. Take back what an earlier attempt, or an unfinished batch, has changed of the state."""
+        self.decoded = decode_batch(self.delivery, self.decoder)
+        context = self.hook.context
+        if context is not None:
+            context.received_ms = self.delivery.received_ms
+            context.store.begin(context.shard_id, self)
+            fresh = self.decoded.fresh
+            # Without expiry, no time matters.
+            self.times = (
+                self.decoded.times_ms().tolist() if fresh and context.store.timed else bytes(len(fresh))
+            )
+
     def _outcome(self) -> BatchOutcome:
+        outcome = self._outcome_of_calls()
+        return outcome if self.hook.context is None else self._with_state(outcome)
+
+    def _with_state(self, outcome: BatchOutcome) -> BatchOutcome:
+        """Return the outcome with the changes of state, which count from now on."""
+        context, part, latest_ms = self.hook.context, self.delivery.part, outcome.outline.latest_arrival_ms
+        assert context is not None, "only keyed handlers have state"
+        blobs = context.store.effects(
+            latest_ms=latest_ms if part is None else self.times[part[-1]],
+            counts=part is None,
+            moves=not self.delivery.redriven,
+        )
+        return (
+            structs.replace(outcome, effects=structs.replace(outcome.effects, state=blobs))
+            if blobs
+            else outcome
+        )
+
+    def _outcome_of_calls(self) -> BatchOutcome:
         if self.done:
             return BatchOutcome(self.decoded.outline, self.effects)
         for lane in self.lanes:
@@ -323,7 +373,7 @@ class BatchWork(msgspec.Struct, eq=False):
             await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
     def _decode(self, _watch: CallWatch) -> None:
-        self.decoded = decode_batch(self.delivery, self.decoder)
+        self._decode_records()
         self._plan()
 
     def _plan(self) -> None:
@@ -345,6 +395,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 BatchPlan(indices, tools.policy, fresh, arrivals_ms),
                 delivery.shard_id,
                 tools.threads[place % len(tools.threads)],
+                self.times,
             )
             for place, indices in of_lane.items()
         ]

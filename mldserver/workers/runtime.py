@@ -485,7 +485,6 @@ class WorkerRuntime:
 
     def _moved(self, shard_id: str) -> None:
         """Let the shard be opened again: its process's state of the store lacks a batch, or has one too many."""
-        log.info("state.moved", shard=shard_id, worker=self._plan.get(shard_id))
         self._worker(shard_id).opened.pop(shard_id, None)
 
     def _record_outcome(self, shard_id: str, outcome: BatchOutcome) -> None:

@@ -41,7 +41,7 @@ def test_a_bad_handler_of_the_working_directory_is_told_and_the_exit_code_is_1(t
     done = run(tmp_path, "mine")
     assert done.returncode == 1
     assert done.stdout == (
-        "mine.py:3: process_record is called as process_record(record), but is process_record()\n"
+        "mine.py:3: process_record is called as process_record(record) or process_record(record, ctx), but is process_record()\n"
         "mine.py:2: schema is an int, not Spark DDL as text\n"
         "\n"
         "It printed while it was imported:\n"

@@ -144,11 +144,11 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
         ("process_record = 5", "mine.py:1: process_record is an int, not a function"),
         (
             "def process_record(): ...",
-            "mine.py:1: process_record is called as process_record(record), but is process_record()",
+            "mine.py:1: process_record is called as process_record(record) or process_record(record, ctx), but is process_record()",
         ),
         (
             "def process_record(a, b): ...",
-            "mine.py:1: process_record is called as process_record(record), but is process_record(a, b)",
+            "mine.py:1: process_record is called as process_record(record) or process_record(record, ctx), but is process_record(a, b)",
         ),
         (
             "async def process_record(r):\n    yield",
@@ -237,7 +237,7 @@ def test_a_class_must_be_made_without_arguments(inspect: Any) -> None:
 def test_a_method_without_self_is_told(inspect: Any) -> None:
     text = "class C:\n    def process_record(record): ..."
     assert errors(inspect(text, "C")) == [
-        "mine.py:2: process_record is called as process_record(record), but is process_record(record)"
+        "mine.py:2: process_record is called as process_record(record) or process_record(record, ctx), but is process_record(record)"
     ]
 
 
@@ -480,7 +480,7 @@ def test_a_record_hook_takes_changes_when_the_handler_says_so(inspect: Any, hook
         ("on_update = 5", "mine.py:1: on_update is an int, not a function"),
         (
             "def on_delete(): ...",
-            "mine.py:1: on_delete is called as on_delete(change), but is on_delete()",
+            "mine.py:1: on_delete is called as on_delete(change) or on_delete(change, ctx), but is on_delete()",
         ),
     ],
 )

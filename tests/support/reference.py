@@ -12,6 +12,7 @@ from typing import Any, Final
 from mldserver import (
     Batch,
     BatchResult,
+    Context,
     Discard,
     Fatal,
     Record,
@@ -37,6 +38,7 @@ A handler imports `Change` and `NotAChange` from `mldserver.dynamodb_streams`, a
 
 SECTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "Records": (Record, Batch, Shard, Sequence),
+    "State": (Context,),
     "Failures": (Retry, Discard, Fatal, BatchResult),
     "Windows": (tumbling, batches, Window),
     "Changes of a DynamoDB table": (Change, NotAChange),

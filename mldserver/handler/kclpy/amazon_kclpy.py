@@ -365,9 +365,9 @@ _STAND_IN = _StandIn()
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """Make imports of amazon_kclpy find this module's stand-in while the context lasts, if the package is not installed.
+    """Import what amazon_kclpy lacks from here meanwhile; what was imported stays.
 
-    If the stand-in was imported, import all its modules: the processor may need another module later, in a hook.
+    A processor that imports more of it later, in one of its hooks, finds all of it: the modules come together.
     """
     sys.meta_path.append(_STAND_IN)
     try:
@@ -380,7 +380,7 @@ def standing_in() -> Iterator[None]:
 
 
 def checkpoint_error() -> type[Exception]:
-    """Return the ``CheckpointError`` class that processors catch: amazon_kclpy's if it was imported, else the stand-in's."""
+    """Return the ``CheckpointError`` that an imported processor knows: amazon_kclpy's, where it was imported."""
     for name in (f"{PACKAGE}.checkpoint_error", f"{PACKAGE}.kcl"):
         error = getattr(sys.modules.get(name), "CheckpointError", None)
         if isinstance(error, type) and issubclass(error, Exception):

@@ -1,0 +1,85 @@
+"""What a record hook with a second parameter receives: the record's key, its time, and the state of its key.
+
+A hook takes a context if its second parameter is called ``ctx`` or annotated ``Context``::
+
+    def process_record(record: Record, ctx: Context):
+        ctx.state["times"] = ctx.state.get("times", 0) + 1
+
+Calls for one key never overlap, so a handler needs no lock around its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
+from typing import Any, Final
+
+from mldserver.errors import NoKey
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_NO_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+def time_at(ms: int) -> datetime:
+    """Return milliseconds since the Unix epoch as an aware UTC datetime."""
+    return _EPOCH + timedelta(milliseconds=ms)
+
+
+def no_key() -> NoKey:
+    """Return the error of a call that asks for the key of a record without one."""
+    return NoKey(
+        "The record has no partition key.",
+        did="The call failed.",
+        advice="Give the records partition keys, or return before using ctx.key and ctx.state.",
+    )
+
+
+class Context:
+    """The context of one call. It is valid during the call only."""
+
+    __slots__ = ("_key", "_now", "_state", "settings")
+
+    settings: Mapping[str, Any]
+    """The constants of the handler's environment, read-only."""
+
+    def __init__(
+        self, key: str | None = None, *, now: datetime | None = None, state: dict[str, Any] | None = None
+    ) -> None:
+        """Create a context, for example in a test of a handler. ``now`` is an aware datetime; None: the Unix epoch."""
+        self._key = key
+        self._now = now or _EPOCH
+        self._state = {} if state is None else state
+        self.settings = _NO_SETTINGS
+
+    @property
+    def key(self) -> str:
+        """The record's partition key; for changes read directly from DynamoDB Streams, the item's key as JSON.
+
+        Raises NoKey if the record has none.
+        """
+        if self._key is None:
+            raise no_key()
+        return self._key
+
+    @property
+    def now(self) -> datetime:
+        """The record's arrival time: an aware UTC datetime, the same in every replay.
+
+        If the source reports no arrival times (version 1 of the protocol), it is the time of receipt.
+        """
+        return self._now
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the record's key: an empty dict for a new key. Changes count when the call succeeds.
+
+        Values: None, bool, int of 64 bits, float, str, bytes, Decimal, aware datetime, and lists, tuples and dicts with text
+        keys of these. Tuples come back as lists. An empty dict deletes the key's state.
+
+        Raises NoKey if the record has no key, KeyElsewhere if the key does not belong to the record's shard. After the call,
+        a value of another type is a TypeError of the call, state of more than 256 KiB is StateTooLarge, and a new key in a
+        full store is StateFull.
+        """
+        self.key  # noqa: B018  # raises NoKey
+        return self._state

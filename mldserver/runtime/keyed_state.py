@@ -1,0 +1,260 @@
+"""The live copy of a store: the state of its keys, and the changes of the batch that runs. Pure.
+
+A call reads the state of its record's key, and changes it when it succeeds (``CallContext``). The changes of a batch count
+together: ``effects`` returns them when the batch is done, and ``begin`` takes back what an earlier batch left unfinished.
+
+Expiry is compared with the running maximum of the shard's arrival times, never with a clock, so that a replay of the same
+records finds the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.errors import KeyElsewhere, StateFull, StateTooLarge
+from mldserver.handler.context import Context, no_key, time_at
+from mldserver.runtime.state_values import MAX_STATE_BYTES, decode_state, encode_state
+from mldserver.stores import ALL_KEYS, KeyRange, StateChange, StateSnapshot, hash_of, key_bytes, pack_changes
+
+if TYPE_CHECKING:
+    from mldserver.records import RecordMethods
+
+STATE_BYTES: Final = 256 * 1024 * 1024
+"""The default limit of the memory that state takes."""
+
+_ENTRY_BYTES: Final = 240
+"""What an entry takes in memory in addition to its key and value: three objects and its place in the dict."""
+_DAY_MS: Final = 24 * 3600 * 1000
+_SWEEPS: Final = 8
+"""Expired entries are searched so often within ``state_ttl``: they add at most an eighth to the memory."""
+
+_Entry = tuple[bytes, int | None]
+"""A key's value, and when it expires (ms)."""
+
+
+class KeyedState:
+    """The state of one store, in the process that runs its handler."""
+
+    def __init__(
+        self,
+        store_id: str,
+        *,
+        key_range: KeyRange = ALL_KEYS,
+        ttl_ms: int | None = None,
+        entries: Iterable[tuple[bytes, bytes, int | None]] = (),
+    ) -> None:
+        """Create a store's copy from entries: key (``key_bytes``), value in MessagePack, expiry in ms or None."""
+        self.store_id = store_id
+        self.key_range = key_range
+        self.applied: dict[str, int] = {}
+        """By open shard, how many outcomes of its session are in here."""
+        self.clocks: dict[str, int] = {}
+        """By open shard, the latest arrival time (ms) of its records; without shards that had none."""
+        self.room = STATE_BYTES
+        """How many bytes the entries may take (``bytes``)."""
+        self.batch: object = None
+        """The batch that ``begin`` was called for last."""
+        self._ranged = key_range != ALL_KEYS
+        self._ttl_ms = ttl_ms
+        self._entries: dict[str, _Entry] = {
+            str(key, "utf-8", "surrogatepass"): (value, expires_ms) for key, value, expires_ms in entries
+        }
+        self.bytes = sum(_ENTRY_BYTES + len(key) + len(value) for key, (value, _) in self._entries.items())
+        """About how much memory the entries take."""
+        self.timed = ttl_ms is not None or any(expires for _, expires in self._entries.values())
+        """Whether entries may expire, so that the times of calls matter."""
+        self._before: dict[str, _Entry | None] = {}
+        """The entries that the batch has changed, as they were before it."""
+        self._shard_id = ""
+        self._clock_ms = 0
+        self._swept_ms = 0
+
+    @classmethod
+    def loaded(
+        cls, snapshot: StateSnapshot, shard_id: str, *, ttl_ms: int | None, clocks: Mapping[str, int]
+    ) -> KeyedState:
+        """Return the copy of a snapshot that was read for a shard. ``clocks``: those of the store's other open shards."""
+        table = snapshot.entries
+        columns = [table.column(name).to_pylist() for name in ("key", "value", "expires_ms")]
+        state = cls(
+            snapshot.store_id,
+            key_range=snapshot.key_range,
+            ttl_ms=ttl_ms,
+            entries=zip(*columns, strict=True),
+        )
+        state.applied = {**snapshot.siblings, shard_id: snapshot.accepted}
+        own = {} if snapshot.clock_ms is None else {shard_id: snapshot.clock_ms}
+        state.clocks = {**clocks, **own}
+        return state
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def stands_at(self, shard_id: str, number: int | None) -> bool:
+        """Return whether this is the copy that a shard's batch with this number needs; None: any will do."""
+        return number is None or self.applied.get(shard_id, 0) + 1 == number
+
+    def begin(self, shard_id: str, batch: object) -> None:
+        """Begin a batch of a shard. Changes of a batch that did not come to its end are taken back."""
+        for key, entry in self._before.items():
+            self._put(key, self._entries.get(key), entry)
+        self._before.clear()
+        self.batch = batch
+        self._shard_id = shard_id
+        self._clock_ms = self.clocks.get(shard_id, 0)
+
+    def read(self, key: str, at_ms: int) -> dict[str, Any]:
+        """Return the state of a key at the effective time ``at_ms`` of a record; the caller may change the dict.
+
+        Raises KeyElsewhere.
+        """
+        entry = self._entries.get(key)
+        if entry is not None:
+            return {} if self._expired(entry, at_ms) else decode_state(entry[0])
+        if self._ranged and hash_of(key_bytes(key)) not in self.key_range:
+            raise KeyElsewhere(
+                f"The partition key {key!r:.100} hashes outside the range of its shard ({self.store_id}).",
+                did="The call failed: another shard has the state of this key.",
+                advice="Do not put records with explicit hash keys; for KPL aggregates see the page about state.",
+            )
+        return {}
+
+    def write(self, key: str, state: dict[str, Any], at_ms: int) -> None:
+        """Take the state of a key from a call that succeeded. Raises TypeError, StateTooLarge and StateFull."""
+        held = self._entries.get(key)
+        before = None if held is None or self._expired(held, at_ms) else held[0]
+        entry: _Entry | None = None
+        if state:
+            value = encode_state(state, before)
+            if value is before:
+                return
+            if len(value) > MAX_STATE_BYTES:
+                raise StateTooLarge(
+                    f"The state of the key {key!r:.100} takes {len(value):,} bytes; the limit is {MAX_STATE_BYTES:,}.",
+                    did="The call failed, and the state is as before it.",
+                    advice="Keep less in it, or choose smaller partition keys.",
+                )
+            if held is None and self.bytes >= self.room:
+                raise StateFull(
+                    f"The state of {len(self._entries):,} keys in the store {self.store_id} takes {self.bytes:,} bytes.",
+                    did="The call failed: new keys have no room.",
+                    advice="Raise state_bytes, or let keys expire sooner with state_ttl.",
+                )
+            entry = value, None if self._ttl_ms is None else max(at_ms, self._clock_ms) + self._ttl_ms
+        elif before is None:
+            return
+        if key not in self._before:
+            self._before[key] = held
+        self._put(key, held, entry)
+
+    def effects(self, *, latest_ms: int | None, counts: bool, moves: bool) -> tuple[bytes, ...]:
+        """End the batch; return its changes as at most one blob.
+
+        ``latest_ms``: the latest arrival time of its records. ``counts``: whether it is an outcome of the shard's session
+        (and not a part of one). ``moves``: whether its records come in the shard's order, so that they move its clock.
+        """
+        changes = []
+        for key, before in self._before.items():
+            now = self._entries.get(key)
+            if now != before:
+                changes.append(StateChange(key_bytes(key), *(now or (None,))))
+        self._before.clear()
+        if counts:
+            self.applied[self._shard_id] = self.applied.get(self._shard_id, 0) + 1
+        if moves and latest_ms is not None:
+            self.clocks[self._shard_id] = max(self._clock_ms, latest_ms)
+            self._sweep()
+        return (pack_changes(changes),) if changes else ()
+
+    def forget(self, shard_id: str) -> None:
+        """Forget a shard that is not open any more."""
+        self.applied.pop(shard_id, None)
+        self.clocks.pop(shard_id, None)
+
+    def _expired(self, entry: _Entry, at_ms: int) -> bool:
+        expires_ms = entry[1]
+        return expires_ms is not None and (expires_ms <= at_ms or expires_ms <= self._clock_ms)
+
+    def _put(self, key: str, held: _Entry | None, entry: _Entry | None) -> None:
+        """Replace the entry of a key (``held``) by another; None: there is none."""
+        if held is not None and entry is not None:
+            self.bytes += len(entry[0]) - len(held[0])
+            self._entries[key] = entry
+        elif entry is not None:
+            self.bytes += _ENTRY_BYTES + len(key) + len(entry[0])
+            self._entries[key] = entry
+        elif held is not None:
+            self.bytes -= _ENTRY_BYTES + len(key) + len(held[0])
+            del self._entries[key]
+
+    def _sweep(self) -> None:
+        """Remove entries that have expired for every record that may come; now and then, since it looks at all of them.
+
+        A store for all keys may have shards that lag behind, or are not open yet. Their records are at most a day older:
+        DynamoDB Streams keep records for a day.
+        """
+        if not self.timed or len(self.clocks) < len(self.applied):
+            return
+        now_ms = min(self.clocks.values()) - (0 if self._ranged else _DAY_MS)
+        if now_ms < self._swept_ms + (self._ttl_ms or _DAY_MS) // _SWEEPS:
+            return
+        self._swept_ms = now_ms
+        gone = [key for key, (_, expires_ms) in self._entries.items() if (expires_ms or now_ms + 1) <= now_ms]
+        for key in gone:
+            self._put(key, self._entries[key], None)
+
+
+class CallContext(Context):
+    """The context of one shard's calls, one after the other."""
+
+    __slots__ = ("at_ms", "live", "received_ms", "record", "shard_id", "store")
+
+    record: RecordMethods
+    """The record of the present call."""
+    at_ms: int
+    """Its effective time."""
+    live: Any
+    """The state of its key (a dict), once the handler has asked for it; else None."""
+    received_ms: int
+    """When its batch was received: the time of records without an arrival time."""
+
+    def __init__(self, store: KeyedState, shard_id: str) -> None:
+        """Create the context of a shard that has its state in ``store``."""
+        super().__init__()
+        self.store = store
+        self.shard_id = shard_id
+
+    @property
+    def key(self) -> str:
+        """See ``Context.key``."""
+        key = self.record.partition_key
+        if key is None:
+            raise no_key()
+        return key
+
+    @property
+    def now(self) -> datetime:
+        """See ``Context.now``."""
+        arrival_ms = self.record.arrival_ms
+        return time_at(self.received_ms if arrival_ms is None else arrival_ms)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """See ``Context.state``."""
+        if self.live is None:
+            key = self.record.partition_key
+            self.live = self.store.read(self.key if key is None else key, self.at_ms)
+        live: dict[str, Any] = self.live
+        return live
+
+    def begin(self, record: RecordMethods, at_ms: int) -> RecordMethods:
+        """Begin a call with a record, whose effective time is ``at_ms``; return the record."""
+        self.record, self.at_ms, self.live = record, at_ms, None
+        return record
+
+    def join(self) -> None:
+        """Keep what the call has changed: it succeeded. Raises as ``KeyedState.write`` does."""
+        if self.live is not None:
+            self.store.write(self.key, self.live, self.at_ms)
