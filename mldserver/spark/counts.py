@@ -81,8 +81,8 @@ class JobCounts:
         if self._context is not None:
             self._context.removeJobTag(self._tag)
 
-    def _stages(self) -> Iterator[Any]:
-        """Yield each attempt at each stage, except those that Spark has forgotten already."""
+    def _stage_attempts(self) -> Iterator[Any]:
+        """Yield Spark's data of each attempt at each stage of the tagged jobs, except those that Spark has forgotten already."""
         if self._context is None:
             return
         scala = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
@@ -100,7 +100,7 @@ class JobCounts:
         Rows that failed tasks have read count too. Rows that a task has written count once the driver has allowed its
         commit. On Spark Connect, all counts are 0.
         """
-        stages = [(stage.inputRecords(), stage.outputRecords()) for stage in self._stages()]
+        stages = [(stage.inputRecords(), stage.outputRecords()) for stage in self._stage_attempts()]
         read = [records for records, _ in stages]
         return {*read, sum(read)}, sum(records for _, records in stages)
 
@@ -108,31 +108,31 @@ class JobCounts:
 def check_written(
     spark: SparkSession, written: int, outputs: Sequence[Output], staging: str, out: str = ""
 ) -> None:
-    """Raise CountsDiffer when an output's files do not hold the rows that Spark has written, or are not there."""
-    held = sum(output.rows for output in outputs)
-    if held != written or not all(output.files for output in outputs):
+    """Raise CountsDiffer unless the output files hold as many rows as Spark reports as ``written``, and each output has a file."""
+    found = sum(output.rows for output in outputs)
+    if found != written or not all(output.files for output in outputs):
         files = sum(len(output.files) for output in outputs)
-        whose = "" if outputs[1:] else where_lost(spark, staging, out)
+        executors = "" if outputs[1:] else where_lost(spark, staging, out)
         raise CountsDiffer(
-            f"Spark wrote {written} rows, but {files} files in {staging} hold {held}.{whose} Nothing of this attempt "
+            f"Spark wrote {written} rows, but {files} files in {staging} hold {found}.{executors} Nothing of this attempt "
             f"counts. Each executor must see the output folder, under the same path. {REMOVE}"
         )
 
 
 def where_lost(spark: SparkSession, staging: str, out: str, *, of_all: bool = False) -> str:
-    """Return a sentence about the executors whose files of this thread's last job are not in ``staging``; empty: unknown.
+    """Return a sentence that names the executors whose output files of this thread's last job are missing in ``staging``; or "".
 
-    ``of_all``: each task should have written rows, and not only those that say so.
+    ``of_all``: every task should have written rows; else only tasks that report written rows.
     """
     lost: set[str] = set()
     with contextlib.suppress(Exception):  # no Python face yet: another Spark may answer otherwise
         filesystem, root = reach(staging, out)
         files = {path: _PART.search(path) for path in data_files(filesystem, root)}
         rows = {path: pq.read_metadata(path, filesystem=filesystem).num_rows for path in files}
-        there = {int(part[1]) for path, part in files.items() if part and rows[path]}
-        *_, tasks = _stages(spark)
+        present = {int(part[1]) for path, part in files.items() if part and rows[path]}  # numbers of tasks
+        *_, tasks = _task_lists(spark)
         for task in tasks:
-            if task.status() != "SUCCESS" or task.index() in there:
+            if task.status() != "SUCCESS" or task.index() in present:
                 continue
             if of_all or task.taskMetrics().get().outputMetrics().recordsWritten():
                 lost.add(_executor(task))
@@ -143,13 +143,13 @@ def where_failed(spark: SparkSession) -> str:
     """Return a sentence about the executors on which tasks of this thread's last job failed; empty: it has not failed so."""
     failed: set[str] = set()
     with contextlib.suppress(Exception):  # see where_lost; and a JVM that is going says nothing
-        for tasks in _stages(spark, unless="SUCCEEDED"):
+        for tasks in _task_lists(spark, unless="SUCCEEDED"):
             failed |= {_executor(task) for task in tasks if task.status() == "FAILED"}
     return f"Its tasks failed on {', '.join(sorted(failed))}." if failed else ""
 
 
 def advice_on(message: str, segments: Iterable[str]) -> str:
-    """Return what helps where Spark's ``message`` says that an executor lacks one of these files, or memory; else nothing."""
+    """Return advice on a failed job if Spark's ``message`` names a known cause (a missing segment, Python, memory); else ""."""
     names = (path.rpartition("/")[2] for path in segments)
     if any(sign in message for sign in _NOT_THERE) and any(name in message for name in names):
         return f"An executor does not see the output folder. {REMOVE}"
@@ -161,8 +161,8 @@ def advice_on(message: str, segments: Iterable[str]) -> str:
     return ""
 
 
-def _stages(spark: SparkSession, unless: str = "") -> list[list[Any]]:
-    """Return the tasks of each stage of this thread's last job, unless that has the status; the last stage is the result's."""
+def _task_lists(spark: SparkSession, unless: str = "") -> list[list[Any]]:
+    """Return for each stage of this thread's last Spark job its tasks; the last stage wrote the result. Empty if its status is ``unless``."""
     context: Any = spark.sparkContext
     tracker = context.statusTracker()
     job = tracker.getJobInfo(max(tracker.getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id"))))

@@ -337,7 +337,7 @@ class Driver:
             load(start.handler, directory=directory, seconds=None).target if start.handler else None
         )
         if pipeline.on_window is not None:
-            user_code.equip(session, start)
+            user_code.ship_to_executors(session, start)
         warm_up(session, start)
         if start.sink is not None:
             sink = find(start.sink.format)

@@ -76,20 +76,26 @@ _RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
 class HealthJudge:
     """Says what follows from the signs that are seen. Times are steady seconds."""
 
-    _since: dict[str, float] = field(default_factory=dict)
+    _first_seen: dict[str, float] = field(default_factory=dict)
     """When each sign that is there was first seen."""
-    _judged: float = 0.0
+    _judged_at: float = 0.0
 
     def verdict(self, now: float, signs: Mapping[str, str]) -> wire.Health:
-        """Return how the session is; ``signs``: all that are seen now, and what was heard with each."""
-        still = now - self._judged if now - self._judged > _STOOD_STILL_SECONDS else 0.0
-        self._judged = now
-        self._since = {sign: self._since[sign] + still if sign in self._since else now for sign in signs}
+        """Apply ``_RULES``: return the session's health at ``now``. ``signs``: each present sign of trouble, with its text.
+
+        A rule applies when its sign has lasted for the rule's seconds. Time in which this machine stood still does not count.
+        """
+        pause = now - self._judged_at
+        stood_still = pause if pause > _STOOD_STILL_SECONDS else 0.0
+        self._judged_at = now
+        former, self._first_seen = self._first_seen, {}
+        for sign in signs:
+            self._first_seen[sign] = former[sign] + stood_still if sign in former else now
         for sign, rules in _RULES.items():
             for rule in rules:
-                # While a look hangs, the other signs are outdated.
-                stale = rule.over and sign != "silent" and "silent" in signs
-                if sign in signs and now - self._since[sign] >= rule.seconds and not stale:
+                # While a check of the session hangs ("silent"), the other signs are outdated, and must not end the driver.
+                is_outdated = rule.over and sign != "silent" and "silent" in signs
+                if sign in signs and now - self._first_seen[sign] >= rule.seconds and not is_outdated:
                     return wire.Health(rule.text.format(signs[sign]), rule.over)
         return wire.Health("")
 
@@ -107,11 +113,15 @@ class Cluster:
         self._standalone = str(self._context.master).startswith("spark://")
 
     def signs_of_trouble(self) -> dict[str, str]:
-        """Return the signs of trouble. Raises what py4j raises when the JVM is going."""
+        """Return the signs of trouble, as keys of ``_RULES`` with a text: an executor is missing that Spark waits for.
+
+        Raises what py4j raises when the JVM exits.
+        """
         if self._is_stopped():
             return {"stopped": ""}
         spark = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
-        if spark.getExecutorMemoryStatus().size() > 1:  # more than the driver
+        has_executors = spark.getExecutorMemoryStatus().size() > 1  # the driver counts too
+        if has_executors:
             return {}
         wanted = self._most
         if self._dynamic:
@@ -119,7 +129,7 @@ class Cluster:
             stages = [stage for stage in map(tracker.getStageInfo, tracker.getActiveStageIds()) if stage]
             wanted = min(wanted, sum(stage.numTasks - stage.numCompletedTasks for stage in stages))
         if not wanted:
-            return {}  # as it should be: executors come with the work
+            return {}  # no work: with dynamic allocation, Spark then needs no executor
         signs = {"no executors": ""}
         if self._standalone:
             # Repeat the present request for executors: the master refuses an application that it does not know.
@@ -143,13 +153,14 @@ class ConnectServer:
     """By operation: how many of its tasks are left, and run."""
 
     def signs_of_trouble(self) -> dict[str, str]:
-        """Return the signs of trouble. A look also keeps the server from closing a session for want of use."""
+        """Call the server once and return the signs of trouble. The call also keeps it from closing an unused session."""
         try:
             self._client.get_configs("spark.sql.session.timeZone")
         except Exception as error:  # noqa: BLE001  # of any of the client's classes
             text = wire.message(error)
-            ask = getattr(error, "getGrpcStatusCode", None)
-            status, details = str(ask()) if ask is not None else text, re.search(r'details = "(.*)"', text)
+            status_code = getattr(error, "getGrpcStatusCode", None)
+            status = str(status_code()) if status_code is not None else text
+            details = re.search(r'details = "(.*)"', text)
             sign = "refused"
             if CLOSED in text:
                 sign = "closed"
@@ -158,15 +169,15 @@ class ConnectServer:
             elif "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
                 sign = DENIED
             return {sign: details[1] if details else text}
-        # A copy: threads that run jobs change it.
+        # Iterate over a copy, since threads that run jobs change the dict.
         tasks = self._tasks.copy().values()
-        waits = any(left for left, _ in tasks) and not any(running for _, running in tasks)
-        return {"starved": ""} if waits else {}
+        no_task_runs = any(left for left, _ in tasks) and not any(running for _, running in tasks)
+        return {"starved": ""} if no_task_runs else {}
 
     def note_progress(
         self, stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, *, done: bool
     ) -> None:
-        """Take what the server says about a job: a progress handler of the session."""
+        """Note how many tasks of a job are left and run. The session calls this for each progress report of the server."""
         if done:
             self._tasks.pop(operation_id, None)
         else:
@@ -200,26 +211,27 @@ class JobWatch:
     """Where Spark is asked."""
     report_slow: Callable[[], None] = lambda: None
     """Says which hooks are slow; set when there can be any. It never waits."""
-    _asked: int = 0
-    _seen: Mapping[str, str] = field(default_factory=dict)
+    _checks: int = 0
+    _latest_signs: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Watch until the session is dead; ``pause`` returns whether to stop before."""
-        judge, told = HealthJudge(), wire.Health("")
+        """Check the session every two seconds and report each change of its health, until it is dead or ``pause`` returns True."""
+        judge, reported = HealthJudge(), wire.Health("")
         with self.pool:
-            asking: Future[None] = self.pool.submit(self._ask)
-            while not (self.pause() or told.over):
-                silent = not asking.done()
+            check: Future[None] = self.pool.submit(self._check_session)
+            while not (self.pause() or reported.over):
+                hangs = not check.done()
                 self.report_slow()
-                health = judge.verdict(self.now(), {**self._seen, "silent": ""} if silent else self._seen)
-                if not silent:
-                    asking = self.pool.submit(self._ask)
-                if health != told:
-                    told = health
+                signs = {**self._latest_signs, "silent": ""} if hangs else self._latest_signs
+                health = judge.verdict(self.now(), signs)
+                if not hangs:
+                    check = self.pool.submit(self._check_session)
+                if health != reported:
+                    reported = health
                     (self.fall if health.over else self.send)(health)
 
-    def _ask(self) -> None:
-        if self._asked % _LOOK_TICKS == 0:
+    def _check_session(self) -> None:
+        if self._checks % _LOOK_TICKS == 0:
             with contextlib.suppress(Exception):  # a dying JVM raises; its watcher handles that
-                self._seen = self.look()
-        self._asked += 1
+                self._latest_signs = self.look()
+        self._checks += 1

@@ -32,7 +32,7 @@ MOST_BYTES: Final = 64 * 1024 * 1024
 _SIDE_BY_SIDE: Final = 16
 """Requests under way; each is a wait."""
 
-_OF_OBJECTS: Final = (
+_OBJECT_SETTINGS: Final = (
     "acl.default",
     "create.storage.class",
     "encryption.algorithm",
@@ -44,12 +44,12 @@ _OF_OBJECTS: Final = (
 def can_stage_locally(out: str, hadoop: Callable[[str], str | None]) -> bool:
     """Whether windows of this output may go through a folder of this machine. ``hadoop``: Spark's settings of Hadoop.
 
-    False if paths without a scheme lead Spark to another file system, or if a setting of ``_OF_OBJECTS`` is set.
+    False if paths without a scheme lead Spark to another file system, or if a setting of ``_OBJECT_SETTINGS`` is set.
     """
     if not out.startswith("s3:") or not (hadoop("fs.defaultFS") or "file:").startswith("file:"):
         return False
     scopes = "fs.s3a.", f"fs.s3a.bucket.{urlsplit(out).netloc.rpartition('@')[2]}."
-    return not any(hadoop(f"{scope}{name}") for scope in scopes for name in _OF_OBJECTS)
+    return not any(hadoop(f"{scope}{name}") for scope in scopes for name in _OBJECT_SETTINGS)
 
 
 def compute_via_local_disk(
@@ -69,24 +69,24 @@ def compute_via_local_disk(
         tempfile.TemporaryDirectory(prefix="windows-", ignore_cleanup_errors=True) as folder,
         ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="store") as pool,
     ):
-        here: list[WindowJob] = []
-        fetched: list[tuple[str, str]] = []
+        local_jobs: list[WindowJob] = []
+        downloads: list[tuple[str, str]] = []
         for number, job in enumerate(jobs):
             place = Path(folder, str(number))
             (place / "segments").mkdir(parents=True)
             paths = {uri: f"{place}/segments/{index}.parquet" for index, uri in enumerate(job.segments)}
-            fetched += ((reach(uri, job.out)[1], path) for uri, path in paths.items())
+            downloads += ((reach(uri, job.out)[1], path) for uri, path in paths.items())
             older = {ddl: tuple(paths[uri] for uri in uris) for ddl, uris in job.older.items()}
             segments = tuple(paths.values())
-            here.append(replace(job, segments=segments, staging=f"{place}/output", out="", older=older))
-        list(pool.map(lambda pair: _copy(filesystem, pair[0], local, pair[1]), fetched))
-        outputs = compute(here)
-        sent = [
-            (f"{near.staging}/{file}", f"{reach(job.staging, job.out)[1]}/{file}")
-            for job, near, output in zip(jobs, here, outputs, strict=True)
+            local_jobs.append(replace(job, segments=segments, staging=f"{place}/output", out="", older=older))
+        list(pool.map(lambda pair: _copy(filesystem, pair[0], local, pair[1]), downloads))
+        outputs = compute(local_jobs)
+        uploads = [
+            (f"{local_job.staging}/{file}", f"{reach(job.staging, job.out)[1]}/{file}")
+            for job, local_job, output in zip(jobs, local_jobs, outputs, strict=True)
             for file in output.files
         ]
-        list(pool.map(lambda pair: _copy(local, pair[0], filesystem, pair[1]), sent))
+        list(pool.map(lambda pair: _copy(local, pair[0], filesystem, pair[1]), uploads))
     return outputs
 
 

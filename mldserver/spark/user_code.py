@@ -39,13 +39,13 @@ def sources(
     roots = [Path(folder).resolve() for folder in folders]
     found = {}
     for name in {**modules, **code}:
-        place, kept = code.get(name, (getattr(modules.get(name), "__file__", None) or "", None))
-        file = Path(place)
-        users = any(map(file.resolve().is_relative_to, roots)) and not is_library(place)
-        there = kept is not None or file.is_file()
-        if (users or name.partition(".")[0] == package) and file.suffix == ".py" and there:
-            inside = name.replace(".", "/") + ("/__init__" if file.name == "__init__.py" else "")
-            found[f"{inside}.py"] = file.read_bytes() if kept is None else kept
+        path, text = code.get(name, (getattr(modules.get(name), "__file__", None) or "", None))
+        file = Path(path)
+        is_users = any(map(file.resolve().is_relative_to, roots)) and not is_library(path)
+        exists = text is not None or file.is_file()
+        if (is_users or name.partition(".")[0] == package) and file.suffix == ".py" and exists:
+            path_in_archive = name.replace(".", "/") + ("/__init__" if file.name == "__init__.py" else "")
+            found[f"{path_in_archive}.py"] = file.read_bytes() if text is None else text
     return found
 
 
@@ -100,9 +100,10 @@ class _Guarded:
 
 
 def guard_executors(start: StartSession) -> None:
-    """Pickle functions with the guard that makes the modules they name importable without a session.
+    """Make pyspark pickle each user function together with code that prepares the executor's Python for its modules.
 
-    On a local master these modules are those that the server has sent.
+    That code makes modules importable that create Spark objects at import, without a session there. On a local master it
+    also imports the user's modules from the text that the server has sent (``start.code``), not from their files.
     """
     from pyspark.serializers import CloudPickleSerializer  # noqa: PLC0415  # the server imports this module
 
@@ -117,14 +118,14 @@ def guard_executors(start: StartSession) -> None:
             text: bytes = super().dumps(_Guarded(kept, obj))  # type: ignore[no-untyped-call]  # pyspark's own
             return text
 
-    # Where functions are pickled, and nothing else.
+    # Replace the serializer only in the modules of pyspark that pickle functions.
     connect = is_connect(start.master)
     names = ("sql.connect.expressions", "sql.connect.plan") if connect else ("core.rdd",)
     for name in names:
         setattr(import_module(f"pyspark.{name}"), "CloudPickleSerializer", Guarding)  # noqa: B010  # it is no attribute to mypy
 
 
-def equip(session: DriverSession, start: StartSession) -> None:
+def ship_to_executors(session: DriverSession, start: StartSession) -> None:
     """Bring the handler's code to the executors of this session.
 
     On a local master there is nothing to bring: its Python workers have the driver's path and interpreter.

@@ -52,34 +52,36 @@ def warm_up(session: DriverSession, start: StartSession) -> None:
     with a local output what Spark raises.
     """
     # Beside the scratch folder, which is this user's alone: executors may be others.
-    own = start.place or f"{start.scratch}{WARM_UP}"
-    filesystem, root = reach(own, start.out)
-    elsewhere = bool(start.out) or not is_local(start.master)
-    _forget(filesystem, root)  # what a driver that was killed has left
-    place = f"{own}/{secrets.token_hex(4)}"  # where its tasks may still write
+    base = start.place or f"{start.scratch}{WARM_UP}"
+    filesystem, root = reach(base, start.out)
+    needs_shared_storage = bool(start.out) or not is_local(start.master)
+    _delete_folder(filesystem, root)  # a driver that was killed may have left files
+    place = f"{base}/{secrets.token_hex(4)}"  # a new name, since that driver's tasks may still write
     try:
-        if elsewhere:
-            _prove(session, start, f"{place}/proof")
+        if needs_shared_storage:
+            _check_shared_storage(session, start, f"{place}/proof")
         grouped = Pipeline(lambda rows, _window: rows.groupBy("_shard").count())
-        job = _job(start, f"{place}/window", 1)
+        job = _write_sample_job(start, f"{place}/window", 1)
         run_windows(session.spark, start.schema, grouped, (job,), session.slots())
     except Exception as error:
-        over = isinstance(error, OperatorError) or not elsewhere or lost_connection(error)
+        raise_unchanged = (
+            isinstance(error, OperatorError) or not needs_shared_storage or lost_connection(error)
+        )
         try:
-            over = over or session.is_stopped
-        except Exception:  # noqa: BLE001  # of a JVM that is going
-            over = True
-        if over:
+            raise_unchanged = raise_unchanged or session.is_stopped
+        except Exception:  # noqa: BLE001  # the JVM is exiting
+            raise_unchanged = True
+        if raise_unchanged:
             raise
-        # What the driver's side of Spark does not find it will not find later either.
+        # Spark's analysis runs in the driver: what it does not find now it will not find later.
         kind = OperatorError if isinstance(error, AnalysisException) else NotThereYet
         raise kind(f"Spark cannot work on windows in {place}: {message(error)} {_ADVICE}") from error
     finally:
-        _forget(filesystem, root)
+        _delete_folder(filesystem, root)
 
 
-def _job(start: StartSession, place: str, count: int) -> WindowJob:
-    """Write ``count`` segments with a row each, and return the job over them."""
+def _write_sample_job(start: StartSession, place: str, count: int) -> WindowJob:
+    """Write ``count`` segments with one row each into ``place``, and return a window's job that reads them."""
     filesystem, root = reach(place, start.out)
     names = [f"segments/{number}.parquet" for number in range(count)]
     filesystem.create_dir(f"{root}/segments", recursive=True)
@@ -88,38 +90,38 @@ def _job(start: StartSession, place: str, count: int) -> WindowJob:
     with ThreadPoolExecutor(_WRITERS) as pool:
         list(pool.map(lambda name: pq.write_table(row, f"{root}/{name}", filesystem=filesystem), names))
     paths = tuple(f"{place}/{name}" for name in names)
-    # As few bytes as give each of them a task that writes it.
+    # The number of bytes decides into how many tasks the output is cut: claim the least that gives ``count`` tasks.
     window = Window("warm-up", None, None)
     return WindowJob(window, 0, paths, f"{place}/out", count, (count - 1) * WRITTEN_BYTES + 1, start.out)
 
 
-def _prove(session: DriverSession, start: StartSession, place: str) -> None:
-    """Read and write one file on each core. Raises OperatorError unless as many rows come back."""
+def _check_shared_storage(session: DriverSession, start: StartSession, place: str) -> None:
+    """Have the executors read and write one file on each core. Raises OperatorError unless as many rows come back."""
     cores = session.slots()
-    spark, job = session.spark, _job(start, place, cores)
+    spark, job = session.spark, _write_sample_job(start, place, cores)
     if not session.connect:
         spark.sparkContext.setJobGroup(_GROUP, "the proof that executors share the output's storage")
     # One file a task, however small they are and however few executors Spark has counted.
-    wanted = "spark.sql.files.maxPartitionBytes"
-    before = spark.conf.get(wanted) or ""
-    spark.conf.set(wanted, str(1 << 16))
+    setting = "spark.sql.files.maxPartitionBytes"
+    former_value = spark.conf.get(setting) or ""
+    spark.conf.set(setting, str(1 << 16))
     try:
         # An executor that lacks a file must not fail: Spark would only retry the task on another executor.
         reader = spark.read.option("ignoreMissingFiles", "true").schema(columns_ddl(start.schema))
         write(reader.parquet(*map(escaped, job.segments)), job.staging, (job,), None, cores)
     finally:
-        spark.conf.set(wanted, before)
+        spark.conf.set(setting, former_value)
     try:
-        came = inspect_output(job.staging, job.out).rows
+        received = inspect_output(job.staging, job.out).rows
     except FileNotFoundError:
-        came = 0  # none of them sees this host's folder
-    if came != job.rows:
+        received = 0  # none of them sees this host's folder
+    if received != job.rows:
         raise OperatorError(
             f"Spark's executors do not all see the output's storage: this server wrote {job.rows} files in {place}, and "
-            f"of {came} of them the executors' copies are here.{where_lost(spark, job.staging, job.out, of_all=True)} {_ADVICE}"
+            f"of {received} of them the executors' copies are here.{where_lost(spark, job.staging, job.out, of_all=True)} {_ADVICE}"
         )
 
 
-def _forget(filesystem: fs.FileSystem, root: str) -> None:
+def _delete_folder(filesystem: fs.FileSystem, root: str) -> None:
     with contextlib.suppress(OSError):
         filesystem.delete_dir(root)

@@ -158,7 +158,7 @@ def columns_ddl(schema: str) -> str:
 
 
 def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFrame:
-    """Return the window's rows: in one partition for one task, for several as Spark shares the files out.
+    """Return the window's rows, read from its segments: in one partition if ``tasks`` is 1, else in as many as Spark chooses.
 
     Schemas are given, so that no job is spent on looking into the files. Each segment is read by the schema that it was
     written under: Spark makes NULL of a column that it does not find, and of a number that it finds narrower an error.
@@ -169,27 +169,30 @@ def read(spark: SparkSession, schema: str, job: WindowJob, tasks: int) -> DataFr
     def scan(ddl: str, paths: Iterable[str]) -> DataFrame:
         return spark.read.options(**options).schema(columns_ddl(ddl)).parquet(*map(escaped, paths))
 
-    def single(rows: DataFrame) -> DataFrame:
-        # Several are left as they are: what reads them would not be compiled together with the hook's first steps, and a
-        # large window take half as long again.
+    def in_one_partition(rows: DataFrame) -> DataFrame:
+        # Do not merge several partitions: Spark would not compile the read together with the hook's first steps, and large
+        # windows would take half as long again.
         return rows.coalesce(1) if tasks == 1 else rows
 
     if not job.older:
-        return single(scan(schema, job.segments))
-    of_old = {path for paths in job.older.values() for path in paths}
-    written: list[tuple[str, Sequence[str]]] = list(job.older.items())
-    if present := [path for path in job.segments if path not in of_old]:
-        written.append((schema, present))
-    # The present schema's columns hold all values of the older ones'.
+        return in_one_partition(scan(schema, job.segments))
+    # An earlier handler wrote some segments with another schema: read each schema's files, then cast to the present columns,
+    # which are wide enough for all older values. Columns that a schema lacks become NULL.
+    older_paths = {path for paths in job.older.values() for path in paths}
+    paths_by_schema: list[tuple[str, Sequence[str]]] = list(job.older.items())
+    if present := [path for path in job.segments if path not in older_paths]:
+        paths_by_schema.append((schema, present))
     columns = spark.createDataFrame([], columns_ddl(schema)).schema
     parts = []
-    for ddl, paths in written:
+    for ddl, paths in paths_by_schema:
         part = scan(ddl, paths)
-        there = part.columns
-        held = [F.col(quoted(one.name)) if one.name in there else F.lit(None) for one in columns]
-        cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
-        parts.append(part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True))))
-    return single(_union(parts))
+        found = part.columns
+        values = [F.col(quoted(column.name)) if column.name in found else F.lit(None) for column in columns]
+        pairs = zip(values, columns, strict=True)
+        parts.append(
+            part.select(*(value.cast(column.dataType).alias(column.name) for value, column in pairs))
+        )
+    return in_one_partition(_union(parts))
 
 
 def _union(parts: Iterable[DataFrame]) -> DataFrame:
@@ -212,7 +215,7 @@ class Attempt:
         tasks: int,
         view: str | None = None,
     ) -> None:
-        """Call the hook. Raises what it raises, and CountsDiffer as ``count_read``.
+        """Call the hook. Raises what it raises, and CountsDiffer as ``verify_by_counting``.
 
         ``view``: what a view is called by which the result stays what it is now, where Spark Connect looks names up when a
         plan runs: a temporary view that the next call of the hook replaces would change what the last one returned.
@@ -223,7 +226,7 @@ class Attempt:
         remote = _on_connect(self.rows)
         if pipeline.writes_for_itself:
             # First of all: what it writes elsewhere cannot be taken back.
-            count_read([self])
+            verify_by_counting([self])
         elif remote:
             self.count = Count(self.rows)
         rows = self.rows if self.count is None else self.count.frame
@@ -233,7 +236,7 @@ class Attempt:
             self.result = self.result.sparkSession.table(view)
 
 
-def check_read(attempts: Sequence[Attempt], read: set[int], work: JobCounts) -> None:
+def verify_rows_read(attempts: Sequence[Attempt], read: set[int], work: JobCounts) -> None:
     """Raise CountsDiffer when Spark has not read as many rows of windows as the ledger has registered.
 
     ``read``: rows read by the jobs that wrote the results, usually all rows. ``work``: includes the hook's jobs. If neither
@@ -241,21 +244,26 @@ def check_read(attempts: Sequence[Attempt], read: set[int], work: JobCounts) -> 
     """
     rows = sum(one.job.rows for one in attempts)
     if rows not in read and rows not in work.counts()[0]:
-        count_read(attempts)
+        verify_by_counting(attempts)
 
 
-def count_read(attempts: Iterable[Attempt]) -> None:
+def verify_by_counting(attempts: Iterable[Attempt]) -> None:
     """Count windows' rows on the executors, from the files' footers, in one short job. Raises CountsDiffer.
 
     On Spark Connect, skip windows whose rows ``Count`` has already found complete.
     """
-    counted = {one: None if one.count is None else one.count.rows(ran=False) for one in attempts}
-    doubtful = {one.job.window.id: one for one, rows in counted.items() if rows != one.job.rows}
-    if not doubtful:
+    unverified: dict[str, Attempt] = {}
+    for attempt in attempts:
+        counted = None if attempt.count is None else attempt.count.rows(ran=False)
+        if counted != attempt.job.rows:
+            unverified[attempt.job.window.id] = attempt
+    if not unverified:
         return
-    counts = [one.rows.agg(F.lit(name).alias("window"), F.count(F.lit(1))) for name, one in doubtful.items()]
+    counts = [
+        each.rows.agg(F.lit(name).alias("window"), F.count(F.lit(1))) for name, each in unverified.items()
+    ]
     for name, rows in _union(counts).collect():
-        if rows != (registered := doubtful[name].job.rows):
+        if rows != (registered := unverified[name].job.rows):
             raise CountsDiffer(
                 f"Spark reads {rows} rows of window {name}, but the ledger has registered {registered}. Nothing of this "
                 f"attempt counts. Each executor must see the output folder, whole and under the same path. {REMOVE}"
@@ -279,12 +287,12 @@ def write(
     frame = result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES))
     count = Count(frame) if _on_connect(frame) else None
     frame = frame if count is None else count.frame
-    # Looked up in an array or a map, which generated code refers to, where it would hold an instant: it is compiled once, and
-    # not for each window. What is looked up must be nothing that Spark could look up beforehand.
+    # Spark compiles generated code again for each literal in it, so for each window. The bounds are therefore looked up in an
+    # array (by an index that Spark cannot compute beforehand, always 0) or, for several windows, in a map by the tag.
     if tag is None:
-        entries, place = "array({})", "[spark_partition_id() * 0]"
+        container, index = "array({})", "[spark_partition_id() * 0]"
     else:
-        entries, place = "map({})", f"[{tag}]"
+        container, index = "map({})", f"[{tag}]"
     added, taken = [], {column.lower() for column in result.columns}
     starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
     for name, bounds in zip(window_columns or (), (starts, ends), strict=False):
@@ -293,11 +301,11 @@ def write(
             continue
         if tag is not None:
             instants = [f"'w{number}', {instant}" for number, instant in enumerate(instants)]
-        added.append(f"{entries.format(', '.join(instants))}{place} AS {quoted(name)}")
-    # As one text, since each function that Python names is some ten calls into the JVM; and at once, since each step has
-    # Spark analyse the whole plan again.
+        added.append(f"{container.format(', '.join(instants))}{index} AS {quoted(name)}")
+    # One SQL text instead of Python's functions, which take ten calls into the JVM each; and all columns in one step, since
+    # Spark analyses the whole plan again at each.
     frame = frame.selectExpr("*", *added) if added else frame
-    # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
+    # The default mode fails if the folder exists. (Connect does not know its name, "errorifexists".)
     writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
     with JobCounts(result.sparkSession) as work:
         (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
@@ -314,75 +322,80 @@ def run_windows(
     with JobCounts(spark) as work:
         attempts = []
         for number, job in enumerate(jobs):
-            # This thread's next group replaces the view.
+            # Only Spark Connect needs the view (``Attempt``). This thread's next group replaces it.
             view = f"_mldserver_{threading.get_ident()}_{number}" if len(jobs) > 1 else None
-            # The cores have other windows of a group to read, too.
+            # In a group, the cores share the windows: cut each one into fewer tasks.
             tasks = partitions(job.bytes, cores, READ_BYTES if len(jobs) == 1 else WRITTEN_BYTES)
             attempts.append(Attempt(spark, schema, pipeline, job, tasks, view))
-        alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
+        same_columns: dict[str, list[tuple[DataFrame, Attempt]]] = {}
         for attempt in attempts:
             if attempt.result is not None:
                 columns = attempt.result.schema.json() if len(jobs) > 1 else ""
-                alike.setdefault(columns, []).append((attempt.result, attempt))
+                same_columns.setdefault(columns, []).append((attempt.result, attempt))
         outputs: dict[str, Output] = {}
-        seen: set[int] = set()
-        for members in alike.values():
+        read_counts: set[int] = set()
+        for members in same_columns.values():
             members_jobs = [attempt.job for _, attempt in members]
             staging = members_jobs[0].staging
             if len(members) == 1:
                 read, written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
             else:
                 results = [result for result, _ in members]
-                read, written = _write_together(results, members_jobs, pipeline.window_columns, cores)
+                read, written = _write_group(results, members_jobs, pipeline.window_columns, cores)
                 staging = staging.rsplit("/", 2)[0]
             output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
             outputs |= output_of
-            seen |= read
-        if alike:
-            check_read([attempt for attempt in attempts if attempt.result is not None], seen, work)
+            read_counts |= read
+        if same_columns:
+            verify_rows_read(
+                [attempt for attempt in attempts if attempt.result is not None], read_counts, work
+            )
     return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 
-def _write_together(
+def _write_group(
     results: Sequence[DataFrame],
     jobs: Sequence[WindowJob],
     window_columns: tuple[str, str] | None,
     cores: int,
 ) -> tuple[set[int], int]:
+    """Write several windows' results, which have the same columns, as one Spark job; then move each window's files into its folder.
+
+    A column ``tag`` says to which window a row belongs; Spark writes a folder for each of its values. Returns as ``write``.
+    """
     tag = free_name([*results[0].columns, *(window_columns or ())])
-    # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
+    # Text, not a number, which Spark would compile into the generated code: once for all windows, not once for each.
     tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, result in enumerate(results)]
-    place, out = f"{jobs[0].staging}/_together", jobs[0].out  # gone with that directory, whatever happens
-    counts = write(_union(tagged), place, jobs, window_columns, cores, tag)
-    filesystem, root = reach(place, out)
+    shared, out = f"{jobs[0].staging}/_together", jobs[0].out  # deleted with that attempt if this one dies
+    counts = write(_union(tagged), shared, jobs, window_columns, cores, tag)
+    filesystem, root = reach(shared, out)
     files_of: dict[str, list[str]] = {f"{tag}=w{number}": [] for number in range(len(jobs))}
     for path in data_files(filesystem, root):
         files_of[path.split("/")[-2]].append(path)
-    nothing = "", b""
+    empty_name, empty_file = "", b""
     if empty := [number for number, files in enumerate(files_of.values()) if not files]:
-        # Windows without rows get a file that has the columns, as they have it when they run alone.
-        first, none = jobs[empty[0]], f"{place}/none"
-        write(results[empty[0]].limit(0), none, [first], window_columns, cores)
+        # A window without rows gets a file that has only the columns, as it does when it runs alone.
+        write(results[empty[0]].limit(0), f"{shared}/none", [jobs[empty[0]]], window_columns, cores)
         (file,) = data_files(filesystem, f"{root}/none")
         with filesystem.open_input_stream(file) as source:
-            nothing = file.rpartition("/")[2], source.read()
+            empty_name, empty_file = file.rpartition("/")[2], source.read()
     renames = filesystem.type_name not in NOTHING_RENAMED
     transfer = filesystem.move if renames else filesystem.copy_file
 
-    def sort(job: WindowJob, files: list[str]) -> None:
+    def move_files(job: WindowJob, files: list[str]) -> None:
         target = reach(job.staging, out)[1]
         if renames:
             filesystem.create_dir(target, recursive=True)
         for path in files:
             transfer(path, f"{target}/{path.rpartition('/')[2]}")
         if not files:
-            with filesystem.open_output_stream(f"{target}/{nothing[0]}") as stream:
-                stream.write(nothing[1])
+            with filesystem.open_output_stream(f"{target}/{empty_name}") as stream:
+                stream.write(empty_file)
 
-    # Side by side: on an object store each step is a wait.
+    # In parallel, since each request to an object store is a wait.
     with ThreadPoolExecutor(len(jobs)) as pool:
-        list(pool.map(sort, jobs, files_of.values()))
+        list(pool.map(move_files, jobs, files_of.values()))
     filesystem.delete_dir(root)
     return counts
 

@@ -111,7 +111,7 @@ class OnACluster:
         self.addArtifacts = lambda path, pyfile: self.shipped.append((path, pyfile))
 
     def equip(self, start: StartSession) -> None:
-        user_code.equip(cast("DriverSession", self), start)
+        user_code.ship_to_executors(cast("DriverSession", self), start)
 
 
 def test_files_go_by_the_way_of_their_kind_of_session(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_files_go_by_the_way_of_their_kind_of_session(tmp_path: Path) -> None:
 
 def test_a_local_master_is_shipped_nothing() -> None:
     start = StartSession("flow", "", "local[2]", "/scratch", py_files=("/a.py",))
-    user_code.equip(cast("DriverSession", SimpleNamespace()), start)
+    user_code.ship_to_executors(cast("DriverSession", SimpleNamespace()), start)
 
 
 def test_the_executors_interpreter_is_in_the_drivers_environment() -> None:

@@ -52,7 +52,7 @@ def local(place: str) -> Path:
 def test_a_local_master_with_a_local_output_has_nothing_to_prove(
     tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(module, "_prove")
+    monkeypatch.delattr(module, "_check_shared_storage")
     warm_up(session, start(tmp_path, out="", place=""))
     assert left(tmp_path) == []
 
@@ -102,7 +102,7 @@ def test_what_an_executor_does_not_read_or_does_not_write_there_is_refused_with_
 def test_what_spark_does_not_find_at_all_is_refused_and_what_it_fails_on_may_be_right_at_the_next_start(
     tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = module._job
+    job = module._write_sample_job
 
     def unfound(*given: Any) -> Any:
         made = job(*given)
@@ -110,7 +110,7 @@ def test_what_spark_does_not_find_at_all_is_refused_and_what_it_fails_on_may_be_
         return made
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_job", unfound)
+        patched.setattr(module, "_write_sample_job", unfound)
         with pytest.raises(OperatorError, match=r"(?s)PATH_NOT_FOUND.*Set out to shared storage") as refused:
             warm_up(session, start(tmp_path))
         assert not isinstance(refused.value, NotThereYet)
