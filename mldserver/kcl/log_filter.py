@@ -214,7 +214,7 @@ _FAULTS: Final = (
     ),
 )
 
-_ECHOES: Final = {
+_REPEATED_LINES: Final = {
     # The bridge's own words, which another class repeats with the shard.
     "jvm": "mldserver bridge: ",
     # Normal at every start and end.
@@ -224,7 +224,7 @@ _ECHOES: Final = {
 }
 """By the last part of the logger's name: how warnings and errors begin that carry no information."""
 
-_ECHO: Final = re.compile(r"Child process failed to |Failed to initialize child process")
+_REPEATED_FAULT: Final = re.compile(r"Child process failed to |Failed to initialize child process")
 """In what a shard's processor says of a fault whose cause its protocol has told."""
 
 _GAINED: Final = re.compile(
@@ -234,7 +234,7 @@ _LEFT: Final = re.compile(
     r"Invoking shutdown\(\) for shard (?P<shard>\S+) .*Shutdown reason: (?P<reason>\w+)"
 )
 _LEFT_EVENTS: Final = {"LEASE_LOST": "kcl.lease_lost", "SHARD_END": "kcl.shard_ended"}
-_WORKS: Final = "Initialization complete. Starting worker loop."
+_STARTED: Final = "Initialization complete. Starting worker loop."
 
 _VARIABLE: Final = re.compile(r"shardId-\w+|\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4,12})+\b|@[0-9a-f]+\b|\d+")
 
@@ -245,70 +245,80 @@ class LogFilter:
 
     _now_ms: int = 0
     _folding: Folding = field(init=False)
-    _let_go: dict[tuple[str, str], None] = field(default_factory=dict)
+    _released: dict[tuple[str, str], None] = field(default_factory=dict)
     """Shards and how they were let go, the latest last: the KCL repeats a shutdown that fails every second."""
-    _echoes: int = 0
+    _expected_repeats: int = 0
     """Faults of this daemon's protocol that their processors have still to repeat."""
 
     def __post_init__(self) -> None:
         self._folding = Folding(lambda: self._now_ms)
 
     def filter(self, event: LogEvent, now: float) -> list[FilteredEvent]:
-        """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
+        """Return the log lines for one event of the daemon: the raw text at debug, and a readable line if it is worth one."""
         raw = verbatim(event)
-        short = event.logger.rpartition(".")[2]
+        class_name = event.logger.rpartition(".")[2]
         if event.level in {"debug", "info"}:
-            if event.text.startswith(_WORKS):
-                self._echoes = 0
-            return [raw, *self._of_normal_life(short, event)]
-        if event.text.startswith(_ECHOES.get(short, "\0")):
+            if event.text.startswith(_STARTED):
+                self._expected_repeats = 0
+            return [raw, *self._lease_events(class_name, event)]
+        if event.text.startswith(_REPEATED_LINES.get(class_name, "\0")):
             return [raw]
-        if short == "MultiLangProtocol":
-            self._echoes += 1
-        elif short == "MultiLangShardRecordProcessor" and self._echoes and _ECHO.search(event.text):
-            self._echoes -= 1
+        if class_name == "MultiLangProtocol":
+            self._expected_repeats += 1
+        elif (
+            class_name == "MultiLangShardRecordProcessor"
+            and self._expected_repeats
+            and _REPEATED_FAULT.search(event.text)
+        ):
+            self._expected_repeats -= 1
             return [raw]
-        first = event.text.partition("\n")[0]
+        first_line = event.text.partition("\n")[0]
         for fault in _FAULTS:
             if match := re.search(fault.pattern, event.text):
                 groups = {
                     name.rstrip("23"): text for name, text in match.groupdict().items() if text is not None
                 }
-                words = {name: _cut(text).rstrip(". ") for name, text in groups.items()}
-                fields = {"what": fault.what.format_map(words), "advice": fault.advice, "text": first}
+                words = {name: _shorten(text).rstrip(". ") for name, text in groups.items()}
+                fields = {"what": fault.what.format_map(words), "advice": fault.advice, "text": first_line}
                 fields |= {"shard": groups["shard"]} if "shard" in groups else {}
                 return [raw, *self._fold(fault.what, FilteredEvent(event.level, "kcl.fault", fields), now)]
-        key = f"{short} {_VARIABLE.sub('#', first)}"
+        key = f"{class_name} {_VARIABLE.sub('#', first_line)}"
         lines = self._fold(key, FilteredEvent(event.level, "kcl.log", raw.fields), now)
         return lines if lines and lines[0].fields == raw.fields else [raw, *lines]
 
-    def _of_normal_life(self, short: str, event: LogEvent) -> list[FilteredEvent]:
-        if event.text.startswith(_WORKS):
-            return [FilteredEvent("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
-        if short == "Scheduler" and (gained := _GAINED.search(event.text)):
+    def _lease_events(self, class_name: str, event: LogEvent) -> list[FilteredEvent]:
+        """Return an event if the daemon has started, or gained or lost a shard's lease; a repeated loss gives none."""
+        if event.text.startswith(_STARTED):
+            return [FilteredEvent("info", "kcl.log", {"logger": event.logger, "text": _STARTED})]
+        if class_name == "Scheduler" and (gained := _GAINED.search(event.text)):
             for reason in _LEFT_EVENTS:
-                self._let_go.pop((gained["shard"], reason), None)
+                self._released.pop((gained["shard"], reason), None)
             return [FilteredEvent("info", "kcl.lease_gained", gained.groupdict())]
-        if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
+        if (
+            class_name == "ShutdownTask"
+            and (left := _LEFT.search(event.text))
+            and left["reason"] in _LEFT_EVENTS
+        ):
             key = left["shard"], left["reason"]
-            known = key in self._let_go
-            self._let_go.pop(key, None)
-            self._let_go[key] = None
-            if len(self._let_go) > MOST_LET_GO:
-                del self._let_go[next(iter(self._let_go))]
+            known = key in self._released
+            self._released.pop(key, None)
+            self._released[key] = None
+            if len(self._released) > MOST_LET_GO:
+                del self._released[next(iter(self._released))]
             if known:
                 return []
             return [FilteredEvent("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
         return []
 
     def _fold(self, key: str, line: FilteredEvent, now: float) -> list[FilteredEvent]:
+        """Return the line at most once a minute for each ``key``, with the number of lines that were held back."""
         self._now_ms = round(now * 1000)
         times = self._folding.count(key)
         return [self._line(line, times - 1)] if times else []
 
     def _line(self, line: FilteredEvent, count: int) -> FilteredEvent:
         """Return a line as it is shown: cut, and with its count."""
-        lines = map(_cut, line.fields["text"].split("\n"))
+        lines = map(_shorten, line.fields["text"].split("\n"))
         fields = line.fields | {"text": "\n".join(lines)} | ({"repeated": count} if count else {})
         return FilteredEvent(line.level, line.event, fields)
 
@@ -318,5 +328,5 @@ def verbatim(event: LogEvent) -> FilteredEvent:
     return FilteredEvent("debug", "kcl.log", {"logger": event.logger, "text": event.text})
 
 
-def _cut(line: str) -> str:
+def _shorten(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} … cut"

@@ -73,10 +73,10 @@ class FolderClaim:
         """
         self._store = store
         self._new_ledger = new_ledger
-        self._mine = FolderOwner("", pipeline, ledger)
-        self._same = {ledger, former or ledger}
+        self._expected = FolderOwner("", pipeline, ledger)
+        self._accepted_ledgers = {ledger, former or ledger}
         self._renamed: FolderOwner | None = None
-        self._owner = self._mine
+        self._owner = self._expected
         self._segments: list[str] = []
 
     def inspect(self) -> None:
@@ -84,11 +84,11 @@ class FolderClaim:
 
         Raises OperatorError when its ledger is elsewhere, and OSError.
         """
-        owner, mine = self.read(), self._mine
+        owner, expected = self.read(), self._expected
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
-        if owner.ledger not in self._same and not self._new_ledger:
+        if owner.ledger not in self._accepted_ledgers and not self._new_ledger:
             advice = "Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with --new-ledger."
-            if _table(owner.ledger) == _table(mine.ledger) != "":
+            if _table(owner.ledger) == _table(expected.ledger) != "":
                 advice = (
                     f"A pipeline whose handler was renamed goes on under its new name with --rename-from {owner.pipeline}, once "
                     "it is drained (`mldserver help operations`), or under its old name with --pipeline. Another pipeline needs "
@@ -96,7 +96,7 @@ class FolderClaim:
                 )
             raise OperatorError(
                 f"The output folder {self._store.uri()} belongs to pipeline {owner.pipeline} on the ledger "
-                f"{_named(owner.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
+                f"{_named(owner.ledger)}; this is pipeline {expected.pipeline} on the ledger {_named(expected.ledger)}.",
                 did="Nothing was touched.",
                 advice=advice,
             )
@@ -112,7 +112,7 @@ class FolderClaim:
                 # On object stores, where two servers may do this at once, both find the same.
                 uri = self._store.uri().encode()
                 folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
-                owner = replace(self._mine, folder=folder)
+                owner = replace(self._expected, folder=folder)
                 self._write(owner)
         self._owner = owner
         self._segments = [path for path, _ in self._store.files(SEGMENTS)]
@@ -121,72 +121,77 @@ class FolderClaim:
     def give(self, state: LedgerState) -> None:
         """Record a restored ledger as the folder's owner. Blocking. Raises OSError."""
         assert state.folder is not None, "a restored ledger names its folder"
-        self._note(replace(self._mine, folder=state.folder, ledger_id=state.ledger_id, claims=state.claims))
+        self._store_owner(
+            replace(self._expected, folder=state.folder, ledger_id=state.ledger_id, claims=state.claims)
+        )
 
     async def acquire(self, state: LedgerState, ledger: Ledger) -> LedgerState:
-        """Compare folder and ledger, and note each in the other; return what the ledger holds then.
+        """Compare folder and ledger, store each one's id in the other, and return what the ledger holds then.
 
         ``state``: as this server's registration found it. Raises OperatorError when the two do not belong together,
         and then nothing in the folder was touched; OSError and LedgerError.
         """
-        while doubt := await asyncio.to_thread(self._doubt, state):
-            # Another server may be at it too: a doubt stands if the folder says the same before and after the ledger.
+        while mismatch := await asyncio.to_thread(self._mismatch, state):
+            # Another server may be claiming the folder too: a mismatch counts if the folder has not changed meanwhile.
             before = self._owner
             await asyncio.to_thread(self.read)
             if self._owner == before:
                 break
             state = await ledger.peek()
-        if doubt and (not self._new_ledger or self._elsewhere(state)):
-            raise doubt
-        folder = self._folder(state)
-        claimed = await ledger.claim(folder, instead_of=state.ledger_id if doubt else None)
+        if mismatch and (not self._new_ledger or self._count_foreign_segments(state)):
+            raise mismatch
+        folder = self._folder_id(state)
+        claimed = await ledger.claim(folder, instead_of=state.ledger_id if mismatch else None)
         while True:
             if claimed.folder != folder:
-                raise self._foreign(claimed)
-            noted = replace(self._mine, folder=folder, ledger_id=claimed.ledger_id, claims=claimed.claims)
-            if noted.ledger != self._owner.ledger and self._owner.ledger in self._same:
+                raise self._foreign_ledger_error(claimed)
+            record = replace(
+                self._expected, folder=folder, ledger_id=claimed.ledger_id, claims=claimed.claims
+            )
+            if record.ledger != self._owner.ledger and self._owner.ledger in self._accepted_ledgers:
                 # Until the ledger has the new name, a start under the former one must find the folder as it was.
-                self._renamed, noted = noted, replace(noted, ledger=self._owner.ledger)
-            await asyncio.to_thread(self._note, noted)
+                self._renamed, record = record, replace(record, ledger=self._owner.ledger)
+            await asyncio.to_thread(self._store_owner, record)
             # Another server may have claimed it since (and removed this one), and recorded that before this write.
             state, claimed = claimed, await ledger.peek()
             if claimed.ledger_id == state.ledger_id:
                 break
-        if doubt:
-            log.warning("ledger.accepted", what=doubt.what, did="It is the folder's ledger from now on.")
+        if mismatch:
+            log.warning("ledger.accepted", what=mismatch.what, did="It is the folder's ledger from now on.")
         return claimed
 
     async def renamed(self) -> None:
         """Note the pipeline's new name in the folder, if it has one: the ledger has it. Raises OSError."""
         if self._renamed is not None:
-            await asyncio.to_thread(self._note, self._renamed)
+            await asyncio.to_thread(self._store_owner, self._renamed)
 
-    def _folder(self, state: LedgerState) -> str:
-        if state.folder is not None and self._owner.ledger_id is None and self._mine.ledger is None:
+    def _folder_id(self, state: LedgerState) -> str:
+        """Return the id of the output folder."""
+        if state.folder is not None and self._owner.ledger_id is None and self._expected.ledger is None:
             # A user has deleted owner.json: the ledger, which lies in the folder, still knows its owner.
             return state.folder
         return self._owner.folder
 
-    def _elsewhere(self, state: LedgerState) -> int:
+    def _count_foreign_segments(self, state: LedgerState) -> int:
         """Return how many segments a ledger names, if it is another folder's and none of them is in this one."""
         windows = state.windows.values()
         named = {segment.path for entry in windows for segment in (*entry.segments, *entry.pending)}
-        known = state.folder in {None, self._folder(state)}
+        known = state.folder in {None, self._folder_id(state)}
         return len(named) if not known and named.isdisjoint(self._segments) else 0
 
-    def _foreign(self, state: LedgerState) -> OperatorError:
-        what = f"The ledger {_named(self._mine.ledger)} belongs to another output folder than {self._store.uri()}"
-        if count := self._elsewhere(state):
+    def _foreign_ledger_error(self, state: LedgerState) -> OperatorError:
+        what = f"The ledger {_named(self._expected.ledger)} belongs to another output folder than {self._store.uri()}"
+        if count := self._count_foreign_segments(state):
             return _refusal(f"{what}, and names rows that are not here (segments: {count:,}).", _SHARE)
         way = f" If somebody has deleted {OWNER} here, start once with --new-ledger."
         return _refusal(f"{what}.", _SHARE + way)
 
-    def _doubt(self, state: LedgerState) -> OperatorError | None:
-        """Return why folder and ledger do not belong together; None when they do. Blocking."""
-        owner, out, named = self._owner, self._store.uri(), _named(self._mine.ledger)
-        if state.folder not in {None, self._folder(state)}:
-            return self._foreign(state)
-        if owner.ledger not in self._same:
+    def _mismatch(self, state: LedgerState) -> OperatorError | None:
+        """Return the error to raise if folder and ledger do not belong together; None if they do. Blocking."""
+        owner, out, named = self._owner, self._store.uri(), _named(self._expected.ledger)
+        if state.folder not in {None, self._folder_id(state)}:
+            return self._foreign_ledger_error(state)
+        if owner.ledger not in self._accepted_ledgers:
             return _refusal(f"The ledger of {out} is {named} now; it was {_named(owner.ledger)}.")
         if state.folder is None:
             # What a ledger would know of.
@@ -212,7 +217,7 @@ class FolderClaim:
             )
         return None
 
-    def _note(self, owner: FolderOwner) -> None:
+    def _store_owner(self, owner: FolderOwner) -> None:
         with self._store.alone(PUBLISH_LOCK):
             self._write(owner)
 
@@ -230,17 +235,17 @@ def _read(store: OutputStore) -> FolderOwner | None:
     # An empty file was cut off by a crash, on a file system that shows files before they are whole.
     if not data:
         return None
-    form = _FORMAT
+    format_number = _FORMAT
     try:
         fields = json.loads(data)
-        form = int(fields.pop("format"))
-        if form == _FORMAT:
+        format_number = int(fields.pop("format"))
+        if format_number == _FORMAT:
             return FolderOwner(**fields)
     except (ValueError, TypeError, AttributeError, KeyError):
         pass
-    if form > _FORMAT:
+    if format_number > _FORMAT:
         raise OperatorError(
-            f"The output folder {store.uri()} has format {form}; this program knows format {_FORMAT}.",
+            f"The output folder {store.uri()} has format {format_number}; this program knows format {_FORMAT}.",
             did="Nothing was touched.",
             advice="Run the version of mldserver that wrote it, or a later one.",
         )
