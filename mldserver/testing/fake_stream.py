@@ -8,7 +8,6 @@ checkpointer inside a running one, with the rules of KCL's ``ShardRecordProcesso
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -16,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-_HASH_KEYS: Final = 2**128
-"""Partition keys are spread over MD5's range (Kinesis)."""
+from mldserver.stores import ALL_KEYS, KeyRange, hash_of, key_bytes
+
 _DIGIT_BORDER: Final = 10**55
 """Sequence numbers begin just below it and soon grow a digit: compared as texts they would be out of order."""
 _STEP: Final = 10**40
@@ -43,12 +42,12 @@ class StreamRecord:
 
 @dataclass(slots=True)
 class HashRange:
-    """One shard: a range of hash keys with its records. It is closed once it was split or merged, or the stream ended."""
+    """One shard: the records of a range of hashes. It is closed once it was split or merged, or the stream ended."""
 
     id: str
     parents: tuple[str, ...]
-    first_hash: int
-    last_hash: int
+    key_range: KeyRange
+    """The MD5 hashes of its partition keys (ListShards: HashKeyRange)."""
     closed: bool = False
     records: list[StreamRecord] = field(default_factory=list)
     """User records, in order; those of one aggregate share a sequence number."""
@@ -69,9 +68,9 @@ class FakeStream:
         self.tip_ms: Callable[[], int] | None = None
         """Returns the time now: later records of a shard (arrival times must ascend) cannot be read yet. None: all can."""
         self.shards: dict[str, HashRange] = {}
-        borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
-        for low, high in itertools.pairwise(borders):
-            self._add_shard((), low, high - 1)
+        bounds = [(ALL_KEYS.last + 1) * index // shards for index in range(shards + 1)]
+        for first, behind in itertools.pairwise(bounds):
+            self._add_shard((), KeyRange(first, behind - 1))
 
     @property
     def open_shards(self) -> tuple[str, ...]:
@@ -130,31 +129,37 @@ class FakeStream:
         shard.records.extend(users)
         return users
 
-    def split(self, shard_id: str) -> tuple[str, str]:
-        """Close a shard and open two children over its halves; return their ids. Raises ValueError if closed."""
+    def split(self, shard_id: str, at: int | None = None) -> tuple[str, str]:
+        """Close a shard and open two children; return their ids.
+
+        ``at``: the first hash of the second child (SplitShard: NewStartingHashKey); None: the children get equal halves.
+        Raises ValueError for a closed shard, or when a child would be empty (Kinesis refuses that too).
+        """
         parent = self._open(shard_id)
-        middle = (parent.first_hash + parent.last_hash) // 2
+        first, last = parent.key_range
+        start = (first + last) // 2 + 1 if at is None else at
+        if not first < start <= last:
+            raise ValueError(
+                f"{shard_id} cannot be split at {start}: it has the hashes from {first} to {last}"
+            )
         parent.closed = True
-        left = self._add_shard((shard_id,), parent.first_hash, middle)
-        right = self._add_shard((shard_id,), middle + 1, parent.last_hash)
-        return left, right
+        left = self._add_shard((shard_id,), KeyRange(first, start - 1))
+        return left, self._add_shard((shard_id,), KeyRange(start, last))
 
     def merge(self, shard_id: str, adjacent_id: str) -> str:
         """Close two adjacent shards and open their child; return its id.
 
         Raises ValueError when one is closed or they are not adjacent (Kinesis refuses that too).
         """
-        low, high = sorted(
-            (self._open(shard_id), self._open(adjacent_id)), key=lambda shard: shard.first_hash
-        )
-        if low.last_hash + 1 != high.first_hash:
+        low, high = sorted((self._open(shard_id), self._open(adjacent_id)), key=lambda shard: shard.key_range)
+        if low.key_range.last + 1 != high.key_range.first:
             raise ValueError(f"{shard_id} and {adjacent_id} are not adjacent")
         low.closed = high.closed = True
-        return self._add_shard((shard_id, adjacent_id), low.first_hash, high.last_hash)
+        return self._add_shard((shard_id, adjacent_id), KeyRange(low.key_range.first, high.key_range.last))
 
     def adjacent_pairs(self) -> tuple[tuple[str, str], ...]:
         """Return the pairs of open shards that could be merged, by hash range."""
-        live = sorted((self.shards[name] for name in self.open_shards), key=lambda shard: shard.first_hash)
+        live = sorted((self.shards[name] for name in self.open_shards), key=lambda shard: shard.key_range)
         return tuple((low.id, high.id) for low, high in itertools.pairwise(live))
 
     def end(self) -> None:
@@ -200,9 +205,8 @@ class FakeStream:
         elif partition_key is None:
             raise ValueError("a record without a partition key needs a shard_id")
         else:
-            key = int.from_bytes(hashlib.md5(partition_key.encode(), usedforsecurity=False).digest(), "big")
-            shards = self.shards.values()
-            shard = next(one for one in shards if not one.closed and one.first_hash <= key <= one.last_hash)
+            hashed = hash_of(key_bytes(partition_key))
+            shard = next(one for one in self.shards.values() if not one.closed and hashed in one.key_range)
         self._next_number += self._random.randint(1, _STEP)
         self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
         return shard, str(self._next_number), self._now_ms if arrival_ms is None else arrival_ms
@@ -213,9 +217,9 @@ class FakeStream:
             raise ValueError(f"{shard_id} is closed")
         return shard
 
-    def _add_shard(self, parents: tuple[str, ...], first_hash: int, last_hash: int) -> str:
+    def _add_shard(self, parents: tuple[str, ...], key_range: KeyRange) -> str:
         shard_id = f"shardId-{len(self.shards):012d}"
-        self.shards[shard_id] = HashRange(shard_id, parents, first_hash, last_hash)
+        self.shards[shard_id] = HashRange(shard_id, parents, key_range)
         return shard_id
 
 

@@ -49,5 +49,6 @@ class FakeKinesis:
 def _described(shard: HashRange) -> dict[str, Any]:
     parents = dict(zip(("ParentShardId", "AdjacentParentShardId"), shard.parents, strict=False))
     numbers = {"StartingSequenceNumber": "1"} | ({"EndingSequenceNumber": "2"} if shard.closed else {})
-    bounds = {"StartingHashKey": str(shard.first_hash), "EndingHashKey": str(shard.last_hash)}
-    return {"ShardId": shard.id, "HashKeyRange": bounds, "SequenceNumberRange": numbers} | parents
+    first, last = map(str, shard.key_range)
+    hashes = {"StartingHashKey": first, "EndingHashKey": last}
+    return {"ShardId": shard.id, "HashKeyRange": hashes, "SequenceNumberRange": numbers} | parents

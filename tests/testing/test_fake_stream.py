@@ -1,4 +1,5 @@
 import base64
+import hashlib
 
 import pytest
 from aws_kinesis_agg.deaggregator import deaggregate_records
@@ -46,10 +47,22 @@ def test_split_and_merge_follow_the_hash_ranges() -> None:
     assert stream.adjacent_pairs() == ((left, right),)
     child = stream.merge(right, left)
     assert stream.shards[child].parents == (right, left)
-    assert stream.shards[child].first_hash == 0
-    assert stream.shards[child].last_hash == 2**128 - 1
+    assert stream.shards[child].key_range == (0, 2**128 - 1)
     with pytest.raises(ValueError, match="closed"):
         stream.split(left)
+
+
+def test_a_split_at_a_hash_sends_each_key_to_the_child_with_its_md5() -> None:
+    stream = FakeStream(1)
+    at = int(hashlib.md5(b"key").hexdigest(), 16)  # how Kinesis places records
+    below, from_it_on = stream.split("shardId-000000000000", at)
+    assert [stream.shards[each].key_range for each in (below, from_it_on)] == [(0, at - 1), (at, 2**128 - 1)]
+    stream.put(b"x", "key")
+    assert not stream.shards[below].records
+    with pytest.raises(ValueError, match=f"{below} cannot be split at 0"):
+        stream.split(below, 0)
+    with pytest.raises(ValueError, match="cannot be split"):
+        stream.split(from_it_on, at)
 
 
 def test_only_adjacent_shards_merge() -> None:
