@@ -14,7 +14,7 @@ from mldserver.sinks.sink import SinkSpec
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_OF_SPARK: Final = frozenset(
+_SPARK_OPTIONS: Final = frozenset(
     {
         "batchsize",
         "cascadetruncate",
@@ -43,17 +43,17 @@ _ADVICE: Final = (
 
 
 class DatabaseError(RuntimeError):
-    """What the database said instead of doing it."""
+    """A database rejected a statement, or its connection failed."""
 
-    def __init__(self, said: str, state: str) -> None:
+    def __init__(self, text: str, state: str) -> None:
         """Hold its words and the SQLSTATE, empty where there is none."""
-        super().__init__(f"{said} (SQLSTATE {state})" if state else said)
+        super().__init__(f"{text} (SQLSTATE {state})" if state else text)
         self.state = state
 
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """One connection. Every statement is a separate transaction, except within ``together``."""
+    """One connection. Every statement is a separate transaction, except within ``transaction``."""
 
     _connection: Any
     """A ``java.sql.Connection``."""
@@ -65,13 +65,13 @@ class Database:
         return str(self._dialect.quoteIdentifier(name))
 
     def limits(self) -> tuple[bool, int]:
-        """Return whether several statements can be made one, and how long a table's name may be, 0 where nothing is known."""
-        with _in_words():
+        """Return whether the database has transactions, and how many bytes a table's name may have (0: unknown)."""
+        with _database_errors():
             about = self._connection.getMetaData()
             return bool(about.supportsTransactions()), int(about.getMaxTableNameLength())
 
     def change(self, statement: str, *values: str | int) -> int:
-        """Run a statement that changes something; return how many rows it did."""
+        """Run a statement that changes rows or tables, with ``values`` for its ``?``; return the number of changed rows."""
         with self._prepared(statement, *values) as prepared:
             return int(prepared.executeUpdate())
 
@@ -96,7 +96,7 @@ class Database:
 
     @contextlib.contextmanager
     def _prepared(self, statement: str, *values: str | int) -> Iterator[Any]:
-        with _in_words():
+        with _database_errors():
             prepared = self._connection.prepareStatement(statement)
             try:
                 for place, value in enumerate(values, 1):
@@ -111,27 +111,27 @@ class Database:
             self.change(f"DROP TABLE {table}")
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Make the statements within one transaction: all count at its end, none when it raises."""
-        with _in_words():
+    def transaction(self) -> Iterator[None]:
+        """Run the statements of the block as one transaction: commit at its end, roll back if it raises."""
+        with _database_errors():
             self._connection.setAutoCommit(False)
         try:
             yield
-            with _in_words():
+            with _database_errors():
                 self._connection.commit()
         except BaseException:
             # The database rolls back a lost connection's work itself. The first error explains the failure.
-            with contextlib.suppress(DatabaseError), _in_words():
+            with contextlib.suppress(DatabaseError), _database_errors():
                 self._connection.rollback()
                 self._connection.setAutoCommit(True)
             raise
-        with _in_words():
+        with _database_errors():
             self._connection.setAutoCommit(True)
 
 
 @contextlib.contextmanager
-def _in_words() -> Iterator[None]:
-    """Raise DatabaseError for what Java raises: the database's words, without a stack of Java."""
+def _database_errors() -> Iterator[None]:
+    """Raise an error of Java in the block as DatabaseError: with the database's message, without Java's stack."""
     from py4j.protocol import Py4JError, Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
 
     try:
@@ -140,8 +140,8 @@ def _in_words() -> Iterator[None]:
         state = None
         with contextlib.suppress(Py4JError):  # not every error of Java has one
             state = error.java_exception.getSQLState()
-        said = " ".join(str(error.java_exception.getMessage()).split())
-        raise DatabaseError(said, state or "") from error
+        text = " ".join(str(error.java_exception.getMessage()).split())
+        raise DatabaseError(text, state or "") from error
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
     url = f"jdbc:{sink.target}"
     properties = jvm.java.util.Properties()
     for name, value in sink.options.items():
-        if name.lower() not in _OF_SPARK:
+        if name.lower() not in _SPARK_OPTIONS:
             properties.setProperty(name, value)
     class_name = sink.options.get("driver")
     try:
@@ -167,7 +167,7 @@ def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
     except Py4JJavaError as error:
         what = "no driver for the URL of sink" if class_name is None else f"no class {class_name}"
         raise OperatorError(f"Java has {what}.", advice=_ADVICE) from error
-    with _in_words():
+    with _database_errors():
         connection = java_driver.connect(url, properties)
     if connection is None:
         raise OperatorError(

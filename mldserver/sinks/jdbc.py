@@ -172,7 +172,7 @@ def _rehearse(database: Database, table: str, columns: dict[str, str] | None) ->
     """
     windows, stage = _windows(table), suffixed(table, f"{_STAGE}{secrets.token_hex(6)}")
     _create_windows_table(database, windows)
-    with database.together():
+    with database.transaction():
         database.change(f"CREATE TABLE {stage} (stage INTEGER)")
         database.change(f"DROP TABLE {stage}")
     from_no_rows = f"FROM {windows} WHERE 1 = 0"
@@ -264,7 +264,7 @@ def _replace_owner(database: Database, table: str, former: Owner | None, owner: 
         database.drop(row[0])
         database.change(f"UPDATE {windows} SET stage = ? WHERE stage = ?", _NONE, row[0])  # noqa: S608  # see above
     try:
-        with database.together():
+        with database.transaction():
             if former is None:
                 database.change(
                     f"INSERT INTO {owner_table} VALUES (1, ?, ?, 0)",  # noqa: S608  # see above
@@ -331,7 +331,7 @@ def claim(database: Database, attempt: Try) -> Try | None:
     the window.
     """
     windows, job = attempt.windows, attempt.job
-    with database.together():
+    with database.transaction():
         # This update changes nothing. It locks the owner's row, so that no other server claims the window or the table.
         lock_owner = f"UPDATE {_owner(attempt.table)} SET ledger = ledger WHERE ledger = ?"  # noqa: S608  # the operator's own name
         if not database.change(lock_owner, job.ledger):
@@ -393,7 +393,7 @@ def move(database: Database, attempt: Try) -> None:
     stage = database.columns(attempt.stage) if job.files else {}
     if stage is None or (columns is None and job.files):
         raise RuntimeError(f"the stage of window {job.window.id} is gone: another server writes the window")
-    with database.together():
+    with database.transaction():
         # This statement comes first: other writers of this window wait at it for the transaction's end.
         changed = database.change(
             f"UPDATE {attempt.windows} SET revision = ? WHERE pipeline = ? AND window_id = ? AND stage = ?"  # noqa: S608  # the operator's own name

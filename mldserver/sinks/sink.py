@@ -70,10 +70,9 @@ def owner_of(job: PublishJob) -> Owner:
 
 
 def must_note(found: Owner | None, owner: Owner, where: str, *, new_ledger: bool) -> bool:
-    """Return whether a table must note ``owner``; False when it has. Raises OperatorError when it is another's.
+    """Return whether ``owner`` must be stored with the table ``where``. Raises OperatorError if the table is another owner's.
 
-    ``found``: what the table ``where`` says; None: nothing yet, and the first claim takes it. ``new_ledger``: take it from
-    another owner.
+    ``found``: the stored owner; None: the table has none. ``new_ledger``: replace another owner instead of raising.
     """
     if found is None or new_ledger or found.ledger == owner.ledger:
         return found != owner
@@ -214,25 +213,23 @@ def check_made_here(columns: Iterable[str], where: str) -> None:
 def existing(
     load: Callable[[], DataFrame], no_table: Collection[str], faults: Mapping[str, str], advice: str
 ) -> DataFrame | None:
-    """Return a table; None when there is none yet.
+    """Return the table that ``load`` loads; None if it does not exist.
 
-    ``no_table``: the conditions by which Spark says so. ``faults``: what is wrong with the session, by condition. For
-    these it raises OperatorError, with ``advice``. All else is raised as it comes.
+    Spark's errors name a condition, such as ``DATA_SOURCE_NOT_FOUND``. ``no_table``: those of a missing table. ``faults``:
+    by condition, what is wrong with the session; raises OperatorError with ``advice`` for these. Raises all other errors.
     """
     try:
         table = load()
-        # On Spark Connect nothing is asked before.
-        table.schema  # noqa: B018  # see above
+        table.schema  # noqa: B018  # Spark Connect looks the table up only now
     except Exception as error:  # Java's own exceptions are of many classes
-        # Such as ``DATA_SOURCE_NOT_FOUND``. Only some of Java's exceptions become Python's own; of the others the name is
-        # in the text, where there is one.
-        get = getattr(error, "getCondition", None)
-        name: str = (get() if callable(get) else None) or ""
-        if not name and (match := _CONDITION.search(str(error))):
-            name = match[1]
-        if name in no_table:
+        # Only some of Java's exceptions become Python's own. The others have the condition in their text.
+        get_condition = getattr(error, "getCondition", None)
+        condition: str = (get_condition() if callable(get_condition) else None) or ""
+        if not condition and (match := _CONDITION.search(str(error))):
+            condition = match[1]
+        if condition in no_table:
             return None
-        if name in faults:
-            raise OperatorError(faults[name], advice=advice) from error
+        if condition in faults:
+            raise OperatorError(faults[condition], advice=advice) from error
         raise
     return table

@@ -130,11 +130,11 @@ def defaults(start: StartSession, cores: int) -> dict[str, str]:
         ours |= _LOCAL
         ours["spark.sql.shuffle.partitions"] = str(cores)
     # No person looks at a session that only writes an archive.
-    last = dict.fromkeys(("spark.eventLog.enabled", "spark.ui.enabled"), "false") if start.train else {}
-    return {**ours, **start.conf, **last}
+    overrides = dict.fromkeys(("spark.eventLog.enabled", "spark.ui.enabled"), "false") if start.train else {}
+    return {**ours, **start.conf, **overrides}
 
 
-def hidden(start: StartSession) -> dict[str, str]:
+def secret_settings(start: StartSession) -> dict[str, str]:
     """Return the settings that come to a JVM by a file of the driver's own: a command line shows them to the whole host."""
     if is_connect(start.master):
         return {}
@@ -155,7 +155,7 @@ def environment(
     ):
         ours.pop(name, None)
     ours["TMPDIR"] = start.scratch
-    if hidden(start):
+    if secret_settings(start):
         # Spark's defaults are read too, as they are without this file.
         file = shlex.quote(str(Path(start.scratch) / _SECRETS))
         others = inherited.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")
@@ -253,7 +253,7 @@ def open_session(start: StartSession) -> DriverSession:
     from pyspark.sql import SparkSession  # noqa: PLC0415  # the server imports this module and never pyspark
 
     connect = is_connect(start.master)
-    scratch, secrets = Path(start.scratch), hidden(start)
+    scratch, secrets = Path(start.scratch), secret_settings(start)
     (scratch / _LOG_SETTINGS).write_text(_LOG4J)
     (scratch / _SECRETS).write_text(as_text(secrets))
     cores = os.cpu_count() or 1
@@ -264,8 +264,8 @@ def open_session(start: StartSession) -> DriverSession:
 
         url = with_session(start.master)
         builder = builder.remote(url)
-        # At once, and in words: the session's own client would try for ten minutes. And gRPC's waits between its
-        # connects, of up to two minutes, would pass for a server that is gone.
+        # Check the server first, so that a failure is reported at once: the session's own client would retry for ten minutes.
+        # Without the option, gRPC waits up to two minutes between connects, in which the server would seem to be gone.
         quick = [("grpc.max_reconnect_backoff_ms", 1000)]
         server = ConnectServer(
             SparkConnectClient(url, channel_options=quick, retry_policy={"max_retries": 0})
@@ -286,8 +286,8 @@ def open_session(start: StartSession) -> DriverSession:
         spark.conf.set(name, value)
     if connect:
         return DriverSession(spark, connect=True, cores=None, jvm=None, server=server)
-    local = spark.sparkContext.defaultParallelism if is_local(start.master) else None
-    return DriverSession(spark, connect=False, cores=local, jvm=_gateway(spark).proc)
+    local_cores = spark.sparkContext.defaultParallelism if is_local(start.master) else None
+    return DriverSession(spark, connect=False, cores=local_cores, jvm=_gateway(spark).proc)
 
 
 def _gateway(spark: SparkSession) -> Any:

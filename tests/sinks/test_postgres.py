@@ -326,7 +326,7 @@ def test_a_server_that_froze_in_its_transaction_holds_others_up_no_longer_than_t
     its = place.sink_of("postgres", options="-c idle_in_transaction_session_timeout=500")
 
     def freeze(database: Database) -> None:
-        with database.together():
+        with database.transaction():
             database.change("UPDATE events__windows SET revision = 9")
             place.publish(job)
             assert place.rows() == {"w1": "20|2|2"}

@@ -13,9 +13,9 @@ from mldserver.spark.session import (
     DriverSession,
     defaults,
     environment,
-    hidden,
     is_connect,
     is_local,
+    secret_settings,
 )
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def test_secrets_go_to_the_jvm_in_a_file_and_not_on_its_command_line() -> None:
     assert ours["PYSPARK_SUBMIT_ARGS"] == (
         "--properties-file /scratch/secrets.properties --load-spark-defaults pyspark-shell"
     )
-    assert hidden(start(conf=SECRETS)) == {"spark.hadoop.fs.s3a.secret.key": "hush hush"}
+    assert secret_settings(start(conf=SECRETS)) == {"spark.hadoop.fs.s3a.secret.key": "hush hush"}
     assert "hush" not in repr(ours)
 
 
@@ -182,7 +182,7 @@ def test_the_users_arguments_for_spark_are_kept_beside_the_file() -> None:
 
 
 def test_a_connect_session_takes_its_secrets_with_its_other_settings() -> None:
-    assert hidden(start("sc://h", conf=SECRETS)) == {}
+    assert secret_settings(start("sc://h", conf=SECRETS)) == {}
     assert defaults(start("sc://h", conf=SECRETS), cores=3).items() >= SECRETS.items()
 
 
