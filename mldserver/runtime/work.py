@@ -208,8 +208,10 @@ class BatchWork(msgspec.Struct, eq=False):
         """Return the outcome with the changes of state, which count from now on."""
         context, part, latest_ms = self.hook.context, self.delivery.part, outcome.outline.latest_arrival_ms
         assert context is not None, "only keyed handlers have state"
+        if part is not None:
+            latest_ms = self.times[part[-1]] if part else None
         blobs = context.store.effects(
-            latest_ms=latest_ms if part is None else self.times[part[-1]],
+            latest_ms=latest_ms,
             counts=part is None,
             moves=not self.delivery.redriven,
         )

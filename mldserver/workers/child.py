@@ -146,7 +146,6 @@ class Child:
             case wire.Open():
                 shard, sent = Shard(message.shard, message.start, message.start_sub), message.store
                 source = None if sent is None else wire.source_of(sent, files.pop(0))
-                self._failed.discard(shard.id)
                 self._begin(message, self._runtime.open(shard, source))
             case wire.Notify():
                 self._begin(message, self._runtime.notify(message.shard, Hook(message.hook)))

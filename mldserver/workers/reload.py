@@ -23,8 +23,8 @@ from mldserver.errors import HandlerError, OperatorError
 from mldserver.handler.spec import HandlerSpec, windows_text
 from mldserver.records import Sequence as Position
 from mldserver.records import Shard
+from mldserver.workers.open_stores import OpenStores
 from mldserver.workers.standby import StandbyWorkers
-from mldserver.workers.stores import Stores
 from mldserver.workers.wire import Forget
 from mldserver.workers.worker import WorkerSlot
 from mldserver.workers.worker_process import WorkerProcess
@@ -55,7 +55,7 @@ class Reload:
     standby: StandbyWorkers
     workers: Sequence[WorkerSlot]
     shards: Mapping[str, Shard]
-    stores: Stores
+    stores: OpenStores
     parked: Mapping[str, Mapping[str, Position]]
     owing: AbstractSet[str]
 

@@ -35,10 +35,10 @@ from mldserver.runtime.plan import BatchPlan
 from mldserver.status_document import WorkerRow
 from mldserver.stores import SnapshotSource
 from mldserver.workers import wire
+from mldserver.workers.open_stores import OpenStores
 from mldserver.workers.reload import Reload
 from mldserver.workers.shared_memory import Held
 from mldserver.workers.standby import StandbyWorkers
-from mldserver.workers.stores import Stores
 from mldserver.workers.worker import Limits, WorkerSlot, place, spread
 from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
 
@@ -96,7 +96,7 @@ class WorkerRuntime:
         ]
         self._plan: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
-        self._stores = Stores()
+        self._stores = OpenStores()
         self._parked: dict[str, dict[str, Sequence]] = {}
         self._owing: set[str] = set()
         """Shards whose record processor has not checkpointed all records that it was given. Only its own process

@@ -65,13 +65,13 @@ async def running(runtime: WorkerRuntime, *, standby: bool = True) -> AsyncItera
         await runtime.close()
 
 
-def delivery(shard_id: str, *texts: str, key: str = "k") -> Delivery:
-    """Return a batch with a record for each text."""
+def delivery(shard_id: str, *texts: str, key: str | None = "k") -> Delivery:
+    """Return a batch with a record for each text. Without ``key`` each text begins with its key, of one letter."""
     records = [
         {
             "action": "record",
             "data": base64.b64encode(text.encode()).decode(),
-            "partitionKey": key,
+            "partitionKey": text[0] if key is None else key,
             "sequenceNumber": str(number),
             "subSequenceNumber": 0,
             "approximateArrivalTimestamp": 1,

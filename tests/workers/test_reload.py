@@ -24,9 +24,9 @@ from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import BatchOutcome
 from mldserver.testing import VirtualClock
 from mldserver.workers import reload
+from mldserver.workers.open_stores import OpenStores
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.standby import StandbyWorkers
-from mldserver.workers.stores import Stores
 from mldserver.workers.worker import Limits, WorkerSlot
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
 
@@ -204,7 +204,7 @@ class New:
 
 def new_reload(standby: Any = None) -> reload.Reload:
     worker = cast("WorkerSlot", SimpleNamespace(number=0, has_open="a".__eq__))
-    return reload.Reload(standby, [worker], {"a": Shard("a"), "b": Shard("b")}, Stores(), {}, set())
+    return reload.Reload(standby, [worker], {"a": Shard("a"), "b": Shard("b")}, OpenStores(), {}, set())
 
 
 def test_an_initialize_that_never_comes_to_an_end_is_not_waited_for() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class Stores:
+class OpenStores:
     """The stores of a runtime's open shards. A shard of a handler without keyed state counts as a store of its own."""
 
     def __init__(self) -> None:
