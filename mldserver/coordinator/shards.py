@@ -181,9 +181,8 @@ class CoordinatorIntake:
 
     def _range_of(self, shard_id: str) -> KeyRange | None:
         """Return the range of a shard as the stream lists it, or as the ledger knows it from before."""
-        if (store := self.view.state.stores.get(shard_id)) is not None:
-            return store.key_range
-        return self._ranges.get(shard_id)
+        store = self.view.state.stores.get(shard_id)
+        return self._ranges.get(shard_id) or (None if store is None else store.key_range)
 
     async def _open(self, opening: ShardOpening, store: StoreClaim | None, *, new: bool) -> IntakeSession:
         shard_id = opening.shard_id

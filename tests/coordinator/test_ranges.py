@@ -91,6 +91,16 @@ async def test_a_range_that_the_ledger_knows_is_not_asked_for_after_a_restart(tm
     assert stream.asked == 0
 
 
+async def test_a_shard_of_another_stream_with_the_same_name_is_refused(tmp_path: Path) -> None:
+    pipeline = Stream().pipe(tmp_path)
+    async with pipeline.life() as coordinator:
+        await pipeline.open("left")
+        await pipeline.cycle()
+        coordinator.shards.add_listing(LISTING | {"left": ShardListing((), ALL_KEYS)})
+        with pytest.raises(PeerError, match="another range of keys"):
+            await pipeline.open("left")
+
+
 async def test_a_daemon_that_reads_a_dynamodb_stream_is_refused_with_the_way_out(tmp_path: Path) -> None:
     pipeline = Stream().pipe(tmp_path)
     async with pipeline.life():
