@@ -9,7 +9,7 @@ The ledger's position of a shard is where it is read on: nothing else is stored,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
@@ -17,7 +17,7 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import first_of
-from mldserver.consumer.intake import LedgerSnapshot, ShardIntake, ShardListing, ShardOpening
+from mldserver.consumer.intake import KnownShard, LedgerSnapshot, ShardIntake, ShardListing, ShardOpening
 from mldserver.consumer.progress_log import ProgressLog
 from mldserver.consumer.shard import Consumer, ConsumerParts
 from mldserver.dynamodb_streams.positions import Beginning, inherited, storable, stored
@@ -322,12 +322,29 @@ class DirectSource:
         leaving = {name for name, reading in self._reading.items() if reading.leaving.is_set()}
         # For the sharing, unclaimed shards have no owner: any server may take them.
         owners |= dict.fromkeys(unclaimed)
-        plan = share(owners, ledger.servers, me, leaving=leaving | unread, unclaimed=unclaimed)
-        not_given_up = leaving | unread | self._unread.kept_until_ms.keys()
+        plan = share(
+            owners,
+            ledger.servers,
+            me,
+            families=self._families(owners, ledger.shards),
+            leaving=leaving | unread,
+            unclaimed=unclaimed,
+            kept=self._unread.kept_until_ms.keys(),
+        )
         return Plan(
             tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
-            tuple(name for name in plan.give_up if name not in not_given_up),
+            tuple(name for name in plan.give_up if name not in leaving | unread),
         )
+
+    def _families(self, shard_ids: Iterable[str], known: Mapping[str, KnownShard]) -> dict[str, str]:
+        """Return the store that each shard has, or will have once it is opened. Empty if the handler keeps no state."""
+        if not self._parts.keyed:
+            return {}
+        families = {}
+        for shard_id in shard_ids:
+            line = (known.get(name) for name in (shard_id, *self._tree.parents(shard_id)))
+            families[shard_id] = next((each.store for each in line if each and each.store), shard_id)
+        return families
 
     async def _find_children(self, shard_id: str) -> None:
         """Look for the children of a shard that ended: they may be named only some time later."""

@@ -2,6 +2,9 @@
 
 Soon all servers see the same shards, owners and servers, and so compute the same plan. Until then, two servers may take the
 same shard: then the ledger's epochs give it to the server that opened it last.
+
+If the handler keeps state, all descendants of a root shard are a *family*: they share a store, so one server reads them all. If
+several servers have shards of a family, the server with the smallest id keeps the family.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Final, NamedTuple
 
 _KEPT: Final = 10
 """A server keeps an unclaimed shard for this many ``unclaimed_ms``: the assigned server cannot read it."""
+
+
+_NO_FAMILIES: Final[Mapping[str, str]] = {}
 
 
 class Plan(NamedTuple):
@@ -27,33 +33,56 @@ def share(
     servers: AbstractSet[str],
     me: str,
     *,
+    families: Mapping[str, str] = _NO_FAMILIES,
     leaving: AbstractSet[str] = frozenset(),
     unclaimed: AbstractSet[str] = frozenset(),
+    kept: AbstractSet[str] = frozenset(),
 ) -> Plan:
-    """Return the shards that ``me``, one of ``servers``, must take and give up, so that all servers have equally many.
+    """Return the shards that ``me``, one of ``servers``, must take and give up, so that all servers have equally many families.
 
-    ``owners``: the owner of every shard to read now; None: no server. ``leaving``: shards that this server is already
-    giving up; they count first among those to give up. ``unclaimed``: shards unread for so long that any server may
-    take them, not only the server that they are assigned to.
+    ``owners``: the owner of every shard to read now; None: no server. ``families``: the family of each shard; a shard that is
+    left out is a family by itself. ``leaving``: shards that this server is already giving up; their families count first among
+    those to give up. ``unclaimed``: shards unread for so long that any server may take them, not only the server that they are
+    assigned to. ``kept``: shards whose families this server does not give up for the sake of equal numbers.
     """
+    members: dict[str, list[str]] = {}
+    for shard_id in sorted(owners):
+        members.setdefault(families.get(shard_id, shard_id), []).append(shard_id)
+    holders = {
+        family: _holder({owners[shard_id] for shard_id in shards} - {None}, servers)
+        for family, shards in members.items()
+    }
     counts = dict.fromkeys(servers, 0)
-    for owner in owners.values():
-        if owner in counts:
-            counts[owner] += 1
-    fair, extra = divmod(len(owners), len(servers))
-    # The remainder goes to the servers with the most shards, so that as few shards as possible move.
+    for holder in holders.values():
+        if holder in counts:
+            counts[holder] += 1
+    fair, extra = divmod(len(holders), len(servers))
+    # The remainder goes to the servers with the most families, so that as few families as possible move.
     by_count = sorted(servers, key=lambda server: (-counts[server], server))
     targets = {server: fair + (rank < extra) for rank, server in enumerate(by_count)}
-    take = []
-    for shard_id in sorted(shard_id for shard_id, owner in owners.items() if owner is None):
-        # Assign each unowned shard to the server that lacks most. Every server computes all assignments.
+    mine = [family for family, holder in holders.items() if holder == me]
+    first = {
+        family for family in mine if any(owners[each] == me and each in leaving for each in members[family])
+    }
+    mine.sort(key=lambda family: (family not in first, family))
+    excess = mine[: max(0, len(mine) - targets[me])]
+    mine = [family for family in mine if family not in excess or not kept.isdisjoint(members[family])]
+    for family in sorted(family for family, holder in holders.items() if holder is None):
+        # Assign each unowned family to the server that lacks most. Every server computes all assignments.
         taker = min(servers, key=lambda server: (counts[server] - targets[server], server))
         counts[taker] += 1
-        if taker == me or shard_id in unclaimed:
-            take.append(shard_id)
-    mine = [shard_id for shard_id, owner in owners.items() if owner == me]
-    mine.sort(key=lambda shard_id: (shard_id not in leaving, shard_id))  # those in ``leaving`` first
-    return Plan(tuple(take), tuple(mine[: max(0, len(mine) - targets[me])]))
+        if taker == me or not unclaimed.isdisjoint(members[family]):
+            mine.append(family)
+    here = {shard_id for family in mine for shard_id in members[family]}
+    return Plan(
+        tuple(shard_id for shard_id, owner in sorted(owners.items()) if owner is None and shard_id in here),
+        tuple(shard_id for shard_id, owner in sorted(owners.items()) if owner == me and shard_id not in here),
+    )
+
+
+def _holder(owners: AbstractSet[str | None], servers: AbstractSet[str]) -> str | None:
+    """Return which of the owners of a family's shards keeps the family: all servers name the same one. None: it has no owner."""
+    return min(filter(None, owners), key=lambda owner: (owner not in servers, owner), default=None)
 
 
 @dataclass(slots=True)

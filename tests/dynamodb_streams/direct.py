@@ -83,7 +83,14 @@ class Stream:
     """A table into which numbers are put, each as an item's new value, and what became of them."""
 
     def __init__(
-        self, tmp_path: Path, *, shards: int = 1, servers: int = 1, seed: int = 0, **options: Any
+        self,
+        tmp_path: Path,
+        *,
+        shards: int = 1,
+        servers: int = 1,
+        seed: int = 0,
+        keyed: bool = False,
+        **options: Any,
     ) -> None:
         self.clock = VirtualClock(START_MS)
         self.fake = FakeStreams(shards=shards, clock=self.clock, seed=seed)
@@ -93,7 +100,8 @@ class Stream:
         names = ("one", "two", "three")[:servers]
         rules = RULES if servers == 1 else QUICK
         self.pipelines = {
-            name: Pipeline(tmp_path, server_id=name, clock=self.clock, rules=rules) for name in names
+            name: Pipeline(tmp_path, server_id=name, clock=self.clock, rules=rules, keyed=keyed)
+            for name in names
         }
         self.handlers: dict[str, Handler] = {}
         self.sources: dict[str, DirectSource] = {}
@@ -125,7 +133,7 @@ class Stream:
             source = DirectSource(
                 self.fake.table,
                 self.fake.client,
-                ConsumerParts(handler, coordinator.shards, Claims(), self.clock),  # type: ignore[arg-type]  # what is asked of a runtime
+                ConsumerParts(handler, coordinator.shards, Claims(), self.clock, pipeline.keyed),  # type: ignore[arg-type]  # what is asked of a runtime
                 random=self.random.random,
                 **values,
             )

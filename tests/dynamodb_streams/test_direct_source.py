@@ -363,9 +363,49 @@ async def test_two_servers_share_and_hand_over_when_a_third_comes_and_when_one_d
     assert handed_over.count("SHUTDOWN_REQUESTED") >= 5
 
 
+async def test_all_descendants_of_a_root_are_read_by_one_server_which_hands_them_over_together(
+    tmp_path: Path,
+) -> None:
+    stream = Stream(tmp_path, shards=3, servers=2, keyed=True)
+
+    def places() -> dict[str, set[str]]:
+        """Return which servers read shards of each family now."""
+        state = stream.pipeline.coordinator.shards.ledger_snapshot().shards
+        found: dict[str, set[str]] = {}
+        for name, source in stream.sources.items():
+            for shard_id in source._reading:
+                found.setdefault(state[shard_id].store if shard_id in state else "", set()).add(name)
+        return found
+
+    async with stream.serving("one") as one:
+        for _ in range(3):
+            stream.put(30)
+            for shard_id in stream.fake.open_shards:
+                stream.fake.split(shard_id)
+            await stream.clock.advance(30)
+        assert one.connections == 24
+        async with stream.serving("two") as two:
+            await stream.until(lambda: (one.connections, two.connections) == (16, 8))
+            await stream.clock.advance(5)
+            assert sorted(len(each) for each in places().values()) == [1, 1, 1]
+            (moved,) = [family for family, names in places().items() if names == {"two"}]
+            stream.fake.split(stream.fake.open_shards[0])
+            stream.fake.split(stream.fake.open_shards[-1])
+            stream.put(30)
+            await stream.clock.advance(30)
+            assert one.connections + two.connections == 26
+            assert (len(places()), places()[moved]) == (3, {"two"})
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 120)
+    stream.exactly_once()
+
+
+@pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("seed", seeds(4))
-async def test_servers_that_come_and_die_at_random_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
-    stream = Stream(tmp_path, shards=3, servers=3, seed=seed)
+async def test_servers_that_come_and_die_at_random_lose_and_double_nothing(
+    tmp_path: Path, seed: int, keyed: bool
+) -> None:
+    stream = Stream(tmp_path, shards=3, servers=3, seed=seed, keyed=keyed)
     stream.fake.trouble, chance = 0.05, stream.random
     stream.fake.ahead_ms = chance.choice((-3_600_000, 0, 3_600_000))
     begins = Beginning(chance.choice((TRIM_HORIZON, LATEST)))

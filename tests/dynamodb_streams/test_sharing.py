@@ -86,6 +86,113 @@ def test_what_is_shared_fairly_already_stays(owners: dict[str, str | None], serv
     assert all(share(fair, servers, server) == Plan((), ()) for server in servers)
 
 
+# Families.
+
+
+def naive(
+    owners: dict[str, str | None], servers: set[str], me: str, families: dict[str, str]
+) -> tuple[set[str], set[str]]:
+    """Share families as if each were one shard, held by the smallest of the servers that live and have a shard of it."""
+    holders: dict[str, str | None] = {}
+    for family in set(families.values()):
+        names = [owner for shard, owner in owners.items() if families[shard] == family and owner is not None]
+        holders[family] = min([name for name in names if name in servers] or names, default=None)
+    plan = share(holders, servers, me)
+    mine = {family for family, holder in holders.items() if holder == me} | set(plan.take)
+    mine -= set(plan.give_up)
+    take = {shard for shard, owner in owners.items() if owner is None and families[shard] in mine}
+    return take, {shard for shard, owner in owners.items() if owner == me and families[shard] not in mine}
+
+
+@st.composite
+def family_trees(draw: st.DrawFn) -> tuple[dict[str, str | None], dict[str, str]]:
+    owners = draw(OWNERS)
+    return owners, {shard: draw(st.sampled_from(["f", "g", "h", "i", shard])) for shard in owners}
+
+
+@given(family_trees(), SERVERS)
+def test_families_are_shared_as_single_shards_are(
+    drawn: tuple[dict[str, str | None], dict[str, str]], servers: set[str]
+) -> None:
+    owners, families = drawn
+    for me in servers:
+        plan = share(owners, servers, me, families=families)
+        assert (set(plan.take), set(plan.give_up)) == naive(owners, servers, me, families)
+
+
+@given(family_trees(), SERVERS, st.data())
+def test_whatever_servers_have_seen_each_family_comes_to_one_of_them_and_stays(
+    drawn: tuple[dict[str, str | None], dict[str, str]], servers: set[str], data: st.DataObject
+) -> None:
+    """Servers act by old views, so that several take shards of one family; then by present ones."""
+    owners, families = drawn
+    views = [living(owners, servers)]
+    for _ in range(data.draw(st.integers(0, 12))):
+        server, view = data.draw(st.sampled_from(sorted(servers))), data.draw(st.sampled_from(views[-3:]))
+        views.append(acted(views[-1], view, server, servers, families))
+    now = views[-1]
+    for _ in range(4):
+        view = now
+        for server in sorted(servers):
+            now = acted(now, view, server, servers, families)
+    assert all(share(now, servers, server, families=families) == Plan((), ()) for server in servers)
+    held: dict[str, set[str | None]] = {}
+    for shard, owner in now.items():
+        held.setdefault(families[shard], set()).add(owner)
+    assert all(len(holders) == 1 and None not in holders for holders in held.values())
+    sizes = Counter(holder for holders in held.values() for holder in holders)
+    assert max((sizes[server] for server in servers), default=0) - min(sizes[each] for each in servers) <= 1
+
+
+def acted(
+    now: dict[str, str | None],
+    view: dict[str, str | None],
+    server: str,
+    servers: set[str],
+    families: dict[str, str],
+) -> dict[str, str | None]:
+    """Return the owners after a server has acted on what it saw: who opens a shard last has it."""
+    plan = share(view, servers, server, families=families)
+    given_up = {shard: None for shard in plan.give_up if now[shard] == server}
+    return now | given_up | dict.fromkeys(plan.take, server)
+
+
+def test_of_two_servers_that_took_siblings_at_once_the_smallest_keeps_the_family() -> None:
+    owners, families = (
+        {"left": "ben", "right": "ann", "new": None},
+        dict.fromkeys(["left", "right", "new"], "root"),
+    )
+    servers = {"ann", "ben"}
+    assert share(owners, servers, "ann", families=families) == Plan(("new",), ())
+    assert share(owners, servers, "ben", families=families, kept={"left"}) == Plan((), ("left",))
+
+
+def test_a_dead_server_keeps_no_family_that_a_living_one_has() -> None:
+    owners, families = {"left": "dead", "right": "me"}, {"left": "root", "right": "root"}
+    assert share(owners, {"me"}, "me", families=families) == Plan((), ())
+
+
+def test_a_family_is_given_up_whole_and_its_new_shards_are_left_alone_meanwhile() -> None:
+    owners: dict[str, str | None] = {"a": "me", "b": "me", "b2": None, "c": "me"}
+    families = {"a": "a", "b": "b", "b2": "b", "c": "c"}
+    plan = share(owners, {"me", "new"}, "me", families=families, leaving={"b"})
+    assert plan == Plan((), ("b",))
+    assert share(owners | {"b": None}, {"me", "new"}, "new", families=families) == Plan(("b", "b2"), ())
+
+
+def test_a_shard_that_the_holder_of_its_family_does_not_read_is_left_to_the_holder() -> None:
+    owners, families = {"a": "other", "b": None, "c": "me"}, {"a": "root", "b": "root", "c": "c"}
+    assert share(owners, {"me", "other"}, "me", families=families, unclaimed={"b"}) == Plan((), ())
+    plan = share({"b": None, "c": "me"}, {"me", "other"}, "me", families=families, unclaimed={"b"})
+    assert plan == Plan(("b",), ())
+
+
+def test_a_family_with_a_shard_that_is_kept_stays_whole() -> None:
+    owners, families = dict.fromkeys("abc", "me"), {"a": "a", "b": "a", "c": "c"}
+    assert share(owners, {"me", "new"}, "me", families=families, kept={"b"}) == Plan((), ())
+    assert share(owners, {"me", "new"}, "me", families=families) == Plan((), ("a", "b"))
+
+
 def test_a_shard_that_no_server_reads_is_unclaimed_after_a_while_and_then_kept_for_longer() -> None:
     unread = Unread(1000)
     assert unread.update({"s1", "s2"}, 0) == frozenset()
