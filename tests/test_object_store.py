@@ -23,7 +23,7 @@ from support.serving import serving, until
 
 from mldserver import assembly
 from mldserver.cli.ledger import create_ledger
-from mldserver.cli.ledger_tool import Where
+from mldserver.cli.ledger_tool import LedgerOptions
 from mldserver.config.locations import RemoteOut
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings
@@ -121,7 +121,7 @@ def given(
     emulator = Emulator()
     with emulator.running():
         told["ledger"] = f"dynamodb://positions?region=us-east-1&endpoint_url={emulator.url}"
-        create_ledger(where=Where(ledger=told["ledger"], pipeline="ids_by_time"))
+        create_ledger(where=LedgerOptions(ledger=told["ledger"], pipeline="ids_by_time"))
         yield told
 
 

@@ -31,7 +31,7 @@ _LEVELS: Final = get_args(Level)
 
 
 async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) -> tuple[bool, str]:
-    """Carry out an act; return whether it is done, and the result as a sentence or two.
+    """Carry out an operator's request ``act`` with its argument; return (whether it is done, the result in words).
 
     ``parts`` is None while the server starts or stops.
     """
@@ -53,15 +53,19 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
             case "reload" if not argument:
                 text = await acts.reload()
             case _:
-                asked = f"{act} {argument}".strip()
-                return False, f"There is no act {asked!r}. Acts are {', '.join(ACTS)}."
+                request = f"{act} {argument}".strip()
+                return False, f"There is no act {request!r}. Acts are {', '.join(ACTS)}."
     except (OperatorError, HandlerError) as error:
         return False, str(error)
     return True, text
 
 
 class _Acts:
-    """Steers the parts of one server. Each act returns its result, or raises OperatorError."""
+    """Carries out requests on the parts of one server. Each method returns its result in words, or raises OperatorError.
+
+    A shard that is paused: the server does not answer its daemon's next request, so the daemon waits. ``_backpressure``
+    holds which shards are paused, and why.
+    """
 
     def __init__(self, parts: Parts, clock: Clock) -> None:
         self._parts = parts
@@ -70,36 +74,39 @@ class _Acts:
         self._backpressure = parts.coordinator.shards.backpressure
 
     async def pause(self, shard_id: str) -> str:
+        """Hold the answers to a shard, or to all if ``shard_id`` is empty, from the next batch on."""
         if shard_id:
-            self._session(shard_id)
+            self._connected_session(shard_id)  # raises for an unknown shard
             self._backpressure.paused_shards.add(shard_id)
         else:
             self._backpressure.paused = True
-        held = (
+        effect = (
             f"shard {shard_id} waits for its next answer" if shard_id else "every shard waits for its answer"
         )
-        again = f"`mldserver resume {shard_id}`".replace(" `", "`")
-        return f"From its next batch on {held}; {again} ends that. Leases stay, and no window closes past a shard that waits."
+        resume = f"`mldserver resume {shard_id}`".replace(" `", "`")
+        return f"From its next batch on {effect}; {resume} ends that. Leases stay, and no window closes past a shard that waits."
 
     async def resume(self, shard_id: str) -> str:
-        held = self._backpressure
-        if shard_id and held.paused:
+        """End the pause of a shard, or all pauses if ``shard_id`` is empty. The answers that were held are sent now."""
+        backpressure = self._backpressure
+        if shard_id and backpressure.paused:
             raise OperatorError(
                 "All shards are paused.", advice="Resume without a shard lets all of them go on."
             )
-        if shard_id and shard_id not in held.paused_shards:
-            paused = ", ".join(sorted(held.paused_shards)) or "none"
+        if shard_id and shard_id not in backpressure.paused_shards:
+            paused = ", ".join(sorted(backpressure.paused_shards)) or "none"
             raise OperatorError(f"Shard {shard_id} is not paused.", advice=f"There are {paused}.")
-        if not shard_id and not (held.paused or held.paused_shards):
+        if not shard_id and not (backpressure.paused or backpressure.paused_shards):
             return "Nothing was paused."
-        held.paused = False
-        gone = {shard_id} if shard_id else set(held.paused_shards)
-        held.paused_shards -= gone
-        held.draining -= gone
-        await held.release()
+        backpressure.paused = False
+        resumed = {shard_id} if shard_id else set(backpressure.paused_shards)
+        backpressure.paused_shards -= resumed
+        backpressure.draining -= resumed
+        await backpressure.release()
         return f"Shard {shard_id} goes on." if shard_id else "All shards go on."
 
     async def flush(self) -> str:
+        """Make all rows in memory durable: write their segments and register them in the ledger."""
         if not await in_time(self._shards.flush("operator"), self._clock, _PATIENCE_SECONDS):
             raise OperatorError(
                 "Rows cannot be made durable now.",
@@ -110,55 +117,65 @@ class _Acts:
         return f"Everything that was taken in is durable: {rows} rows since the start. Checkpoints follow with the next batches."
 
     async def drain_shard(self, shard_id: str) -> str:
-        session, held = self._session(shard_id), self._backpressure
-        held.paused_shards.add(shard_id)
-        held.draining.add(shard_id)
-        await held.release()
-        again = f"`mldserver resume {shard_id}` lets it go on."
-        drained = held.until(lambda: shard_id not in held.draining)
+        """Make a shard's rows durable, checkpoint it, then hold its daemon's next answer, so that its lease can move.
+
+        The server can send a checkpoint only as the answer to a request of the daemon. If the daemon sends none within
+        ``_PATIENCE_SECONDS``, the drain ends with its next batch.
+        """
+        session, backpressure = self._connected_session(shard_id), self._backpressure
+        backpressure.paused_shards.add(shard_id)
+        backpressure.draining.add(shard_id)
+        await backpressure.release()
+        resume = f"`mldserver resume {shard_id}` lets it go on."
+        drained = backpressure.until(lambda: shard_id not in backpressure.draining)
         if not await in_time(drained, self._clock, _PATIENCE_SECONDS):
             await in_time(self._shards.flush("drain"), self._clock, _PATIENCE_SECONDS)
             return (
                 f"Shard {shard_id} is drained with its next batch: the server then makes its rows durable and checkpoints it, "
-                f"and its daemon waits. Before that batch the server cannot send its daemon anything. {again}"
+                f"and its daemon waits. Before that batch the server cannot send its daemon anything. {resume}"
             )
-        if session.position.due() is not None:
+        checkpoint_is_missing = session.position.due() is not None
+        if checkpoint_is_missing:
             raise OperatorError(
                 f"What shard {shard_id} gave is durable, but its daemon has not stored the checkpoint.",
                 did="Its daemon waits for an answer.",
-                advice=f"See checkpoint.failed. {again}",
+                advice=f"See checkpoint.failed. {resume}",
             )
         return (
             f"Shard {shard_id} is durable and checkpointed at {session.position.checkpointed}, and its daemon waits: it may be "
-            f"ended, or the lease moved, and nothing is delivered again. {again}"
+            f"ended, or the lease moved, and nothing is delivered again. {resume}"
         )
 
     def log_level(self, level: str) -> str:
+        """Set the lowest level that the server and its worker processes log."""
         if level not in _LEVELS:
             raise OperatorError(f"There is no level {level!r}.", advice=f"Levels are {', '.join(_LEVELS)}.")
-        number, before = logging.getLevelNamesMapping()[level.upper()], Logger.level
+        number, former = logging.getLevelNamesMapping()[level.upper()], Logger.level
         set_level(number)
         Link.debugging = number <= logging.DEBUG
         runtime = self._parts.runtime
         if isinstance(runtime, WorkerRuntime):
             runtime.set_log_level(number)
-        return f"What is at {level} or above is logged from now on (before: {logging.getLevelName(before).lower()})."
+        return f"What is at {level} or above is logged from now on (before: {logging.getLevelName(former).lower()})."
 
     async def reload(self) -> str:
-        """Raises HandlerError, too."""
+        """Replace the workers, and later Spark's driver, by new ones with the handler's present code.
+
+        Raises HandlerError if that code cannot be loaded: the old workers stay.
+        """
         runtime, engine = self._parts.runtime, self._parts.engine
         if not isinstance(runtime, WorkerRuntime):
             raise OperatorError(
                 "The handler runs in the server's own process, which cannot load it twice.",
                 advice="Stop and start the server, or give it workers (`--workers 1`).",
             )
-        before = runtime.spec.version
+        former_version = runtime.spec.version
         try:
             await runtime.reload()
         except HandlerError as error:
             error.did = error.did or "Nothing has changed: the old version goes on."
             raise
-        text = f"Workers run {runtime.spec.path} as it is now ({runtime.spec.version}; before: {before})."
+        text = f"Workers run {runtime.spec.path} as it is now ({runtime.spec.version}; before: {former_version})."
         if engine is None:
             return text
         engine.renew(runtime.spec.code)
@@ -166,11 +183,11 @@ class _Acts:
             f"{text} Spark's driver starts afresh with it once the windows that are being computed are done."
         )
 
-    def _session(self, shard_id: str) -> Session:
-        """Raise OperatorError for a shard that this server does not have."""
+    def _connected_session(self, shard_id: str) -> Session:
+        """Return the session of a shard that is connected to this server. Raises OperatorError for any other shard."""
         session = self._shards.sessions.live(shard_id)
         if session is None:
-            where = f"No shard {shard_id!r} is connected to this server." if shard_id else "Which shard?"
+            what = f"No shard {shard_id!r} is connected to this server." if shard_id else "Which shard?"
             connected = sorted(node.id for node in self._shards.lineage.connected())
-            raise OperatorError(where, advice=f"There are {', '.join(connected) or 'none'}.")
+            raise OperatorError(what, advice=f"There are {', '.join(connected) or 'none'}.")
         return session

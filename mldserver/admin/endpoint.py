@@ -91,7 +91,7 @@ class AdminEndpoint:
                 return
             log.info("admin.listening", address=self.address, metrics=self.metrics_address)
             feed = StatusFeed(collect, redaction(self._settings.secrets(), in_json=True))
-            routes = Routes(feed, self._steer, lambda: self.steering_address)
+            routes = Routes(feed, self._carry_out_shielded, lambda: self.steering_address)
             runner = web.AppRunner(
                 routes.application(), handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS
             )
@@ -138,16 +138,18 @@ class AdminEndpoint:
         await run_in_daemon_thread(self._store_address, name="mldserver-address")
 
     def _spawn(self, work: Coroutine[None, None, _T], name: str) -> asyncio.Task[_T]:
+        """Start a task that is cancelled when ``serving`` ends."""
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _steer(self, act: str, argument: str, who: str) -> tuple[bool, str]:
+    async def _carry_out_shielded(self, act: str, argument: str, who: str) -> tuple[bool, str]:
         """Carry out an act and return its result. The act continues if the client disconnects."""
-        return await asyncio.shield(self._spawn(self._act(act, argument, who), "act"))
+        return await asyncio.shield(self._spawn(self._carry_out_and_log(act, argument, who), "act"))
 
-    async def _act(self, act: str, argument: str, who: str) -> tuple[bool, str]:
+    async def _carry_out_and_log(self, act: str, argument: str, who: str) -> tuple[bool, str]:
+        """Carry out the request of an operator, ``who``, and log it as ``admin.act``. Return (whether it is done, a sentence)."""
         try:
             done, text = await self._carry_out(act, argument)
         except Exception as error:  # noqa: BLE001  # one act must not end the server; the client receives the reason
@@ -182,9 +184,9 @@ class AdminEndpoint:
                 listeners = [HttpListener(await self._listen_tcp(place), Access.READ, self.tls)]
                 self.address = listeners[0].address
         except (OSError, UnicodeError) as error:
-            problem = _no_listener("admin", place, error)
-            by_default = "admin" not in settings.origins and settings.metrics_listen is None
-            if isinstance(error, OSError) and by_default:
+            problem = _cannot_listen("admin", place, error)
+            is_optional = "admin" not in settings.origins and settings.metrics_listen is None
+            if isinstance(error, OSError) and is_optional:
                 log.warning(
                     "admin.unavailable",
                     **problem.told() | {"did": "The server continues without an admin endpoint."},
@@ -196,7 +198,7 @@ class AdminEndpoint:
             try:
                 listeners.append(HttpListener(await self._listen_tcp(place_for_metrics), Access.METRICS))
             except (OSError, UnicodeError) as error:
-                raise _no_listener("metrics_listen", place_for_metrics, error) from error
+                raise _cannot_listen("metrics_listen", place_for_metrics, error) from error
             self.metrics_address = listeners[1].address
         return listeners
 
@@ -207,7 +209,7 @@ class AdminEndpoint:
         """Blocking for as long as the file system. The socket's file is removed at the end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         listener = self._sockets.enter_context(listen_unix(path))
-        self._sockets.callback(_remove, path, path.lstat())
+        self._sockets.callback(_remove_socket_file, path, path.lstat())
         return listener
 
     def _store_address(self) -> None:
@@ -216,24 +218,24 @@ class AdminEndpoint:
             address_file(self._settings).write_text(f"{stored}\n", "utf-8")
 
     def _remove_address(self) -> None:
-        # Another server of the folder may have stored its own address since.
+        """Remove the stored address, unless another server of the output folder has replaced it. Blocking."""
         with contextlib.suppress(OSError):
             file = address_file(self._settings)
             if file.read_text("utf-8").strip() in {self.steering_address, self.address}:
                 file.unlink()
 
 
-def _remove(path: Path, made: os.stat_result) -> None:
-    """Remove a socket's file, unless it was replaced. To be called while the socket is open: its inode is in use until then."""
+def _remove_socket_file(path: Path, made: os.stat_result) -> None:
+    """Remove a socket's file, unless another file has replaced it. Call it while the socket is open and keeps its inode."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(made, path.lstat()):
             path.unlink()
 
 
-def _no_listener(setting: str, place: Address, error: Exception) -> OperatorError:
-    """Return why an address cannot be listened on; NotThereYet if another process uses it."""
-    taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    return (NotThereYet if taken else OperatorError)(
+def _cannot_listen(setting: str, place: Address, error: Exception) -> OperatorError:
+    """Return the error to raise if an address cannot be listened on; NotThereYet if another process uses it now."""
+    is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return (NotThereYet if is_in_use else OperatorError)(
         f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}.",
         advice=f"Give another address with --{setting.replace('_', '-')}, or `none`.",
     )

@@ -40,18 +40,22 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class History:
-    """The points of the last hour, in bounded memory."""
+    """The points of the last hour, in bounded memory. ``_previous`` is the status at the last point."""
 
     _points: deque[Point] = field(default_factory=lambda: deque(maxlen=POINTS))
-    _begin: Status | None = None
+    _previous: Status | None = None
     _ready: bool = True
     _lag_ms: int | None = None
     _loop_lag_seconds: float = 0.0
 
     def add(self, status: Status) -> None:
-        """Add a document. Ten seconds of documents make a point."""
-        begin = self._begin
-        if begin is None or status.started_ms != begin.started_ms or status.taken_ms < begin.taken_ms:
+        """Add the status of this second. After ten seconds, add a point: rates since the last one, and the worst values."""
+        previous = self._previous
+        if (
+            previous is None
+            or status.started_ms != previous.started_ms
+            or status.taken_ms < previous.taken_ms
+        ):
             # The clock was set back, or another server answers: no rate can be computed, and the hour starts again.
             self._points.clear()
         else:
@@ -59,10 +63,10 @@ class History:
             self._ready &= status.ready
             self._lag_ms = max((lag for lag in lags if lag is not None), default=None)
             self._loop_lag_seconds = max(self._loop_lag_seconds, status.loop_lag_seconds)
-            if status.taken_ms - begin.taken_ms < POINT_MS:
+            if status.taken_ms - previous.taken_ms < POINT_MS:
                 return
-            seconds = (status.taken_ms - begin.taken_ms) / 1000
-            before, now = begin.totals, status.totals
+            seconds = (status.taken_ms - previous.taken_ms) / 1000
+            before, now = previous.totals, status.totals
             self._points.append(
                 Point(
                     at_ms=status.taken_ms,
@@ -70,8 +74,8 @@ class History:
                     records_per_second=round((now.records - before.records) / seconds, 1),
                     rows_per_second=round((now.rows - before.rows) / seconds, 1),
                     bytes_per_second=round((now.bytes - before.bytes) / seconds, 1),
-                    median_seconds=quantile(0.5, begin.batch_seconds, status.batch_seconds),
-                    p99_seconds=quantile(0.99, begin.batch_seconds, status.batch_seconds),
+                    median_seconds=quantile(0.5, previous.batch_seconds, status.batch_seconds),
+                    p99_seconds=quantile(0.99, previous.batch_seconds, status.batch_seconds),
                     lag_ms=self._lag_ms,
                     watermark_ms=status.watermark.at_ms,
                     dead_letters=now.dead_letters - before.dead_letters,
@@ -79,7 +83,7 @@ class History:
                     resident_bytes=status.resident_bytes,
                 )
             )
-        self._begin = status
+        self._previous = status
         self._ready, self._lag_ms, self._loop_lag_seconds = True, None, 0.0
 
     def json(self) -> bytes:
@@ -96,14 +100,14 @@ def quantile(share: float, before: Histogram, now: Histogram) -> float | None:
     """
     # Counts do not fall; a count that does is taken as unchanged.
     counts = [max(0, late - early) for early, late in zip(before.counts, now.counts, strict=True)]
-    wanted = share * sum(counts)
-    if not wanted:
+    remaining = share * sum(counts)
+    if not remaining:
         return None
     lower = 0.0
     for upper, count in zip(SECONDS, counts, strict=False):
-        if count >= wanted:
-            return round(lower + (upper - lower) * wanted / count, 6)
-        wanted -= count
+        if count >= remaining:
+            return round(lower + (upper - lower) * remaining / count, 6)
+        remaining -= count
         lower = upper
-    # Longer than every bound.
+    # The quantile is longer than every bound.
     return lower

@@ -55,23 +55,30 @@ class Client:
 
     def status(self) -> bytes:
         """Return the status document as it came. Raises NoAnswer and Refused."""
-        status, body = self._ask("GET", "/status", self._seconds)
+        status, body = self._request("GET", "/status", self._seconds)
         if status != http.client.OK:
-            raise NoAnswer(f"The server at {self.address} has no status to show: {_sentence(status, body)}")
+            raise NoAnswer(f"The server at {self.address} has no status to show: {_error_text(status, body)}")
         return body
 
     def act(self, name: str, argument: str, *, seconds: float) -> ActResult:
         """Request an act and return its result. Raises NoAnswer, also after ``seconds``, and Refused."""
-        asked = json.dumps({"argument": argument}).encode()
-        status, body = self._ask("POST", f"/act/{quote(name, safe='')}", seconds, asked)
+        request_body = json.dumps({"argument": argument}).encode()
+        status, body = self._request("POST", f"/act/{quote(name, safe='')}", seconds, request_body)
         try:
             result = msgspec.json.decode(body, type=ActResult)
         except msgspec.MsgspecError as error:
-            raise Refused(f"The server at {self.address} did not do it: {_sentence(status, body)}") from error
+            raise Refused(
+                f"The server at {self.address} did not do it: {_error_text(status, body)}"
+            ) from error
         return ActResult(result.done, "\n".join(map(harmless, result.text.splitlines())))
 
-    def _ask(self, method: str, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Make one request; return the answer's status and body."""
+    def _request(
+        self, method: str, path: str, seconds: float, body: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """Make one request over a new connection; return the HTTP status and the body.
+
+        Raises NoAnswer if no server answers within ``seconds``, Refused if TLS or the server denies access.
+        """
         connection, connected = _HTTPConnection(self.address, self._tls, seconds), False
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
@@ -83,15 +90,15 @@ class Client:
             answer = connection.getresponse()
             data = answer.read(_MOST_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            # A server may close the connection without a word if it does not trust, or misses, the caller's certificate.
-            hung_up = connected and isinstance(error, ConnectionError)
-            if isinstance(error, ssl.SSLError) or (hung_up and self._tls is not None):
+            # A server may just close the connection if it does not trust, or misses, the caller's certificate.
+            was_closed = connected and isinstance(error, ConnectionError)
+            if isinstance(error, ssl.SSLError) or (was_closed and self._tls is not None):
                 raise Refused(
                     f"The server at {self.address} and this command do not trust each other: {_reason(error)}.",
                     advice="--admin names the server as its certificate does, --ca who signed that; --certificate and --key "
                     "are the caller's own.",
                 ) from error
-            if hung_up or isinstance(error, http.client.HTTPException):
+            if was_closed or isinstance(error, http.client.HTTPException):
                 raise NoAnswer(
                     f"The process at {self.address} is not an admin endpoint of mldserver, or it expects TLS."
                 ) from error
@@ -100,7 +107,7 @@ class Client:
         finally:
             connection.close()
         if answer.status == http.client.FORBIDDEN:
-            raise Refused(f"The server at {self.address} refuses: {_sentence(answer.status, data)}")
+            raise Refused(f"The server at {self.address} refuses: {_error_text(answer.status, data)}")
         return answer.status, data
 
 
@@ -114,6 +121,7 @@ class _HTTPConnection(http.client.HTTPConnection):
         super().__init__(host, port, timeout=seconds)
 
     def connect(self) -> None:
+        """Connect to the Unix socket, or to the host, then start TLS. Called by ``http.client``."""
         if self._unix is not None:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(self.timeout)
@@ -148,8 +156,8 @@ def _reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
 
 
-def _sentence(status: int, body: bytes) -> str:
-    """Return the sentence of an error response."""
+def _error_text(status: int, body: bytes) -> str:
+    """Return the text of an error response: from its JSON, else the body as it is; without a body, the HTTP status."""
     try:
         document: Any = json.loads(body)
     except ValueError:

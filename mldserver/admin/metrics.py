@@ -227,15 +227,16 @@ _KINDS: Final = {"batch_seconds": "histogram", "window_seconds": "histogram", "i
 """Of metrics that are neither counters nor gauges."""
 
 
-def _found(within: Any, field: str) -> Any:
-    """Return a field by its path, ms as seconds; None where it, or what it is in, is None."""
+def _field_value(within: Any, field: str) -> Any:
+    """Return the field at a dotted path below ``within``; milliseconds as seconds. None if a part of the path is None."""
+    value = within
     for name in field.split("."):
-        within = None if within is None else getattr(within, name)
-    return within / 1000 if field.endswith("_ms") and within is not None else within
+        value = None if value is None else getattr(value, name)
+    return value / 1000 if field.endswith("_ms") and value is not None else value
 
 
-def _alone(field: str, status: Status) -> Any:
-    """Return the value of a metric that has one series at most; None without a value."""
+def _single_value(field: str, status: Status) -> Any:
+    """Return the value of a metric without labels. ``field``: as in ``TABLE``. None: the status has no value for it."""
     if field == "INFO":
         names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
         return {name: getattr(status, name) for name in names}
@@ -246,26 +247,25 @@ def _alone(field: str, status: Status) -> Any:
     if field == "WATERMARK_LAG":
         at_ms = status.watermark.at_ms
         return None if at_ms is None else (status.taken_ms - at_ms) / 1000
-    return _found(status, field)
+    return _field_value(status, field)
 
 
-def _read(field: str, status: Status) -> list[Series]:
-    """Return what a row of the table shows of a document."""
-    room, _, inner = field.partition(".")
-    counts: Mapping[str, float]
-    match room:
+def _read_series(field: str, status: Status) -> list[Series]:
+    """Return all series of one metric: pairs of label values and a value. ``field``: as in ``TABLE``."""
+    section, _, inner = field.partition(".")
+    counts: Mapping[str, float]  # by the value of the metric's only label
+    match section:
         case "shards":
-            known = [
-                (shard.id, value) for shard in status.shards if (value := _found(shard, inner)) is not None
-            ]
-            # A shard may be named "other": it then counts among the others.
-            known.sort(key=lambda one: one[0] == "other")
+            values = [(shard.id, _field_value(shard, inner)) for shard in status.shards]
+            known = [(shard_id, value) for shard_id, value in values if value is not None]
+            # Shards beyond the limit are one series, "other", with the worst value. A shard that has this name comes last.
+            known.sort(key=lambda pair: pair[0] == "other")
             others = [value for _, value in known[MOST_SHARDS:]]
             counts = dict(known[:MOST_SHARDS]) | ({"other": max(others)} if others else {})
         case "workers":
-            counts = {str(worker.number): _found(worker, inner) for worker in status.workers}
+            counts = {str(worker.number): _field_value(worker, inner) for worker in status.workers}
         case "budgets":
-            counts = {name: _found(budget, inner) for name, budget in status.budgets.items()}
+            counts = {name: _field_value(budget, inner) for name, budget in status.budgets.items()}
         case "OUTCOMES":
             totals = status.totals
             counts = {
@@ -286,7 +286,7 @@ def _read(field: str, status: Status) -> list[Series]:
             mark = status.watermark
             return [((mark.held_by or "", mark.server or "", mark.reason), 1)]
         case _:
-            value = _alone(field, status)
+            value = _single_value(field, status)
             return [] if value is None else [((), value)]
     return [((name,), count) for name, count in counts.items()]
 
@@ -297,7 +297,7 @@ METRICS: Final = {
         _KINDS.get(name, "counter" if name.endswith("_total") else "gauge"),
         _LABELS.get(field.partition(".")[0], ()),
         meaning,
-        partial(_read, field),
+        partial(_read_series, field),
     )
     for name, field, meaning in re.findall(r"^(\w+)  ([\w.]+)\n    (.+)$", TABLE, re.MULTILINE)
 }
@@ -318,12 +318,13 @@ def exposed(status: Status, kind: str) -> bytes:
 
 
 class _Families(Collector):
-    """What prometheus-client asks for metrics."""
+    """Adapts ``METRICS`` to prometheus-client, which calls ``collect`` when it writes a status as text."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Family]:
+        """Yield each metric that has a value, with its series, as the library's class for its kind."""
         for metric in METRICS.values():
             series = metric.read(self._status)
             if not series:
@@ -332,11 +333,12 @@ class _Families(Collector):
             if metric.kind == "info":
                 yield InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, value)
             elif metric.kind == "histogram":
-                counts = zip((*map(str, SECONDS), "+Inf"), accumulate(value.counts), strict=True)
-                yield HistogramMetricFamily(metric.name, metric.help, list(counts), value.sum_seconds)
+                # Prometheus counts in each bucket all values up to its bound.
+                buckets = zip((*map(str, SECONDS), "+Inf"), accumulate(value.counts), strict=True)
+                yield HistogramMetricFamily(metric.name, metric.help, list(buckets), value.sum_seconds)
             else:
-                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                family = kind(metric.name, metric.help, labels=metric.labels)
+                family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                family = family_class(metric.name, metric.help, labels=metric.labels)
                 for labels, value in series:
                     family.add_metric(labels, value)
                 yield family

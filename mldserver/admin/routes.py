@@ -63,7 +63,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     argument: str = ""
 
 
-class _Refusal(Exception):
+class _RequestRefused(Exception):
     """A request that is refused, with the reason in a sentence for the client."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -75,17 +75,21 @@ class Routes:
     """Answers the requests of all listeners."""
 
     def __init__(self, feed: StatusFeed, steer: Steer, steering: Callable[[], str]) -> None:
-        """``steering`` returns the Unix socket's address for steering; empty: the server has no such socket."""
-        self._feed, self._steer, self._steering = feed, steer, steering
+        """``feed``: the server's latest status. ``steer``: carries out requests of operators.
+
+        ``steering`` returns the address of the Unix socket that accepts these requests; empty: the server has none.
+        """
+        self._feed, self._carry_out_act, self._steering_address = feed, steer, steering
         self._page = _PAGE.read_bytes()
-        self._policy = _policy(self._page)
-        self._streams = 0
+        self._content_security_policy = _content_security_policy(self._page)
+        self._open_streams = 0
         loop = asyncio.get_running_loop()
-        self._refused = Folding(lambda: round(loop.time() * 1000))
+        # Folds repeated errors of one HTTP status into one line of the log with their number.
+        self._error_counts = Folding(lambda: round(loop.time() * 1000))
 
     def application(self) -> web.Application:
         """Return the application; its requests must come over a ``Connection``."""
-        application = web.Application(middlewares=[self._answer], client_max_size=_BODY_BYTES)
+        application = web.Application(middlewares=[self._handle_request], client_max_size=_BODY_BYTES)
         application.add_routes(
             [
                 web.get("/", self._show_page),
@@ -96,13 +100,13 @@ class Routes:
                 web.get("/events", self._stream_events, allow_head=False),
                 web.get("/history", self._show_history),
                 web.get("/metrics", self._show_metrics),
-                web.post("/act/{name:.*}", self._carry_out),
+                web.post("/act/{name:.*}", self._handle_act),
             ]
         )
         return application
 
     @web.middleware
-    async def _answer(
+    async def _handle_request(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Check the client's permission and answer the request. A failure costs only this response."""
@@ -110,12 +114,12 @@ class Routes:
         connection.extend(ANSWER_SECONDS)
         response: web.StreamResponse
         try:
-            _check(request, connection)
+            _check_permission(request, connection)
             response = await handler(request)
-        except (_Refusal, web.HTTPException) as error:
-            response = self._refuse(request, connection, error)
+        except (_RequestRefused, web.HTTPException) as error:
+            response = self._error_response(request, connection, error)
         except Exception:
-            if times := self._refused.count(500):
+            if times := self._error_counts.count(500):  # 0: the line is held back
                 log.exception(
                     "admin.failed",
                     what=f"{request.path} returned HTTP status 500.",
@@ -126,9 +130,10 @@ class Routes:
         response.force_close()
         return response
 
-    def _refuse(
-        self, request: web.Request, connection: Connection, error: _Refusal | web.HTTPException
+    def _error_response(
+        self, request: web.Request, connection: Connection, error: _RequestRefused | web.HTTPException
     ) -> web.Response:
+        """Return the response to a refused request, as JSON with the reason; log 403 and 404, folded."""
         why = str(error)
         headers: dict[str, str] = {}
         if isinstance(error, web.HTTPNotFound):
@@ -138,7 +143,7 @@ class Routes:
             why = f"{request.path} takes only {headers[hdrs.ALLOW]}."
         elif isinstance(error, web.HTTPRequestEntityTooLarge):
             why = f"A body has {_BODY_BYTES} bytes at most."
-        if error.status in _LOGGED and (requests := self._refused.count(error.status)):
+        if error.status in _LOGGED and (requests := self._error_counts.count(error.status)):
             path = request.path[:_LOGGED_CHARACTERS].encode(errors="replace").decode()
             log.warning(
                 "admin.refused", requests=requests, status=error.status, path=path, who=connection.peer
@@ -149,7 +154,9 @@ class Routes:
 
     async def _show_page(self, _request: web.Request) -> web.Response:
         return _body(
-            self._page, "text/html; charset=utf-8", headers={"Content-Security-Policy": self._policy}
+            self._page,
+            "text/html; charset=utf-8",
+            headers={"Content-Security-Policy": self._content_security_policy},
         )
 
     async def _show_liveness(self, _request: web.Request) -> web.Response:
@@ -178,17 +185,17 @@ class Routes:
     def _require_status(self) -> Status:
         status = self._feed.status
         if status is None:
-            raise _Refusal(503, "The server has only just started: there is no status yet.")
+            raise _RequestRefused(503, "The server has only just started: there is no status yet.")
         return status
 
     async def _stream_events(self, request: web.Request) -> web.StreamResponse:
         """Send each status document when it comes. A slow reader misses some; a stuck reader is disconnected."""
-        if self._streams >= _MOST_STREAMS:
-            raise _Refusal(503, f"There are {_MOST_STREAMS} readers of events already.")
+        if self._open_streams >= _MOST_STREAMS:
+            raise _RequestRefused(503, f"There are {_MOST_STREAMS} readers of events already.")
         connection, feed = _connection(request), self._feed
         response = web.StreamResponse(headers=_HEADERS | {hdrs.CONTENT_TYPE: "text/event-stream"})
         response.force_close()
-        self._streams += 1
+        self._open_streams += 1
         try:
             await response.prepare(request)
             with contextlib.suppress(TimeoutError):
@@ -202,26 +209,31 @@ class Routes:
                         await renewed.wait()
             return response
         finally:
-            self._streams -= 1
+            self._open_streams -= 1
 
     # Steering.
 
-    async def _carry_out(self, request: web.Request) -> web.Response:
+    async def _handle_act(self, request: web.Request) -> web.Response:
+        """Carry out an operator's request, ``POST /act/NAME``. The response says in words what was done.
+
+        Raises _RequestRefused unless the request came over the server's Unix socket with a well-formed body.
+        """
         connection, name = _connection(request), request.match_info["name"]
         if connection.listener.access is not Access.STEER:
-            raise _Refusal(403, self._how_to_steer(name))
+            raise _RequestRefused(403, self._how_to_steer(name))
         body = await request.read()
         try:
             argument = msgspec.json.decode(body, type=_Body).argument if body else ""
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _Refusal(400, f'The body must be JSON, as {{"argument": "…"}}: {error}.') from error
+            raise _RequestRefused(400, f'The body must be JSON, as {{"argument": "…"}}: {error}.') from error
         connection.extend(None)  # a reload may take minutes
-        done, text = await self._steer(name, argument, connection.peer)
+        done, text = await self._carry_out_act(name, argument, connection.peer)
         connection.extend(ANSWER_SECONDS)
         return _json(200 if done else 409, done=done, text=text)
 
     def _how_to_steer(self, name: str) -> str:
-        if not (address := self._steering()):
+        """Return the reason for refusing an act on a read-only address, with the command that works instead."""
+        if not (address := self._steering_address()):
             return (
                 "This address is read-only, and the server has no Unix socket for steering: its log has "
                 "admin.steering_unavailable with the reason."
@@ -233,38 +245,41 @@ class Routes:
 
 
 def _connection(request: web.Request) -> Connection:
-    assert isinstance(request.protocol, Connection), "a listener has accepted it"
+    assert isinstance(request.protocol, Connection), "HttpListener accepts all connections"
     return request.protocol
 
 
-def _check(request: web.Request, connection: Connection) -> None:
-    """Raise _Refusal if the client may not make this request."""
+def _check_permission(request: web.Request, connection: Connection) -> None:
+    """Raise _RequestRefused if the client may not make this request."""
     access = connection.listener.access
     if access is Access.METRICS:
         if request.path not in _FOR_METRICS:
-            raise _Refusal(404, f"There is no {request.path} here, but {', '.join(_FOR_METRICS)}.")
+            raise _RequestRefused(404, f"There is no {request.path} here, but {', '.join(_FOR_METRICS)}.")
     elif not connection.is_permitted and access is Access.STEER:
-        raise _Refusal(403, "Only the server's own user and root may use its Unix socket.")
+        raise _RequestRefused(403, "Only the server's own user and root may use its Unix socket.")
     elif not connection.is_permitted:
-        raise _Refusal(403, "This needs a client certificate that the server accepts.")
+        raise _RequestRefused(403, "This needs a client certificate that the server accepts.")
     elif access is Access.READ and connection.listener.is_on_loopback and not _names_loopback(request):
         # DNS rebinding: a site whose name resolves to this host could read the status through a user's browser.
-        raise _Refusal(403, "On loopback the Host header must name this host: localhost, 127.0.0.1 or [::1].")
+        raise _RequestRefused(
+            403, "On loopback the Host header must name this host: localhost, 127.0.0.1 or [::1]."
+        )
 
 
 def _names_loopback(request: web.Request) -> bool:
+    """Whether the Host header, without its port, is a loopback address."""
     host = request.headers.get(hdrs.HOST, "")
     name, colon, port = host.rpartition(":")
     return is_loopback((name if colon and port.isdigit() else host).strip("[]"))
 
 
-def _policy(page: bytes) -> str:
+def _content_security_policy(page: bytes) -> str:
     """Return the page's content security policy: its own script and style, and requests to this endpoint only."""
-    allowed = {b"script": "", b"style": ""}
-    for tag, part in re.findall(rb"<(script|style)>(.*?)</\1>", page, re.DOTALL):
-        allowed[tag] += f" 'sha256-{b64encode(sha256(part).digest()).decode()}'"
+    hashes = {b"script": "", b"style": ""}
+    for tag, content in re.findall(rb"<(script|style)>(.*?)</\1>", page, re.DOTALL):
+        hashes[tag] += f" 'sha256-{b64encode(sha256(content).digest()).decode()}'"
     return (
-        f"default-src 'none'; script-src{allowed[b'script']}; style-src{allowed[b'style']}; img-src data:; "
+        f"default-src 'none'; script-src{hashes[b'script']}; style-src{hashes[b'style']}; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 

@@ -78,7 +78,7 @@ _COMMANDS: Final = {
     "conformance": "Test any child of the MultiLangDaemon against the daemon's behaviour.",
 }
 
-_ELSEWHERE: Final = {
+_MODULE_OF: Final = {
     "drain": "serve:drain_app",
     "windows": "window_commands:app",
     **{
@@ -90,7 +90,7 @@ _ELSEWHERE: Final = {
 
 _STDOUT: Final = 1
 _STDERR: Final = 2
-_ESCAPED: Final = "backslashreplace"
+_ESCAPE_UNENCODABLE: Final = "backslashreplace"
 """Error handler for text that the terminal cannot encode, such as file names that are not UTF-8: escape, do not fail."""
 
 
@@ -102,14 +102,16 @@ class StandardOutput(io.FileIO):
     """Standard output's descriptor. Its write errors are not faults of the program, unlike other OSErrors."""
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
-        """Write some of ``data``. Raises ReaderGone, and OperatorError when the disk is full; later writes go nowhere."""
+        """Write some of ``data``. Raises ReaderGone if the reader has ended, OperatorError for other errors (a full disk).
+
+        After an error the descriptor is the null device: Python flushes at exit, and must not fail again then.
+        """
         try:
             return super().write(data)
         except OSError as error:
-            # What is still written goes nowhere: Python flushes at exit, and nothing may complain then.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, self.fileno())
+            os.close(null_device)
             if isinstance(error, BrokenPipeError):
                 raise ReaderGone(*error.args) from error
             raise OperatorError(
@@ -119,25 +121,28 @@ class StandardOutput(io.FileIO):
             ) from error
 
 
-def guard_output() -> None:
-    """Mark errors of ``sys.stdout`` as such. Replace missing standard streams by the null device."""
+def protect_standard_streams() -> None:
+    """Make ``sys.stdout`` raise its write errors as ``StandardOutput`` does. Replace missing standard streams by the null device.
+
+    A file that is opened later would otherwise get the number of the missing stream, and receive its output.
+    """
     for descriptor in range(_STDERR + 1):
         try:
             os.fstat(descriptor)
-        except OSError:  # what is opened later must not be taken for it; the lowest that is free is this one
+        except OSError:  # it is closed, and the lowest free number: the next file gets it
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
-        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPED, closefd=False)  # noqa: SIM115  # for as long as the process lives
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPE_UNENCODABLE, closefd=False)  # noqa: SIM115  # for as long as the process lives
     former = sys.stdout
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(StandardOutput(_STDOUT, "w", closefd=False)),
         encoding=former.encoding if former else "utf-8",
-        errors=former.errors if former and former.errors != "strict" else _ESCAPED,
+        errors=former.errors if former and former.errors != "strict" else _ESCAPE_UNENCODABLE,
         line_buffering=os.isatty(_STDOUT),
     )
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Write a line to standard error. Ignore an error of that write: it cannot be reported."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"mldserver: {redacted(text)}\n")
@@ -190,10 +195,10 @@ def show_page(topic: str | None = None, /) -> None:
         sys.stdout.write("\n".join(lines) + "\n")
         return
     if topic not in pages:
-        near = difflib.get_close_matches(topic, pages, n=3, cutoff=0.5)
+        similar = difflib.get_close_matches(topic, pages, n=3, cutoff=0.5)
         raise OperatorError(
             f"There is no page {topic!r}.",
-            advice=f"{'Near to it' if near else 'There'} are: {', '.join(near or pages)}.",
+            advice=f"{'Near to it' if similar else 'There'} are: {', '.join(similar or pages)}.",
         )
     text = pages[topic].read_text("utf-8")
     if not sys.stdout.isatty():
@@ -222,7 +227,7 @@ def command_line(arguments: Sequence[str]) -> App:
     called = next(iter(arguments), None)
     app.command(show_page, name="help")
     for name, text in _COMMANDS.items():
-        where = _ELSEWHERE.get(name, f"{name.replace('-', '_')}:app")
+        where = _MODULE_OF.get(name, f"{name.replace('-', '_')}:app")
         app.command(f"mldserver.cli.{where}", name=name, help=None if name == called else text)
     return app
 
@@ -232,8 +237,8 @@ def _explain_removed(arguments: Sequence[str]) -> None:
     from mldserver.config.settings import REMOVED  # noqa: PLC0415  # other commands need none of it
 
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        if told := REMOVED.get(option[2:].replace("-", "_")):
-            complain(f"{option} was removed. Leave it out. {told}")
+        if replacement := REMOVED.get(option[2:].replace("-", "_")):
+            print_error(f"{option} was removed. Leave it out. {replacement}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -258,23 +263,22 @@ def run(arguments: Sequence[str]) -> int:
     except MldserverError as error:
         errors = [error]
     except ExceptionGroup as group:  # out of a command's task group
-        ours, others = group.split(MldserverError)
-        nobody_reads = group.split(ReaderGone)[1] is None
-        if not nobody_reads and others is not None:
-            raise
-        if nobody_reads or ours is None:
+        if group.split(ReaderGone)[1] is None:  # it holds nothing else
             return EXIT_READER_GONE
-        errors = list(leaves(ours))
+        own_errors, bugs = group.split(MldserverError)
+        if bugs is not None or own_errors is None:
+            raise
+        errors = list(leaves(own_errors))
     else:
         return result if isinstance(result, int) else 0
     for failure in errors:
-        complain(str(failure))
+        print_error(str(failure))
     return EXIT_OPERATOR if all(failure.lasting for failure in errors) else EXIT_FAULT
 
 
 def main() -> NoReturn:
     """Run the command that the process was called with, and exit."""
-    guard_output()
+    protect_standard_streams()
     if not sys.flags.safe_path:
         # Handlers are found in the working directory, as users of other Python servers expect. Where that was deleted
         # there are none: commands that need it say so.

@@ -80,12 +80,15 @@ def check(
         lines = read_lines(input, limit=limit)
     report = check_handler(handler, retention_ms=retention_ms, timeout=timeout, lines=lines)
     sys.stdout.write(render(handler, report))
-    fine = report.can_run if allow_dead_letters else report.ok
-    return 0 if fine else EXIT_FAULT
+    passed = report.can_run if allow_dead_letters else report.ok
+    return 0 if passed else EXIT_FAULT
 
 
 def render(handler: str, report: TrialReport) -> str:
-    """Return a report as text: findings as ``file:line: sentence``, then what was found."""
+    """Return the text that `check` prints: the findings, the handler's output, its summary, and the result of the records.
+
+    ``report.trial`` is the result of running records through the handler; None without ``--input``.
+    """
     lines = [str(finding) for finding in report.findings]
     if report.traceback:
         lines += ["", *report.traceback.rstrip().splitlines()]
@@ -97,9 +100,10 @@ def render(handler: str, report: TrialReport) -> str:
     lines += [f"{name:8} {text}" for name, text in report.summary]
     if trial := report.trial:
         lines += ["", f"records  {trial.records} gave {trial.rows} rows; {trial.failed} failed"]
-        failed = failure_lines(trial.failures)
         lines += row_lines(trial.first)
-        lines += [f"{'' if text.startswith(' ') else 'failed':8} {text}" for text in failed]
+        for text in failure_lines(trial.failures):
+            label = "" if text.startswith(" ") else "failed"  # indented lines continue the one above
+            lines.append(f"{label:8} {text}")
     errors = sum(finding.is_error for finding in report.findings)
     problems = "1 problem" if errors == 1 else f"{errors} problems"
     if trial and trial.failed:

@@ -41,7 +41,7 @@ A child takes the test records for records of its stream: never test a productio
 unless the child's handler checkpoints. `mldserver help conformance` explains the verdicts. Exit codes: 0 no case failed, 1 a
 case failed.
 """
-_AT_A_TIME: Final = 32
+_CONNECTIONS_AT_A_TIME: Final = 32
 """Connections."""
 
 app = App(name="conformance", help=_HELP, help_format="markdown")
@@ -76,26 +76,34 @@ def conformance(
     """Play the catalogue and return the exit code."""
     cases = list(catalogue())
     if only:
-        meant = re.compile("|".join(map(fnmatch.translate, only)))
-        cases = [case for case in cases if meant.match(case.number) or meant.match(case.section)]
+        wanted = re.compile("|".join(map(fnmatch.translate, only)))
+        cases = [case for case in cases if wanted.match(case.number) or wanted.match(case.section)]
     if not cases:
         raise ConfigError(f"No case is named {' or '.join(only)}.", advice="Numbers are such as G07, or G*.")
     if list_cases:
-        write_text(table([_described(case) for case in cases]))
+        write_text(table([_case_fields(case) for case in cases]))
         return EXIT_CLEAN
     target = _target(child)
-    many = at_a_time or (2 * (os.cpu_count() or 1) if target.command else _AT_A_TIME)
-    shown = sys.stderr.isatty()
+    default_at_a_time = 2 * (os.cpu_count() or 1) if target.command else _CONNECTIONS_AT_A_TIME
+    show_progress = sys.stderr.isatty()
     done = 0
 
-    def count(_result: Result) -> None:
+    def on_result(_result: Result) -> None:
         nonlocal done
         done += 1
-        if shown:
+        if show_progress:
             sys.stderr.write(f"\r{done} of {len(cases)} cases{'' if done < len(cases) else chr(10)}")
 
     try:
-        results = asyncio.run(play_all(cases, target, at_a_time=many, patience=patience, on_result=count))
+        results = asyncio.run(
+            play_all(
+                cases,
+                target,
+                at_a_time=at_a_time or default_at_a_time,
+                patience=patience,
+                on_result=on_result,
+            )
+        )
     except ExceptionGroup as group:
         error = next(leaves(group))
         if not isinstance(error, OSError):
@@ -108,16 +116,19 @@ def conformance(
     document = report(results, child)
     if json is not None:
         json.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    write_text(*_tables(document))
+    write_text(*_report_tables(document))
     return EXIT_FAULT if any(result.verdict is Grade.FAIL for result in results) else EXIT_CLEAN
 
 
-def _described(case: Case) -> dict[str, Any]:
+def _case_fields(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in ("number", "section", "title", "source")}
 
 
 def _target(child: Sequence[str]) -> Target:
-    """Return the child's address, or the command that starts it. Raises ConfigError when nothing is named."""
+    """Return what the command line names as the child: its address, or the command that starts it.
+
+    Raises ConfigError if it names nothing.
+    """
     if not child:
         raise ConfigError("No child is named.", advice="Give HOST:PORT, unix:PATH, or -- COMMAND.")
     if len(child) == 1 and ("/" not in child[0] or child[0].startswith("unix:")):
@@ -139,7 +150,7 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
             for section, row in counts(results).items()
         },
         "cases": [
-            _described(result.case)
+            _case_fields(result.case)
             | {"verdict": str(result.verdict), "why": result.why}
             | {"seconds": round(result.seconds, 3), "said": result.said}
             for result in results
@@ -147,10 +158,12 @@ def report(results: Sequence[Result], child: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _tables(document: dict[str, Any]) -> list[Any]:
+def _report_tables(document: dict[str, Any]) -> list[Any]:
     """Return a report as text: a row for each section and one for all, then every case that did not pass."""
     sections = document["sections"]
     sections = sections | {"all": {grade: sum(row[grade] for row in sections.values()) for grade in Grade}}
     rows = [{"section": name, "cases": sum(row.values())} | row for name, row in sections.items()]
-    others = [case for case in document["cases"] if case["verdict"] != Grade.PASS]
-    return [table(rows), *(["", table(others, "number verdict title why source")] if others else [])]
+    not_passed = [case for case in document["cases"] if case["verdict"] != Grade.PASS]
+    if not not_passed:
+        return [table(rows)]
+    return [table(rows), "", table(not_passed, "number verdict title why source")]

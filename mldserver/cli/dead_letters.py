@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.ledger_tool import HERE, Where, at_ledger, settings_at
+from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, ledger_settings, open_ledger
 from mldserver.cli.logs import since_time
-from mldserver.cli.render import AsJson, answer, parts, table, write
+from mldserver.cli.render import AsJson, facts_and_tables, print_result, table, write
 from mldserver.config.settings import Settings
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
@@ -41,9 +41,9 @@ Exit codes: 0 done, 2 the letter or the ledger does not exist, or the ledger can
 
 app = App(name="dead-letters", help=_HELP, help_format="markdown")
 
-_PAGE: Final = 500
-_LISTED: Final = 100
-_SHOWN: Final = 2000
+_PAGE_LETTERS: Final = 500
+_DEFAULT_LIMIT: Final = 100
+_SHOWN_BYTES: Final = 2000
 """Bytes of a payload that a person is shown: as text when it is UTF-8, else as hexadecimal digits."""
 
 
@@ -66,7 +66,7 @@ class LetterFilter:
         since_ms, after = 0, None
         if self.since is not None:
             since_ms = round(since_time(self.since, datetime.now(UTC)).timestamp() * 1000)
-        while page := runner.run(ledger.letters(after=after, limit=_PAGE)):
+        while page := runner.run(ledger.letters(after=after, limit=_PAGE_LETTERS)):
             for stored in page:
                 letter = stored.letter
                 if (
@@ -95,7 +95,7 @@ def list_letters(
     *,
     which: LetterFilter = _ALL,
     limit: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
     """List letters, in the order in which they were stored.
@@ -105,22 +105,24 @@ def list_letters(
     limit
         List at most this many; the others are counted. [default: 100; with --json all]
     """
-    settings = settings_at(where)
-    most = _LISTED if limit is None and not as_json else limit
+    settings = ledger_settings(where)
+    max_listed = _DEFAULT_LIMIT if limit is None and not as_json else limit
     chosen: list[StoredLetter] = []
-    more = 0
-    with at_ledger(settings) as (ledger, held, runner):
+    more = 0  # letters that match beyond the limit
+    with open_ledger(settings) as (ledger, state, runner):
         for stored in which.matching(ledger, runner):
-            if most is None or len(chosen) < most:
+            if max_listed is None or len(chosen) < max_listed:
                 chosen.append(stored)
             else:
                 more += 1
-    rows = [_document(stored, settings.pipeline) for stored in chosen]
+    rows = [_letter_document(stored, settings.pipeline) for stored in chosen]
     if as_json and more:
         sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
-    counts = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
+    counts = f"{state.dead_letters:,} dead letters, {state.redrives:,} of them to be redriven"
     columns = "letter wanted shard partition_key sequence attempts at_ms error"
-    answer(as_json, rows, table(rows, columns), counts + (f" ({more:,} more match; --limit)" if more else ""))
+    print_result(
+        as_json, rows, table(rows, columns), counts + (f" ({more:,} more match; --limit)" if more else "")
+    )
 
 
 @app.command(name="show")
@@ -129,7 +131,7 @@ def show_letter(
     /,
     *,
     payload: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
     """Show everything about a letter.
@@ -141,24 +143,24 @@ def show_letter(
     payload
         Write the record's payload, and nothing else, to standard output.
     """
-    settings = settings_at(where)
-    with at_ledger(settings) as (ledger, _, runner):
-        (stored,) = _letters_named(ledger, runner, (letter,), settings.pipeline)
+    settings = ledger_settings(where)
+    with open_ledger(settings) as (ledger, _, runner):
+        (stored,) = _find_letters(ledger, runner, (letter,), settings.pipeline)
     if payload:
         write(stored.letter.data)
         return
-    document = _document(stored, settings.pipeline)
-    answer(as_json, document, *parts(document | {"data": _shortened(stored.letter.data)}))
+    document = _letter_document(stored, settings.pipeline)
+    print_result(as_json, document, *facts_and_tables(document | {"data": _shortened(stored.letter.data)}))
 
 
 @app.command(name="redrive")
 def redrive_letters(
     *letters: Letters,
     which: LetterFilter = _ALL,
-    everything: Everything = False,
+    all_letters: Everything = False,
     files: Annotated[list[str] | None, Parameter(name="--from", negative=())] = None,
     cancel: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
     """Redrive letters through the current handler, on the running server or the next that starts.
@@ -171,33 +173,33 @@ def redrive_letters(
     cancel
         Cancel the redrive of letters that no server has begun.
     """
-    settings = settings_at(where)
+    settings = ledger_settings(where)
     if files:
-        if letters or which != _ALL or everything or cancel:
+        if letters or which != _ALL or all_letters or cancel:
             raise OperatorError(
                 "--from takes all letters of the files.", advice="Leave the ids and conditions out."
             )
-        added, coming = _import_letters(settings, files)
+        added, delivered_again = _import_letters(settings, files)
         text = f"{added:,} letters are in the ledger, to be redriven."
-        if coming:
-            text += f" {coming:,} are left out: their records are delivered again anyway."
-        answer(as_json, {"redriving": added, "delivered_again": coming}, text)
+        if delivered_again:
+            text += f" {delivered_again:,} are left out: their records are delivered again anyway."
+        print_result(as_json, {"redriving": added, "delivered_again": delivered_again}, text)
         return
-    with at_ledger(settings) as (ledger, _, runner):
-        ids = _chosen_ids(ledger, runner, letters, which, settings.pipeline, everything=everything)
-        there = runner.run(ledger.redrive(ids, wanted=not cancel)) if ids else frozenset()
+    with open_ledger(settings) as (ledger, _, runner):
+        ids = _chosen_ids(ledger, runner, letters, which, settings.pipeline, all_letters=all_letters)
+        changed = runner.run(ledger.redrive(ids, wanted=not cancel)) if ids else frozenset()
     name = "cancelled" if cancel else "redriving"
     what = "are left as they are" if cancel else "are marked for redrive: a running server takes them"
-    answer(as_json, {name: sorted(there, key=_id_order)}, f"{len(there):,} letters {what}.")
+    print_result(as_json, {name: sorted(changed, key=_id_sort_key)}, f"{len(changed):,} letters {what}.")
 
 
 @app.command(name="purge")
 def purge_letters(
     *letters: Letters,
     which: LetterFilter = _ALL,
-    everything: Everything = False,
+    all_letters: Everything = False,
     yes: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
     """Delete letters from the ledger, for good. Without `--yes`, only show how many match.
@@ -207,27 +209,29 @@ def purge_letters(
     yes
         Delete them.
     """
-    settings = settings_at(where)
-    gone: set[str] = set()
-    with at_ledger(settings) as (ledger, _, runner):
-        ids = _chosen_ids(ledger, runner, letters, which, settings.pipeline, everything=everything)
+    settings = ledger_settings(where)
+    deleted: set[str] = set()
+    with open_ledger(settings) as (ledger, _, runner):
+        ids = _chosen_ids(ledger, runner, letters, which, settings.pipeline, all_letters=all_letters)
         if not yes:
             raise OperatorError(
                 f"{len(ids):,} letters would be deleted, and their records with them.",
                 did="Nothing was deleted.",
                 advice="Add --yes.",
             )
-        for at in range(0, len(ids), LETTERS_AT_ONCE):
-            gone |= runner.run(ledger.purge(ids[at : at + LETTERS_AT_ONCE]))
-    answer(as_json, {"purged": sorted(gone, key=_id_order)}, f"{len(gone):,} letters are deleted.")
+        for start in range(0, len(ids), LETTERS_AT_ONCE):
+            deleted |= runner.run(ledger.purge(ids[start : start + LETTERS_AT_ONCE]))
+    print_result(
+        as_json, {"purged": sorted(deleted, key=_id_sort_key)}, f"{len(deleted):,} letters are deleted."
+    )
 
 
-def _letters_named(
+def _find_letters(
     ledger: Ledger, runner: asyncio.Runner, names: tuple[str, ...], pipeline: str
 ) -> list[StoredLetter]:
-    """Return letters by their ids, or their records' (``shard/sequence/sub``, with or without the pipeline before it).
+    """Return the dead letters that ``names`` mean: ids of letters, or of their records (``[pipeline/]shard/sequence/sub``).
 
-    All must exist before one is used.
+    Raises OperatorError if one does not exist.
     """
     by_name: dict[str, StoredLetter] = {}
     for stored in _ALL.matching(ledger, runner):
@@ -249,48 +253,52 @@ def _chosen_ids(
     which: LetterFilter,
     pipeline: str,
     *,
-    everything: bool,
+    all_letters: bool,
 ) -> tuple[str, ...]:
-    if sum((bool(names), which != _ALL, everything)) != 1:
+    """Return the ids of the letters that a command means: by names, by conditions (``which``), or all.
+
+    Raises OperatorError unless the command gives exactly one of the three.
+    """
+    if sum((bool(names), which != _ALL, all_letters)) != 1:
         raise OperatorError(
             "It is not clear which letters are meant.",
             advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
         )
     if names:
-        return tuple(stored.id for stored in _letters_named(ledger, runner, names, pipeline))
+        return tuple(stored.id for stored in _find_letters(ledger, runner, names, pipeline))
     return tuple(stored.id for stored in which.matching(ledger, runner))
 
 
 def _import_letters(settings: Settings, places: list[str]) -> tuple[int, int]:
-    """Put the letters of files into the ledger, to be redriven; return how many, and how many are delivered again anyway.
+    """Add the dead letters in files to the ledger, marked for redrive; return how many were added, and how many left out.
 
-    All files are read before the first letter is put in. One that lies behind its shard's position was written by a
-    server that died before it could move the position: its record comes again from the daemon.
+    A letter beyond its shard's position in the ledger is left out. The server that wrote it died before it could move the
+    position, so the daemon will deliver the record again. All files are read before the first letter is added.
     """
     from mldserver.deadletters.destinations import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
 
     letters: dict[str, DeadLetter] = {}
-    fresh = []
-    with at_ledger(settings) as (ledger, held, runner):
+    new = []
+    with open_ledger(settings) as (ledger, state, runner):
         for place in places:
-            # Written twice, it is the same letter twice.
+            # By record, so that a letter that was written twice counts once.
             letters |= {letter.record: letter for letter in read_letters(place, settings.pipeline)}
         for stored in _ALL.matching(ledger, runner):
             letters.pop(stored.letter.record, None)
         for letter in sorted(letters.values(), key=lambda letter: (letter.shard_id, letter.sequence)):
-            shard = held.shards.get(letter.shard_id)
+            shard = state.shards.get(letter.shard_id)
             if shard is None or (shard.position is not None and letter.sequence <= shard.position):
-                fresh.append(letter)
-        for at in range(0, len(fresh), _PAGE):
-            runner.run(ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True))
-    return len(fresh), len(letters) - len(fresh)
+                new.append(letter)
+        for start in range(0, len(new), _PAGE_LETTERS):
+            runner.run(ledger.add_letters(tuple(new[start : start + _PAGE_LETTERS]), wanted=True))
+    return len(new), len(letters) - len(new)
 
 
-def _id_order(letter_id: str) -> tuple[int, ...]:
+def _id_sort_key(letter_id: str) -> tuple[int, ...]:
     return tuple(int(part) for part in letter_id.split("."))
 
 
-def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
+def _letter_document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
     from mldserver.deadletters.destinations import document  # noqa: PLC0415  # `--help` must not wait for it
 
     return {"letter": stored.id, "wanted": stored.wanted, **document(stored.letter, pipeline)}
@@ -299,7 +307,7 @@ def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
 def _shortened(data: bytes) -> str:
     """Return the beginning of a record's data as text if it is UTF-8, else as hexadecimal digits."""
     try:
-        text = data.decode()[:_SHOWN]
+        text = data.decode()[:_SHOWN_BYTES]
     except UnicodeDecodeError:
-        text = data[:_SHOWN].hex(" ")
-    return text if len(data) <= _SHOWN else f"{text} … ({len(data):,} bytes; --payload writes them)"
+        text = data[:_SHOWN_BYTES].hex(" ")
+    return text if len(data) <= _SHOWN_BYTES else f"{text} … ({len(data):,} bytes; --payload writes them)"

@@ -74,7 +74,10 @@ def demo(
 def play(
     console: Console, out: str | Path | None, *, source: Source = "mld", engine: Engine | None = None
 ) -> int:
-    """Play; ``engine`` takes Spark's place (tests). Raises OperatorError."""
+    """Run a demonstration and print its windows; return the exit code. 1: the windows do not hold what was played.
+
+    ``out``: a new or empty folder; None: a temporary one. ``engine`` replaces Spark in tests. Raises OperatorError.
+    """
     import pyarrow.dataset as ds  # noqa: PLC0415  # `--help` must not wait for the server's imports
     import uvloop  # noqa: PLC0415  # see above
 
@@ -88,7 +91,7 @@ def play(
     settings = playground.play_settings(show.handler, folder, environ=os.environ, folder=working_directory())
     console.print(show.intro, soft_wrap=True)
     with logging_to(settings):
-        run: Simulation | shop.Shop = show.prepared(settings, engine or playground.quick_spark(settings))
+        run: Simulation | shop.Shop = show.prepare(settings, engine or playground.quick_spark(settings))
         report = uvloop.run(run.run(ProgressLines(console.file)))
     if not report.ok:
         for text in (*playground.logged_failures(settings.log_file), *report.violations, *report.exits):
@@ -97,11 +100,11 @@ def play(
         return report.exit_code
     rows = ds.dataset(folder, format="parquet").to_table()  # what any reader of the folder sees
     console.print(windows_table(show, rows))
-    text, right = show.counted(rows)
+    text, is_right = show.check_result(rows)
     console.print(f"{text}; {time.monotonic() - began:.1f} s in all", soft_wrap=True)
     console.print(f"Parquet: {folder}{os.sep}window=…{os.sep}*.parquet", soft_wrap=True)
     console.print(f"Log:     mldserver logs {folder / '_server.log'}", soft_wrap=True)
-    return 0 if right else 1
+    return 0 if is_right else 1
 
 
 class Departures:
@@ -119,7 +122,7 @@ class Departures:
             f"{self.handler} → Spark → Parquet"
         )
 
-    def prepared(self, settings: Settings, engine: Engine | None) -> Simulation:
+    def prepare(self, settings: Settings, engine: Engine | None) -> Simulation:
         """Return the run."""
         from mldserver.testing.simulation import Simulation, build_stream  # noqa: PLC0415  # see above
 
@@ -127,22 +130,25 @@ class Departures:
         stream = build_stream(self._lines, shards=SHARDS, seed=1, start_ms=start_ms)
         return Simulation(settings, stream, engine=engine)
 
-    def counted(self, rows: pa.Table) -> tuple[str, bool]:
-        """Return what the windows come to, as text, and whether that is right."""
-        counted = sum(row["flights"] for row in rows.to_pylist())
-        return f"{counted:,} of {self.rows:,} flights in {rows.num_rows} rows", counted == self.rows
+    def check_result(self, rows: pa.Table) -> tuple[str, bool]:
+        """Return in words how many flights the published windows counted, and whether every played flight is among them."""
+        flights = sum(row["flights"] for row in rows.to_pylist())
+        return f"{flights:,} of {self.rows:,} flights in {rows.num_rows} rows", flights == self.rows
 
     @staticmethod
-    def line(start: datetime, carriers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a window as a row of the table."""
-        delays = [(row["mean_delay"], row["carrier"]) for row in carriers]
-        known = [delay for delay in delays if delay[0] is not None]
-        ends = ["every flight was cancelled"] * 2
-        if known:
-            ends = [f"{name} {minutes:+.1f} min" for minutes, name in (max(known), min(known))]
-        flights = sum(row["flights"] for row in carriers)
-        row = {"day (UTC)": f"{start:%Y-%m-%d}", "flights": flights, "carriers": len(carriers)}
-        return row | dict(zip(("most delayed, on average", "least delayed"), ends, strict=True))
+    def window_row(start: datetime, carriers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the table's row for one day's window. ``carriers``: the window's rows, one for each carrier."""
+        delays = [(row["mean_delay"], row["carrier"]) for row in carriers if row["mean_delay"] is not None]
+        most = least = "every flight was cancelled"
+        if delays:
+            most, least = (f"{carrier} {minutes:+.1f} min" for minutes, carrier in (max(delays), min(delays)))
+        return {
+            "day (UTC)": f"{start:%Y-%m-%d}",
+            "flights": sum(row["flights"] for row in carriers),
+            "carriers": len(carriers),
+            "most delayed, on average": most,
+            "least delayed": least,
+        }
 
 
 class ShopDemo:
@@ -162,25 +168,25 @@ class ShopDemo:
             f"2 shards → {self.handler} → Spark → Parquet"
         )
 
-    def prepared(self, settings: Settings, engine: Engine | None) -> shop.Shop:
+    def prepare(self, settings: Settings, engine: Engine | None) -> shop.Shop:
         """Return the run."""
         from mldserver.testing import shop  # noqa: PLC0415  # see above
 
         self._run = shop.Shop(settings, self._steps, engine=engine)
         return self._run
 
-    def counted(self, rows: pa.Table) -> tuple[str, bool]:
-        """Return what the windows come to, as text, and whether that is right."""
+    def check_result(self, rows: pa.Table) -> tuple[str, bool]:
+        """Return orders and revenue of the published windows and of the fake table as text, and whether they are equal."""
         windows = rows.to_pylist()
         orders = sum(row["orders"] for row in windows)
         revenue = sum((row["revenue"] for row in windows), Decimal())
-        left, worth = self._run.left()
-        text = f"{orders:,} orders of {revenue:,} in the windows, {left:,} of {worth:,} in the table"
-        return text, (orders, revenue) == (left, worth)
+        table_orders, table_revenue = self._run.left()
+        text = f"{orders:,} orders of {revenue:,} in the windows, {table_orders:,} of {table_revenue:,} in the table"
+        return text, (orders, revenue) == (table_orders, table_revenue)
 
     @staticmethod
-    def line(start: datetime, products: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a window as a row of the table."""
+    def window_row(start: datetime, products: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the table's row for one hour's window. ``products``: the window's rows, one for each product."""
         orders, revenue = (sum(row[name] for row in products) for name in ("orders", "revenue"))
         best = max(products, key=lambda row: row["revenue"])
         row = {"hour (UTC)": f"{start:%Y-%m-%d %H:%M}", "orders": orders, "revenue": f"{revenue:,}"}
@@ -188,11 +194,11 @@ class ShopDemo:
 
 
 def windows_table(show: Departures | ShopDemo, rows: pa.Table) -> Table:
-    """Return a row for each window, the earliest first."""
+    """Return the published rows as a table to print: a line for each window, the earliest first."""
     from mldserver.cli.render import table  # noqa: PLC0415  # `--help` must not wait for it
 
     windows: dict[datetime, list[dict[str, Any]]] = {}
     for row in rows.to_pylist():
         windows.setdefault(row["window_start"], []).append(row)
-    lines = [show.line(start, of_window) for start, of_window in sorted(windows.items())]
+    lines = [show.window_row(start, of_window) for start, of_window in sorted(windows.items())]
     return table(lines, title="One line a window, read from the committed Parquet")

@@ -138,7 +138,7 @@ def kcl(
             f"The address {settings.listen} has port 0, to which no client can connect.",
             advice="Give --connect the address that the server's log says (server.listening).",
         )
-    wanted = DaemonSettings(
+    daemon_settings = DaemonSettings(
         stream=_required("stream", settings.stream),
         app=app,
         region=_required("region", settings.region),
@@ -154,21 +154,24 @@ def kcl(
     )
     entitle(app, "kcl")
     faulthandler.enable(file=2)  # as for a server: the watchdog's SIGABRT
-    # Until the event loop takes it. The daemon and its bridges ignore it too.
+    # SIGUSR1 would end the process before the event loop handles it. The daemon and its bridges ignore it too.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    tls = _tls(settings)
+    tls = _bridge_tls(settings)
     if settings.listen_secret is not None:
         read_secret(settings.listen_secret)  # report errors now, not once per bridge
-    daemon_properties(wanted)  # report errors before anything is compiled
+    daemon_properties(daemon_settings)  # report errors before anything is compiled
     with private_files() as files, logging_to(settings):
-        wanted = replace(
-            wanted, executable=bridge_command(settings.listen, files, tls, settings.listen_secret)
+        daemon_settings = replace(
+            daemon_settings, executable=bridge_command(settings.listen, files, tls, settings.listen_secret)
         )
-        return asyncio.run(_run(settings, files, wanted, java_option, tls))
+        return asyncio.run(_run_daemon(settings, files, daemon_settings, java_option, tls))
 
 
-def _tls(settings: Settings) -> tuple[Path, ...]:
-    """Return authority, certificate and key for the bridges; none for clear text. Raises ConfigError, NotThereYet."""
+def _bridge_tls(settings: Settings) -> tuple[Path, ...]:
+    """Return the paths (authority, certificate, key) with which bridges connect to the server; () for clear text.
+
+    Raises ConfigError if they are incomplete or wrong, NotThereYet if a file is missing.
+    """
     certificate, ca = settings.tls_certificate, settings.tls_client_ca
     if certificate is None or isinstance(settings.listen, UnixAddress):
         return ()
@@ -187,21 +190,25 @@ def _required(name: str, value: str | None) -> str:
     return value
 
 
-async def _run(
+async def _run_daemon(
     settings: Settings,
     files: Files,
-    wanted: DaemonSettings,
+    daemon_settings: DaemonSettings,
     java_options: tuple[str, ...],
     tls: tuple[Path, ...],
 ) -> int:
-    # Credentials that only Java knows cannot be checked here.
-    provided = any("credentialsprovider" in name.lower() for name in wanted.extra)
-    if not provided and not any(option.startswith("-Daws.") for option in java_options):
-        await require_aws(wanted.stream, region=wanted.region)
-    properties = daemon_properties(wanted)
+    """Write the daemon's files, then run the supervisor until a signal stops it; return the exit code.
+
+    Raises JavaError, ConfigError or OperatorError if something that the daemon needs is missing.
+    """
+    # Credentials that are configured for Java alone cannot be checked here.
+    has_own_provider = any("credentialsprovider" in name.lower() for name in daemon_settings.extra)
+    if not has_own_provider and not any(option.startswith("-Daws.") for option in java_options):
+        await require_aws(daemon_settings.stream, region=daemon_settings.region)
+    properties = daemon_properties(daemon_settings)
     java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
     shown = {name: redacted(value) for name, value in properties.items()}
-    start_fields = {"java": java.version, "retrieval": wanted.retrieval, "properties": shown}
+    start_fields = {"java": java.version, "retrieval": daemon_settings.retrieval, "properties": shown}
     start_fields["command"] = [java.command, *map(redacted_option, java_options)]
     command, environment = prepare(
         files,
@@ -229,14 +236,14 @@ async def _run(
         loop.add_signal_handler(number, supervisor.stop)
     service = Service(os.environ, clock=clock)
 
-    def hang_up() -> None:
+    def on_hangup() -> None:
         with service.reloading():
             reopen()
 
-    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
     loop.add_signal_handler(signal.SIGUSR1, reopen)
     async with asyncio.TaskGroup() as group:
-        telling = group.create_task(service.run(supervisor.report), name="systemd")
+        systemd_reports = group.create_task(service.run(supervisor.report), name="systemd")
         code = await supervisor.run()
-        telling.cancel()
+        systemd_reports.cancel()
     return code

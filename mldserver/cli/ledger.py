@@ -22,8 +22,15 @@ from rich.console import RenderableType
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.disk import make_folder, make_private, sync
-from mldserver.cli.ledger_tool import HERE, Where, as_operator_errors, at_ledger, settings_at, state_at
-from mldserver.cli.render import AsJson, answer, details, first_line, parts, write_text
+from mldserver.cli.ledger_tool import (
+    FROM_SETTINGS,
+    LedgerOptions,
+    as_operator_errors,
+    ledger_settings,
+    open_ledger,
+    read_ledger,
+)
+from mldserver.cli.render import AsJson, details, facts_and_tables, first_line, print_result, write_text
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import home, ledger_file
 from mldserver.config.settings import Settings
@@ -40,10 +47,10 @@ if TYPE_CHECKING:
 
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
-_OURS: Final = (f"{SEGMENTS}/", f"{STAGING}/", f"{OUTPUTS}/")
+_SERVER_FOLDERS: Final = (f"{SEGMENTS}/", f"{STAGING}/", f"{OUTPUTS}/")
 """The prefixes of all files that a ledger may name. A server deletes such files when it no longer needs them."""
 
-_TRIES: Final = 20
+_MAX_COPIES: Final = 20
 """How often the ledger is copied again because a server deleted files that the last copy names; each time fewer."""
 
 _HELP = """
@@ -73,14 +80,14 @@ ShardId = Annotated[str, Parameter(help="The shard's id, as `ledger show` lists 
 
 
 @app.command(name="show")
-def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
+def show_ledger(*, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Show shards with their positions, servers, and counts of the rest."""
-    document = ledger_document(state_at(where))
-    answer(as_json, document, *ledger_text(document))
+    document = ledger_document(read_ledger(where))
+    print_result(as_json, document, *ledger_text(document))
 
 
 @app.command(name="create")
-def create_ledger(*, where: Where = HERE) -> None:
+def create_ledger(*, where: LedgerOptions = FROM_SETTINGS) -> None:
     """Create the DynamoDB table that `--ledger` names, unless it exists: with on-demand billing, for any number of pipelines.
 
     `mldserver/ledger/dynamodb.py` lists the permissions that this and the servers need.
@@ -106,112 +113,115 @@ def create_ledger(*, where: Where = HERE) -> None:
 
 
 @app.command(name="reset")
-def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> None:
+def reset_shards(*shards: ShardId, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Forget shards' positions, so that the server accepts all their records again.
 
     Rows that were stored before stay in place: if read again, they count twice. Only shards that no server holds
     are reset. The daemon must start at the beginning (delete the shard's lease, or the application's lease table):
     a daemon that continues from its checkpoint is refused, unless the gap is accepted.
     """
-    with _free_shards(shards, where) as (ledger, _, runner):
+    with _open_ledger_of_free_shards(shards, where) as (ledger, _, runner):
         done = runner.run(ledger.reset(frozenset(shards)))
     text = "is reset: it has no position any more."
-    _answer_changed("reset", shards, done, dict.fromkeys(done, text), as_json=as_json)
+    _print_changed("reset", shards, done, dict.fromkeys(done, text), as_json=as_json)
 
 
 @app.command(name="forget")
-def forget_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> None:
+def forget_shards(*shards: ShardId, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Remove names that do not belong to the stream, such as a name that a test or an unknown client has invented.
 
     Windows wait for every shard in the ledger until `missing_limit`, and readiness waits for a shard that is read. Rows
     that arrived under the name stay. Only shards that no server holds are forgotten. If the name does belong to a shard,
     its daemon is refused when it continues from its checkpoint, as after `reset`; rows that are read again count twice.
     """
-    with _free_shards(shards, where) as (ledger, held, runner):
+    with _open_ledger_of_free_shards(shards, where) as (ledger, state, runner):
         done = runner.run(ledger.forget_shards(frozenset(shards)))
     texts = {
-        shard: f"is forgotten (its position was {held.shards[shard].position or 'none'})." for shard in done
+        shard: f"is forgotten (its position was {state.shards[shard].position or 'none'})." for shard in done
     }
-    _answer_changed("forgotten", shards, done, texts, as_json=as_json)
+    _print_changed("forgotten", shards, done, texts, as_json=as_json)
 
 
 @contextlib.contextmanager
-def _free_shards(
-    shards: tuple[str, ...], where: Where
+def _open_ledger_of_free_shards(
+    shards: tuple[str, ...], where: LedgerOptions
 ) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
-    """Open the ledger to change these shards. Raises OperatorError when one is unknown, or a server holds it."""
+    """Open the ledger for a command that changes these shards. Raises OperatorError if it lacks one, or a server holds one."""
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
-    with at_ledger(settings_at(where)) as (ledger, held, runner):
+    with open_ledger(ledger_settings(where)) as (ledger, state, runner):
         # Check all shards before the first is changed: a wrong second name must not leave the command half done.
         for shard_id in shards:
-            if (owner := _shard(held, shard_id).owner) is not None:
+            if (owner := _find_shard(state, shard_id).owner) is not None:
                 raise OperatorError(
                     f"Shard {shard_id} is held by the server {owner}.",
                     advice="Stop that server first; a dead one's shards are free when another server has noticed.",
                 )
-        yield ledger, held, runner
+        yield ledger, state, runner
 
 
-def _answer_changed(
+def _print_changed(
     word: str, shards: tuple[str, ...], done: frozenset[str], texts: Mapping[str, str], *, as_json: bool
 ) -> None:
-    """Show what was done. Raises OperatorError for shards that a server has opened meanwhile."""
-    answer(as_json, {word: sorted(done)}, details(dict(sorted(texts.items()))))
-    if left := sorted(set(shards).difference(done)):
+    """Print which shards were changed. Raises OperatorError if some were not, since a server has opened them meanwhile.
+
+    ``word`` names the change ("reset"); ``texts`` has a sentence for each changed shard.
+    """
+    print_result(as_json, {word: sorted(done)}, details(dict(sorted(texts.items()))))
+    if unchanged := sorted(set(shards).difference(done)):
         raise OperatorError(
-            f"Not {word}, because a server has opened them since: {', '.join(left)}.",
+            f"Not {word}, because a server has opened them since: {', '.join(unchanged)}.",
             advice="Stop the server first.",
         )
 
 
 @app.command(name="accept-gap")
-def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
+def accept_gap(shard: ShardId, /, *, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Allow a daemon, once, to start a shard beyond the ledger's position; the records between the two positions are lost."""
-    with at_ledger(settings_at(where)) as (ledger, held, runner):
-        position = _shard(held, shard).position
+    with open_ledger(ledger_settings(where)) as (ledger, state, runner):
+        position = _find_shard(state, shard).position
         if not runner.run(ledger.accept_gap(shard)):
             # The shard was pruned after the ledger was read: raise the error for an unknown shard.
-            del held.shards[shard]
-            _shard(held, shard)
+            del state.shards[shard]
+            _find_shard(state, shard)
     text = f"may start beyond {position or 'nothing'}, the next time it is opened."
     document = {"accepted": shard, "position": None if position is None else str(position)}
-    answer(as_json, document, details({shard: text}))
+    print_result(as_json, document, details({shard: text}))
 
 
-def _shard(held: LedgerState, shard_id: str) -> ShardState:
+def _find_shard(state: LedgerState, shard_id: str) -> ShardState:
     """Return a shard of the ledger. Raises OperatorError if the ledger does not have it."""
-    if (shard := held.shards.get(shard_id)) is None:
+    if (shard := state.shards.get(shard_id)) is None:
         raise OperatorError(
             f"The ledger has no shard {shard_id}.", advice="`mldserver ledger show` shows those it has."
         )
     return shard
 
 
-def ledger_document(held: LedgerState) -> dict[str, Any]:
-    """Return what `ledger show --json` shows."""
-    counts = Counter(entry.state for entry in held.windows.values())
-    shards = [dataclasses.asdict(shard) for _, shard in sorted(held.shards.items())]
+def ledger_document(state: LedgerState) -> dict[str, Any]:
+    """Return a ledger's contents as the JSON document of `ledger show --json`: shards, servers, and counts."""
+    counts = Counter(entry.state for entry in state.windows.values())
+    shards = [dataclasses.asdict(shard) for _, shard in sorted(state.shards.items())]
     for shard in shards:
         position = shard["position"]
         shard |= {"position": position and str(position), "parents": list(shard["parents"])}
     return {
-        "clock": held.clock,
-        "cut_below_ms": held.cut_below_ms,
-        "batch_progress": dataclasses.asdict(held.batch_progress),
-        "dead_letters": held.dead_letters,
-        "draining": held.draining,
-        "late_files_waiting": len(held.late_segments),
+        "clock": state.clock,
+        "cut_below_ms": state.cut_below_ms,
+        "batch_progress": dataclasses.asdict(state.batch_progress),
+        "dead_letters": state.dead_letters,
+        "draining": state.draining,
+        "late_files_waiting": len(state.late_segments),
         "windows": {str(state): counts[state] for state in WindowState},
-        "segment_bytes": held.segment_bytes,
-        "servers": [dataclasses.asdict(server) for _, server in sorted(held.servers.items())],
+        "segment_bytes": state.segment_bytes,
+        "servers": [dataclasses.asdict(server) for _, server in sorted(state.servers.items())],
         "shards": shards,
     }
 
 
 def ledger_text(document: dict[str, Any]) -> list[RenderableType]:
     """Return the document of `ledger show` as text."""
-    return parts(
+    return facts_and_tables(
         document,
         servers="server_id beat_ms watermark_ms idle held_by reason",
         shards="shard_id position event_ms epoch owner parents ended_ms gap_accepted",
@@ -219,7 +229,7 @@ def ledger_text(document: dict[str, Any]) -> list[RenderableType]:
 
 
 @app.command(name="backup")
-def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
+def backup_ledger(folder: Path, /, *, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Copy a ledger in SQLite and the files that it names into a new folder. Servers may run.
 
     On the same disk the files become hard links and take no space. Later records are not in the copy: after `restore`, a
@@ -237,20 +247,20 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         make_private(folder)
         make_folder(folder)
         make_private(folder / _FILES)
-        part = folder / f"{_LEDGER}.part"
-        for _ in range(_TRIES):
-            copy_whole(ledger, part)
-            state = _read(part, settings.pipeline)
+        unfinished_copy = folder / f"{_LEDGER}.part"
+        for _ in range(_MAX_COPIES):
+            copy_whole(ledger, unfinished_copy)
+            state = _read_copy(unfinished_copy, settings.pipeline)
             # Copy the files that the ledger names and the backup does not have yet. If a server has deleted one since, the
             # ledger has changed: copy it again.
-            whole = True
+            is_complete = True
             for path in _files_named(state):
                 try:
                     if not (folder / _FILES / path).exists():
                         store.save(path, folder / _FILES / path)
                 except FileNotFoundError:
-                    whole = False
-            if whole:
+                    is_complete = False
+            if is_complete:
                 break
         else:
             raise OperatorError(
@@ -258,23 +268,22 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
                 did="There is no backup.",
                 advice="Name a folder on the output folder's own disk: there they get a second name at once.",
             )
-        kept = set(_files_named(state))
+        needed = set(_files_named(state))
         for file in [file for file in (folder / _FILES).rglob("*") if file.is_file()]:
-            if str(file.relative_to(folder / _FILES)) in kept:
+            if str(file.relative_to(folder / _FILES)) in needed:
                 sync(file)
             else:
-                file.unlink()
-        for entry in (part, *(entry for entry in folder.rglob("*") if entry.is_dir())):
+                file.unlink()  # an earlier copy of the ledger named it
+        for entry in (unfinished_copy, *(entry for entry in folder.rglob("*") if entry.is_dir())):
             sync(entry)
-        # Last: a folder without this file does not count as a backup.
-        part.rename(folder / _LEDGER)
+        # This comes last: a folder without this file does not count as a backup.
+        unfinished_copy.rename(folder / _LEDGER)
         sync(folder)
-    done = {"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}
-    answer(as_json, done)
+    print_result(as_json, {"backup": str(folder), "pipeline": settings.pipeline, "files": len(needed)})
 
 
 @app.command(name="restore")
-def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
+def restore_ledger(folder: Path, /, *, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Replace a pipeline's ledger by a backup, and restore the files that it names. No server may run.
 
     The former ledger is kept in the same folder (`….replaced`). Files that were written after the backup are not deleted:
@@ -294,7 +303,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
     from mldserver.output.layout import SERVERS  # noqa: PLC0415  # see above
 
     with as_operator_errors(), tempfile.TemporaryDirectory(prefix="mldserver-") as scratch:
-        if not _is_plain(folder, _LEDGER):
+        if not _is_regular_file(folder, _LEDGER):
             raise OperatorError(
                 f"{folder} is not a backup of a ledger.",
                 advice="Name a folder that `mldserver ledger backup` has made.",
@@ -305,45 +314,46 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         copy_whole(folder / _LEDGER, copy)
         check_tables(copy)
         pipeline = where.pipeline or pipeline_of(copy) or settings.pipeline
-        state = _read(copy, pipeline)
+        state = _read_copy(copy, pipeline)
         named = list(_files_named(state))
         _check_names(state, named)
         missing = [path for path in named if not store.exists(path)]
         _check_files(folder, state, frozenset(missing))
-        if held := ServerLocks(home(settings) / SERVERS).held():
+        if locks := ServerLocks(home(settings) / SERVERS).held():
             raise OperatorError(
-                f"{len(held)} servers run on this ledger.",
+                f"{len(locks)} servers run on this ledger.",
                 did="Nothing was touched.",
-                advice=f"Stop them first. (If none runs, delete {held[0]}.)",
+                advice=f"Stop them first. (If none runs, delete {locks[0]}.)",
             )
         make_folder(file.parent)
         store.prepare(PRIVATE, durable=True)
-        part = file.with_name(f"{file.name}.part")
-        copy_whole(copy, part)
+        new_ledger = file.with_name(f"{file.name}.part")
+        copy_whole(copy, new_ledger)
         for path in missing:
             store.bring_back(folder / _FILES / path, path)
         store.sync(*missing)
         claim = claim_of(settings, store)
-        go_on_from(part, pipeline, claim.read().folder)
-        state = _read(part, pipeline)
-        sync(part)
+        go_on_from(new_ledger, pipeline, claim.read().folder)
+        state = _read_copy(new_ledger, pipeline)
+        sync(new_ledger)
         replaced = _rename_replaced(file)
-        part.rename(file)
+        new_ledger.rename(file)
         sync(file.parent)
         claim.give(state)
-    done = {
+    result = {
         "restored": str(file),
         "pipeline": pipeline,
         "files": len(named),
         "replaced": replaced and str(replaced),
     }
-    answer(as_json, done)
+    print_result(as_json, result)
 
 
-def _backup_places(where: Where) -> tuple[Settings, Path, OutputStore]:
+def _backup_places(where: LedgerOptions) -> tuple[Settings, Path, OutputStore]:
+    """Return the settings, the SQLite file of the ledger, and the output folder. Raises OperatorError for another ledger."""
     from mldserver.assembly import store_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
 
-    settings = settings_at(where)
+    settings = ledger_settings(where)
     if not isinstance(settings.ledger, SqlitePlace):
         raise OperatorError(
             "A ledger in DynamoDB is backed up by AWS, not by mldserver.",
@@ -353,8 +363,8 @@ def _backup_places(where: Where) -> tuple[Settings, Path, OutputStore]:
     return settings, ledger_file(settings), store_of(settings)
 
 
-def _read(file: Path, pipeline: str) -> LedgerState:
-    """Return what a copy holds. Raises LedgerError when it is damaged, of another format, or another pipeline's."""
+def _read_copy(file: Path, pipeline: str) -> LedgerState:
+    """Return the state in a copy of a ledger. Raises LedgerError if it is damaged, of another format, or another pipeline's."""
     with contextlib.closing(SqliteStore(file, pipeline=pipeline)) as store:
         store.open()
         return store.read(Book.state)
@@ -368,24 +378,27 @@ def _files_named(state: LedgerState) -> Iterator[str]:
             yield from (f"{entry.staging}/{file}" for file in entry.files)
 
 
-def _is_plain(folder: Path, path: str) -> bool:
-    """Whether a file is in a folder, and no link leads to it."""
+def _is_regular_file(folder: Path, path: str) -> bool:
+    """Whether ``path`` is a file inside ``folder``, reached without a symbolic link: a link could lead out of a backup."""
     file = folder / path
     return file.is_file() and file.resolve() == folder.resolve() / path
 
 
 def _check_names(state: LedgerState, named: Iterable[str]) -> None:
-    """Raise OperatorError unless all names stay in the folders that servers write into."""
+    """Raise OperatorError unless all paths that a backup's ledger names stay in the folders that servers write into.
+
+    ``named``: the paths of files. Window ids and staging folders become parts of paths too.
+    """
     ids = {*state.windows, *(segment.window_id for segment in state.late_segments)}
     wrong = [name for name in sorted(ids) if "/" in name or not _is_name(name)]
     stagings = (entry.staging for entry in state.windows.values() if entry.staging is not None)
     wrong += [
         path
         for path in (*named, *stagings)
-        if not (path.startswith(_OURS) and all(map(_is_name, path.split("/"))))
+        if not (path.startswith(_SERVER_FOLDERS) and all(map(_is_name, path.split("/"))))
     ]
     if wrong:
-        raise _untrusted(f"its ledger names {wrong[0]!r}, which is not in a server's own folders")
+        raise _untrusted_backup(f"its ledger names {wrong[0]!r}, which is not in a server's own folders")
 
 
 def _is_name(part: str) -> bool:
@@ -393,43 +406,46 @@ def _is_name(part: str) -> bool:
 
 
 def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> None:
-    """Raise OperatorError unless the wanted files are in a backup and match its ledger."""
+    """Raise OperatorError unless the ``wanted`` files are in the backup ``folder`` and match what its ledger says of them.
+
+    Segments must have the recorded rows and bytes; the files of a window's committed output, the recorded rows together.
+    """
     from pyarrow import ArrowException  # noqa: PLC0415  # `--help` must not wait for it
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415  # see above
 
     def rows(path: str) -> int:
-        if not _is_plain(folder, f"{_FILES}/{path}"):
-            raise _untrusted(f"{_FILES}/{path} is missing, or a link leads there")
+        if not _is_regular_file(folder, f"{_FILES}/{path}"):
+            raise _untrusted_backup(f"{_FILES}/{path} is missing, or a link leads there")
         try:
             with ParquetFile(folder / _FILES / path) as file:
                 return int(file.metadata.num_rows)
         except ArrowException as error:
-            raise _untrusted(f"{_FILES}/{path} is no Parquet file: {first_line(str(error))}") from error
+            raise _untrusted_backup(
+                f"{_FILES}/{path} is no Parquet file: {first_line(str(error))}"
+            ) from error
 
     counts = {path: rows(path) for path in sorted(wanted)}
-    of_windows = (segment for e in state.windows.values() for segment in (*e.segments, *e.pending))
-    for segment in (*state.late_segments, *of_windows):
+    entries = state.windows.values()
+    window_segments = (segment for entry in entries for segment in (*entry.segments, *entry.pending))
+    for segment in (*state.late_segments, *window_segments):
         if (count := counts.get(segment.path)) is None:
             continue
         size = (folder / _FILES / segment.path).stat().st_size
         if (count, size) != (segment.rows, segment.bytes):
-            raise _untrusted(
+            raise _untrusted_backup(
                 f"{_FILES}/{segment.path} has {count:,} rows and {size:,} bytes, and the ledger expects "
                 f"{segment.rows:,} and {segment.bytes:,}"
             )
     for entry in state.windows.values():
         paths = [f"{entry.staging}/{file}" for file in entry.files] if entry.staging is not None else []
-        if (
-            paths
-            and counts.keys() >= set(paths)
-            and (count := sum(counts[path] for path in paths)) != entry.rows_out
-        ):
-            raise _untrusted(
+        all_wanted = bool(paths) and counts.keys() >= set(paths)
+        if all_wanted and (count := sum(counts[path] for path in paths)) != entry.rows_out:
+            raise _untrusted_backup(
                 f"the output of window {entry.window_id} has {count:,} rows, and the ledger expects {entry.rows_out:,}"
             )
 
 
-def _untrusted(what: str) -> OperatorError:
+def _untrusted_backup(what: str) -> OperatorError:
     return OperatorError(
         f"The backup cannot be used: {what}.",
         did="Nothing was restored.",

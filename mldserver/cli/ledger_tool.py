@@ -26,7 +26,7 @@ from mldserver.ledger.sqlite_file import pipeline_of
 
 @Parameter(name="*", group=Group("Where the ledger is"))
 @dataclass(frozen=True, slots=True)
-class Where:
+class LedgerOptions:
     """Names a ledger, in the words of the server's settings; these count too, from variables and settings file."""
 
     out: str | None = None
@@ -49,12 +49,15 @@ class Where:
         )
 
 
-HERE: Final = Where()
+FROM_SETTINGS: Final = LedgerOptions()
 """As for ``mldserver serve``."""
 
 
-def settings_at(where: Where) -> Settings:
-    """Return the settings that name a ledger; the pipeline's name comes from the ledger if that is a file."""
+def ledger_settings(where: LedgerOptions) -> Settings:
+    """Return the server's settings with the command's options. The pipeline's name comes from the ledger if that is a file.
+
+    Raises ConfigError if the ledger is a DynamoDB table and no pipeline is named.
+    """
     settings = where.resolved()
     if isinstance(settings.ledger, SqlitePlace):
         pipeline = where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
@@ -80,8 +83,8 @@ def as_operator_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
-    """Give the unopened ledger, its state, and the runner of its calls.
+def open_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
+    """Yield the ledger, what it holds now, and an ``asyncio.Runner`` with which a command makes the ledger's async calls.
 
     Servers are not affected: nothing is registered or locked. Raises OperatorError if the ledger does not exist, is damaged,
     has a newer format, belongs to another pipeline, or cannot be reached.
@@ -96,7 +99,7 @@ def at_ledger(settings: Settings) -> Iterator[tuple[Ledger, LedgerState, asyncio
             runner.run(ledger.close())
 
 
-def state_at(where: Where) -> LedgerState:
-    """Return what the ledger holds. Raises OperatorError as ``at_ledger``."""
-    with at_ledger(settings_at(where)) as (_, held, _):
-        return held
+def read_ledger(where: LedgerOptions) -> LedgerState:
+    """Return what the ledger holds. Raises OperatorError as ``open_ledger``."""
+    with open_ledger(ledger_settings(where)) as (_, state, _):
+        return state

@@ -64,9 +64,9 @@ class LineView:
 
 
 def since_time(text: str, now: datetime) -> datetime:
-    """Return the time that ``--since`` means: an ISO 8601 time (UTC when it names no zone), or a duration ago.
+    """Parse the option ``--since``: an ISO 8601 time (UTC without a zone), or a duration before ``now``.
 
-    Raises ConfigError when it is neither.
+    Raises ConfigError if it is neither.
     """
     try:
         when = datetime.fromisoformat(text)
@@ -124,13 +124,13 @@ def logs(
     )
     with contextlib.suppress(ReaderGone):
         if file == "-":
-            _show(view, _standard_input(), lines)
+            _print_lines(view, _standard_input_lines(), lines)
         else:
             show_file(Path(file), view, last=lines, follow=follow)
 
 
-def _show(view: LineView, lines: Iterable[bytes], last: int | None = None) -> None:
-    """Write lines as they come, or only the ``last`` ones, at the end."""
+def _print_lines(view: LineView, lines: Iterable[bytes], last: int | None = None) -> None:
+    """Print each log line that ``view`` selects as soon as it comes. With ``last``: at the end, print that many last lines."""
     out = sys.stdout.buffer
     shown = (text for line in lines if (text := view.shown(line)) is not None)
     for line in shown if last is None else deque(shown, maxlen=min(last, sys.maxsize)):
@@ -140,7 +140,8 @@ def _show(view: LineView, lines: Iterable[bytes], last: int | None = None) -> No
     out.flush()
 
 
-def _standard_input() -> Iterator[bytes]:
+def _standard_input_lines() -> Iterator[bytes]:
+    """Yield lines as they come. Raises OperatorError if standard input is closed or cannot be read."""
     if sys.stdin is None:
         raise OperatorError("Standard input is closed.", advice="Name a log file, or pipe a log in.")
     splitter = LineSplitter()
@@ -166,18 +167,19 @@ def show_file(
     """
     follower = FileFollower(path)
     if not follow:
-        _show(view, _whole(follower), last)
+        _print_lines(view, _all_lines(follower), last)
         return
     try:
-        _show(view, follower.read(), last)
+        _print_lines(view, follower.read(), last)
         while True:
             wait(_POLL_SECONDS)
-            _show(view, follower.read())
+            _print_lines(view, follower.read())
     finally:
-        _show(view, follower.finish())
+        _print_lines(view, follower.finish())
 
 
-def _whole(follower: FileFollower) -> Iterator[bytes]:
+def _all_lines(follower: FileFollower) -> Iterator[bytes]:
+    """Yield a file's lines, an unfinished last one too. Raises ConfigError if the file does not exist."""
     yield from follower.read()
     if not follower.opened:
         raise ConfigError(f"There is no file {follower.path}.", advice="Name the server's log_file.")

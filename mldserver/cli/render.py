@@ -30,12 +30,12 @@ _UNBOUNDED: Final = sys.maxsize
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
 
 
-def answer(as_json: bool, document: Any, *text: RenderableType) -> None:  # noqa: FBT001  # the command's own flag
-    """Write a result to standard output: the document as JSON, or its text. Without ``text`` all of the document."""
+def print_result(as_json: bool, document: Any, *text: RenderableType) -> None:  # noqa: FBT001  # the command's own flag
+    """Print a command's result: the document as JSON, or else ``text``; without ``text``, the whole document as text."""
     if as_json:
         write_json(document)
     else:
-        write_text(*(text or parts(document)))
+        write_text(*(text or facts_and_tables(document)))
 
 
 def write_json(document: Any) -> None:
@@ -44,12 +44,12 @@ def write_json(document: Any) -> None:
     write((json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
 
 
-def parts(document: Mapping[str, Any], /, **columns: str) -> list[RenderableType]:
+def facts_and_tables(document: Mapping[str, Any], /, **columns: str) -> list[RenderableType]:
     """Return a document as text: its facts, then a table for each list of rows, with the named columns or all."""
     lists = {name: rows for name, rows in document.items() if _is_rows(rows)}
     shown: list[RenderableType] = [details({k: v for k, v in document.items() if k not in lists})]
     for name, rows in lists.items():
-        shown += ["", table(rows, columns.get(name, ""), title=_words(name))]
+        shown += ["", table(rows, columns.get(name, ""), title=_label(name))]
     return shown
 
 
@@ -66,12 +66,12 @@ def table(rows: Sequence[Mapping[str, Any]], columns: str = "", *, title: str = 
     for name in names:
         numeric = any(isinstance(row[name], int | float) for row in rows)
         grid.add_column(
-            _words(name),
+            _label(name),
             justify="right" if numeric and not name.endswith("at_ms") else "left",
             overflow="fold",
         )
     for row in rows:
-        grid.add_row(*(plain(first_line(cell(name, row[name]))) for name in names))
+        grid.add_row(*(plain_text(first_line(format_value(name, row[name]))) for name in names))
     return grid
 
 
@@ -82,23 +82,24 @@ def details(facts: Mapping[str, Any]) -> Table:
         grid.add_column(overflow="fold")
     for name, value in facts.items():
         if _applies(value):
-            grid.add_row(plain(_words(name)), plain(cell(name, value)))
+            grid.add_row(plain_text(_label(name)), plain_text(format_value(name, value)))
     return grid
 
 
 def _applies(value: object) -> bool:
+    """Whether a value is shown at all: not None, False, or empty."""
     return value is not None and value is not False and value not in ("", (), [], {})
 
 
-def cell(name: str, value: Any) -> str:
-    """Return a value as text, in the form that its name asks for; a dash for None and what is empty."""
+def format_value(name: str, value: Any) -> str:
+    """Return a value as text; the name's ending says its unit (see the module). A dash for None and for empty values."""
     if isinstance(value, Mapping):
-        inner = [
-            _words(key) if one is True else f"{_words(key)} {cell(key, one)}"
-            for key, one in value.items()
-            if _applies(one) and one != 0
+        items = [
+            _label(key) if item is True else f"{_label(key)} {format_value(key, item)}"
+            for key, item in value.items()
+            if _applies(item) and item != 0
         ]
-        return ", ".join(inner) or "none"
+        return ", ".join(items) or "none"
     if not _applies(value):
         return "-"
     if isinstance(value, bool):
@@ -106,31 +107,31 @@ def cell(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     if isinstance(value, int | float):
-        return _number(name, value)
+        return _format_number(name, value)
     return str(value)
 
 
-def _number(name: str, value: float) -> str:
+def _format_number(name: str, value: float) -> str:
     name = name.removesuffix("/s")
     if name == "lag_ms":
-        return span(value / 1000)
+        return format_duration(value / 1000)
     if name.endswith("_ms"):
-        return moment(int(value))
+        return format_time(int(value))
     if name.endswith("seconds"):
-        return span(value)
+        return format_duration(value)
     if name.endswith("bytes"):
-        return size(value)
+        return format_size(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
 
 
-def _words(name: str) -> str:
+def _label(name: str) -> str:
     """Return a name as people read it, without the unit."""
     for unit in ("_ms", "_seconds"):
         name = name.removesuffix(unit)
     return name.replace("_", " ")
 
 
-def moment(ms: int | None) -> str:
+def format_time(ms: int | None) -> str:
     """Return a time as ISO 8601 in UTC, to the second unless it has more; a dash for none."""
     if ms is None:
         return "-"
@@ -144,7 +145,7 @@ def moment(ms: int | None) -> str:
 _SPANS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in one or two units."""
     whole_seconds = round(seconds)
     for factor, unit, rest_factor, rest_unit in _SPANS:
@@ -154,7 +155,7 @@ def span(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{round(seconds * 1000)} ms"
 
 
-def size(amount: float) -> str:
+def format_size(amount: float) -> str:
     """Return bytes in the binary unit that makes a short number."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:  # noqa: PLR2004  # of each unit
@@ -163,8 +164,8 @@ def size(amount: float) -> str:
     return f"{amount:,.1f} TiB"
 
 
-def plain(value: object) -> Text:
-    """Return what peers and handlers have written without control characters, and with no meaning as markup."""
+def plain_text(value: object) -> Text:
+    """Return a text without control characters, which rich does not interpret as markup: peers and handlers may have written it."""
     return Text("\n".join(harmless(line) for line in str(value).splitlines()))
 
 
@@ -181,11 +182,11 @@ def write_text(*shown: RenderableType) -> None:
 def as_bytes(*shown: RenderableType) -> bytes:
     """Return tables and lines for standard output: in the width of the terminal, or unbounded and without escapes."""
     text = io.StringIO()
-    terminal = sys.stdout.isatty()
+    is_terminal = sys.stdout.isatty()
     console = Console(
         file=text,
-        force_terminal=terminal or None,
-        width=Console().width if terminal else _UNBOUNDED,
+        force_terminal=is_terminal or None,
+        width=Console().width if is_terminal else _UNBOUNDED,
         highlight=False,
     )
     for part in shown:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 
 from mldserver.base.service import Service
-from mldserver.cli import complain, working_directory
+from mldserver.cli import print_error, working_directory
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, specs
 from mldserver.errors import EXIT_FORCED
@@ -24,7 +24,7 @@ from mldserver.errors import EXIT_FORCED
 if TYPE_CHECKING:
     from mldserver.server import Server
 
-_LAST_SECONDS: Final = 5.0
+_FORCED_SECONDS: Final = 5.0
 """How long a forced server may take to end its parts, until the process ends without it."""
 
 _HELP = """
@@ -72,13 +72,13 @@ def settings_parameters(
     parameters = []
     for spec in specs().values():
         group = groups.setdefault(spec.section, Group(spec.section, sort_key=len(groups) + 1))
-        flag, many = spec.kind.flag, spec.kind.many
-        kind: Any = bool | None if flag else list[str] | None if many else str | None
+        is_flag, is_list = spec.kind.flag, spec.kind.many
+        option_type: Any = bool | None if is_flag else list[str] | None if is_list else str | None
         parameter = Parameter(
             name=spec.option,
             help=f"{spec.help} [default: {spec.shown_default}]",
             group=group,
-            negative=None if flag else (),
+            negative=None if is_flag else (),
             metavar=spec.kind.metavar,
             show=rare or spec.common,
         )
@@ -88,7 +88,7 @@ def settings_parameters(
                     f"{spec.name}_" if iskeyword(spec.name) else spec.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=None,
-                    annotation=Annotated[kind, parameter],
+                    annotation=Annotated[option_type, parameter],
                 )
             )
     return parameters
@@ -97,38 +97,42 @@ def settings_parameters(
 def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
     raw = {"handler": handler, **given}
-    return live(resolve(raw, environ=os.environ, folder=working_directory(), config=config))
+    return run_server(resolve(raw, environ=os.environ, folder=working_directory(), config=config))
 
 
-def takes_settings(app: App, command: Callable[..., int]) -> None:
-    """Make ``command`` what an application runs, with the table of settings in the place of its ``**given``.
+def add_settings_options(app: App, command: Callable[..., int]) -> None:
+    """Make ``command`` the command of ``app``, with an option for each setting in place of its ``**given``.
 
     ``--help`` shows the common settings, ``--help-all`` every setting.
     """
-    own = inspect.signature(command, eval_str=True)
-    kept = [option for option in own.parameters.values() if option.kind is not inspect.Parameter.VAR_KEYWORD]
+    signature = inspect.signature(command, eval_str=True)
+    own_options = [
+        option for option in signature.parameters.values() if option.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
 
-    def among(app: App, *, rare: bool) -> App:
-        options = settings_parameters(leave_out=frozenset(option.name for option in kept), rare=rare)
-        command.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
+    def register(app: App, *, rare: bool) -> App:
+        leave_out = frozenset(option.name for option in own_options)
+        options = settings_parameters(leave_out=leave_out, rare=rare)
+        # cyclopts reads a command's options from its signature.
+        command.__signature__ = signature.replace(parameters=[*own_options, *options])  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
         app.default(command)
         return app
 
     def help_all() -> None:
         """Display every option, including rarely needed ones, and exit."""
         whole = App(name=f"mldserver {app.name[0]}", help=app.help, help_format="markdown", usage=app.usage)
-        among(whole, rare=True).help_print([])
+        register(whole, rare=True).help_print([])
 
-    among(app, rare=False).command(help_all, name="--help-all")
-
-
-takes_settings(app, serve)
+    register(app, rare=False).command(help_all, name="--help-all")
 
 
-def live(settings: Settings, *, drain: bool = False) -> int:
-    """Run a server until it stops; return its exit code. Once it was forced, the process ends in here.
+add_settings_options(app, serve)
 
-    ``drain``: it does nothing but drain the pipeline. Raises OperatorError when the log file cannot be opened.
+
+def run_server(settings: Settings, *, drain: bool = False) -> int:
+    """Run a server until it stops; return its exit code. After a forced stop, end the process instead of returning.
+
+    ``drain``: it only drains the pipeline, then stops. Raises OperatorError if the log file cannot be opened.
     """
     import faulthandler  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
 
@@ -142,72 +146,74 @@ def live(settings: Settings, *, drain: bool = False) -> int:
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
     entitle(settings.pipeline, "drain" if drain else "server")
-    # systemd's watchdog ends a loop that stands still by SIGABRT: this says where it stood.
+    # systemd's watchdog kills a process whose event loop hangs with SIGABRT: print the stacks then.
     faulthandler.enable(file=2)
-    # Until the event loop takes it.
+    # SIGUSR1 would end the process before the event loop handles it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.ExitStack() as logs:
-        shown, tally = not drain and settings.admin is not None, EventTally()
-        logs.enter_context(logging_to(settings, observers=[tally] if shown else []))
-        gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
+        has_endpoint, tally = not drain and settings.admin is not None, EventTally()
+        logs.enter_context(logging_to(settings, observers=[tally] if has_endpoint else []))
+        gc.freeze()  # imported objects stay for ever: the collector need not scan them in the event loop's time
         clock = SystemClock()
-        endpoint = AdminEndpoint(settings, clock) if shown else None
+        endpoint = AdminEndpoint(settings, clock) if has_endpoint else None
         service = Service(os.environ, clock=clock)
         server = Server(settings, drain=drain, endpoint=endpoint, service=service, tally=tally)
-        code = uvloop.run(_life(server, service, partial(_leave, settings, logs)))
-    _tell(settings, code)
+        code = uvloop.run(_run_or_exit(server, service, partial(_exit_now, settings, logs)))
+    _print_exit_code(settings, code)
     return code
 
 
-async def _life(server: Server, service: Service, leave: Callable[[], None]) -> int:
-    """Run the server and return its exit code; when it was forced, end the process with ``leave`` instead.
+async def _run_or_exit(server: Server, service: Service, exit_now: Callable[[], None]) -> int:
+    """Run the server and return its exit code. After a forced stop call ``exit_now``, which ends the process at once.
 
-    A call that hangs in a thread would hold up the end of the loop and of the interpreter, whether its caller was
-    cancelled or not, and user code may refuse to be cancelled: only the end of the process is sure. What the server has
-    started sees its sockets end then, and ends too.
+    A forced server that has not ended after ``_FORCED_SECONDS`` is ended so, too. A call that hangs in a thread would
+    hold up the event loop's and the interpreter's end. Child processes see their sockets close, and exit.
     """
-    import asyncio  # noqa: PLC0415  # see ``live``
+    import asyncio  # noqa: PLC0415  # see ``run_server``
 
-    import structlog  # noqa: PLC0415  # see ``live``
+    import structlog  # noqa: PLC0415  # see ``run_server``
 
     log = structlog.get_logger("mldserver")
 
-    async def last_resort() -> None:
+    async def exit_if_stuck() -> None:
         await server.forced.wait()
-        await asyncio.sleep(_LAST_SECONDS)
+        await asyncio.sleep(_FORCED_SECONDS)
         log.critical(
             "server.failed",
             exit_code=EXIT_FORCED,
-            what=f"The server did not end within {_LAST_SECONDS:g} seconds of being forced.",
+            what=f"The server did not end within {_FORCED_SECONDS:g} seconds of being forced.",
             did="The process ended without waiting for it; what was not durable is delivered again.",
         )
-        leave()
+        exit_now()
 
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(last_resort(), name="last resort")
-        telling = group.create_task(service.run(server.report), name="systemd")
+        watchdog = group.create_task(exit_if_stuck(), name="last resort")
+        systemd_reports = group.create_task(service.run(server.report), name="systemd")
         code = await server.run()
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # what has ended in order would die of one that comes now
-        watching.cancel()
-        telling.cancel()
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # the server has stopped: a signal must not change the exit code
+        watchdog.cancel()
+        systemd_reports.cancel()
     if code == EXIT_FORCED:
-        leave()
+        exit_now()
     return code
 
 
-def _leave(settings: Settings, logs: contextlib.ExitStack) -> None:
-    """End the process without waiting for anything but the log."""
+def _exit_now(settings: Settings, logs: contextlib.ExitStack) -> None:
+    """End the process at once, after writing the log."""
     try:
         logs.close()
-        _tell(settings, EXIT_FORCED)
+        _print_exit_code(settings, EXIT_FORCED)
     finally:
         os._exit(EXIT_FORCED)
 
 
-def _tell(settings: Settings, code: int) -> None:
-    if code and settings.log_file is not None:  # the log went to the file, not to the terminal
-        complain(f"stopped with exit code {code}; {settings.log_file} says why.")
+def _print_exit_code(settings: Settings, code: int) -> None:
+    """Print the exit code of a failed server to standard error, if its log went to a file."""
+    if code and settings.log_file is not None:
+        print_error(f"stopped with exit code {code}; {settings.log_file} says why.")
 
 
 _DRAIN_HELP = """
@@ -239,11 +245,11 @@ def drain(handler: Handler = None, /, *, config: Config = None, **given: object)
     """
     raw = {"handler": handler, **given}
     settings = resolve(raw, environ=os.environ, folder=working_directory(), config=config)
-    from mldserver.cli.ledger_tool import at_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+    from mldserver.cli.ledger_tool import open_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
-    with at_ledger(settings):
-        pass  # what can be read can be drained
-    return live(settings, drain=True)
+    with open_ledger(settings):
+        pass  # the ledger exists and can be read
+    return run_server(settings, drain=True)
 
 
-takes_settings(drain_app, drain)
+add_settings_options(drain_app, drain)

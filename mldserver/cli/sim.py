@@ -157,8 +157,8 @@ def sim(
             speed=speed,
         )
         report = uvloop.run(simulation.run(progress))
-    facts = _facts(simulation, report, folder)
-    # What each published file holds, the earliest window first.
+    facts = _run_facts(simulation, report, folder)
+    # The rows of each published file, the earliest window first.
     tables = (pq.ParquetFile(file).read() for file in sorted(folder.glob("window=*/*.parquet")))
     facts["first rows"] = "\n".join(row_lines(first_rows(tables)))
     failures: tuple[FailureClass, ...] = ()
@@ -172,14 +172,15 @@ def sim(
     if not report.ok:
         facts["the server logged"] = "\n".join(playground.logged_failures(settings.log_file))
     failed = sum(failure.records for failure in failures)
-    facts["result"] = _result(report, 0 if allow_dead_letters else failed)
+    facts["result"] = _result_text(report, 0 if allow_dead_letters else failed)
     write_text(details(facts))
     return report.exit_code or int(bool(failures) and not allow_dead_letters)
 
 
-def _facts(simulation: Simulation, report: Report, folder: Path) -> dict[str, str]:
-    """Return how a run went, by name."""
-    stream, again = simulation.stream, report.deliveries - simulation.stream.records
+def _run_facts(simulation: Simulation, report: Report, folder: Path) -> dict[str, str]:
+    """Return a simulation's results as texts by label: what was played, delivered, refused and computed."""
+    stream = simulation.stream
+    redelivered = report.deliveries - stream.records
     rows = windows = ""
     if status := report.status:
         totals = simulation.server.document().totals
@@ -194,7 +195,8 @@ def _facts(simulation: Simulation, report: Report, folder: Path) -> dict[str, st
     )
     return {
         "records": f"{stream.records:,} in {counted(len(stream.shards), 'shard')}",
-        "deliveries": f"{report.deliveries:,}" + (f", {again:,} of them again" if again > 0 else ""),
+        "deliveries": f"{report.deliveries:,}"
+        + (f", {redelivered:,} of them again" if redelivered > 0 else ""),
         "refused": "\n".join(refused),
         "daemon": "; ".join(report.exits) or "never ran",
         "rows": rows,
@@ -205,12 +207,13 @@ def _facts(simulation: Simulation, report: Report, folder: Path) -> dict[str, st
     }
 
 
-def _result(report: Report, unwanted: int) -> str:
+def _result_text(report: Report, failed_records: int) -> str:
+    """Return the run's result in words: the first thing that went wrong, or "ok". Dead letters count unless allowed."""
     if report.violations:
         return "the daemon complained"
     if not report.finished:
         return "not every shard's end was checkpointed"
     if not report.ok:
         return f"the server ended with {report.server_exit}, or windows are left"
-    letters = "a dead letter" if unwanted == 1 else "dead letters"
-    return f"{counted(unwanted, 'record')} became {letters}" if unwanted else "ok"
+    letters = "a dead letter" if failed_records == 1 else "dead letters"
+    return f"{counted(failed_records, 'record')} became {letters}" if failed_records else "ok"

@@ -18,8 +18,16 @@ from rich.console import RenderableType
 from mldserver.admin.addresses import steering_socket, stored_address
 from mldserver.admin.http_client import Client, NoAnswer, read_status
 from mldserver.base.tls import client_context
-from mldserver.cli.ledger_tool import Where, state_at
-from mldserver.cli.render import AsJson, answer, details, plain, size, span, table
+from mldserver.cli.ledger_tool import LedgerOptions, read_ledger
+from mldserver.cli.render import (
+    AsJson,
+    details,
+    format_duration,
+    format_size,
+    plain_text,
+    print_result,
+    table,
+)
 from mldserver.config.kinds import Address, TcpAddress, UnixAddress, is_local
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file
@@ -55,7 +63,7 @@ app = App(name="status", help=_HELP, help_format="markdown")
 
 @Parameter(name="*", group=Group("Where the server is"))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SteeringOptions(Where):
+class SteeringOptions(LedgerOptions):
     """Options that name a server on this host. Environment variables and the settings file count too."""
 
     admin: str | None = None
@@ -64,7 +72,7 @@ class SteeringOptions(Where):
     def steering_client(self) -> Client:
         """Return a client of the server's Unix socket. Raises NoAnswer if there is none, ConfigError for another host's."""
         settings = self.resolved(admin=self.admin)
-        address = self._address(settings)
+        address = self._endpoint_address(settings)
         if isinstance(address, TcpAddress):
             path = steering_socket(settings, address.port)
             names_other_host = self.admin is not None and not is_local(address)
@@ -82,7 +90,7 @@ class SteeringOptions(Where):
             address = UnixAddress(path)
         return Client(address)
 
-    def _address(self, settings: Settings) -> Address:
+    def _endpoint_address(self, settings: Settings) -> Address:
         """Return the configured address, or else the one that a server of the output folder has stored."""
         if settings.admin is None:
             raise ConfigError(
@@ -93,14 +101,18 @@ class SteeringOptions(Where):
             return settings.admin
         return stored_address(settings) or settings.admin
 
-    def meant_pipeline(self) -> str | None:
-        """Return the pipeline whose server is meant; None for any, if only an address or nothing is given."""
+    def expected_pipeline(self) -> str | None:
+        """Return the pipeline that the answering server must run; None: any, as the options name only an address or nothing.
+
+        The option --pipeline comes first, then the name in the ledger's file, then the settings.
+        """
         settings = self.resolved()
-        if self.admin is not None and not any((self.out, self.ledger, self.pipeline)):
+        only_address = self.admin is not None and not any((self.out, self.ledger, self.pipeline))
+        if only_address:
             return None
         in_ledger = pipeline_of(ledger_file(settings)) if isinstance(settings.ledger, SqlitePlace) else None
-        named = settings.pipeline if {"pipeline", "handler"} & settings.origins.keys() else None
-        return self.pipeline or in_ledger or named
+        is_configured = bool({"pipeline", "handler"} & settings.origins.keys())
+        return self.pipeline or in_ledger or (settings.pipeline if is_configured else None)
 
 
 @Parameter(name="*", group=Group("Where the server is"))
@@ -120,25 +132,26 @@ class ServerOptions(SteeringOptions):
     def client(self) -> Client:
         """Return the endpoint's client. Raises ConfigError for contradicting options, and for files that cannot be read."""
         settings = self.resolved(admin=self.admin, insecure=self.insecure or None)
-        address, tls = self._address(settings), None
-        in_clear = is_local(address) or settings.insecure
-        if self.ca is not None or self.certificate is not None or not in_clear:
+        address, tls = self._endpoint_address(settings), None
+        may_be_clear_text = is_local(address) or settings.insecure
+        if self.ca is not None or self.certificate is not None or not may_be_clear_text:
             certificate, key = settings.tls_certificate, settings.tls_key
             if self.certificate is not None:
                 certificate, key = self.certificate, self.key
             try:
                 tls = client_context(certificate, key, self.ca or settings.tls_client_ca)
-            # A server may wait for its files; a command was given the wrong ones.
-            except NotThereYet as error:
+            except (
+                NotThereYet
+            ) as error:  # a server would wait for missing files; for a command they are an error
                 raise ConfigError(error.what, advice=error.advice) from error
         return Client(address, tls=tls)
 
 
-HERE: Final = ServerOptions()
+FROM_SETTINGS: Final = ServerOptions()
 """As for ``mldserver serve``."""
 
 
-def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
+def fetch_status(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
     """Return a server's status, raw and parsed.
 
     Raises NoAnswer if no server, or a server of another ``pipeline``, answers; Refused if the server denies access.
@@ -154,27 +167,29 @@ def ask(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
 
 
 @app.default
-def show_status(*, at: ServerOptions = HERE, as_json: AsJson = False) -> int:
+def show_status(*, at: ServerOptions = FROM_SETTINGS, as_json: AsJson = False) -> int:
     """Show a server's status, or the ledger when none answers."""
     try:
-        document, status = ask(at.client(), at.meant_pipeline())
+        document, status = fetch_status(at.client(), at.expected_pipeline())
     except NoAnswer as error:
-        ledger, shown = ledger_instead(at, error)
-        answer(as_json, {"ready": False, "reasons": [str(error)], "ledger": ledger}, *shown)
+        ledger, shown = read_ledger_instead(at, error)
+        print_result(as_json, {"ready": False, "reasons": [str(error)], "ledger": ledger}, *shown)
         return EXIT_NOT_READY
-    answer(as_json, document, *text(status))
+    print_result(as_json, document, *text(status))
     return EXIT_CLEAN if status.ready else EXIT_NOT_READY
 
 
-def ledger_instead(at: ServerOptions, no_answer: NoAnswer) -> tuple[dict[str, Any], list[RenderableType]]:
+def read_ledger_instead(
+    at: ServerOptions, no_answer: NoAnswer
+) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the ledger's contents as a document and as text. Raises OperatorError when no ledger can be read either."""
     from mldserver.cli.ledger import ledger_document, ledger_text  # noqa: PLC0415  # only when no server answers
 
     try:
-        ledger = ledger_document(state_at(at))
+        ledger = ledger_document(read_ledger(at))
     except OperatorError as error:
         raise OperatorError(f"{no_answer} Nor can the ledger be read: {error}") from error
-    return ledger, [plain(f"{no_answer} This is what the ledger holds:"), "", *ledger_text(ledger)]
+    return ledger, [plain_text(f"{no_answer} This is what the ledger holds:"), "", *ledger_text(ledger)]
 
 
 _TABLES: Final = {
@@ -188,29 +203,33 @@ _TABLES: Final = {
 
 
 def rows(entries: Iterable[msgspec.Struct]) -> list[dict[str, Any]]:
-    """Return a list of the document as rows of a table."""
+    """Return entries of the status document as rows of a table."""
     return [msgspec.structs.asdict(entry) for entry in entries]
 
 
 def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
     """Return a status as text: its facts, and a table for each list that has rows."""
     latest = status.windows.latest
+    older, newest = latest[:-_WINDOWS], latest[-_WINDOWS:]
     lists = {
         "shards": status.shards if shards else (),
-        "windows": [w for at, w in enumerate(latest, _WINDOWS - len(latest)) if at >= 0 or w.state != "done"],
+        "windows": [*(window for window in older if window.state != "done"), *newest],
         "workers": status.workers,
         "other servers": [server for server in status.servers if not server.this],
         "latest dead letters": status.dead_letters.latest[-_LETTERS:],
     }
-    tables = [table(rows(some), _TABLES[name], title=name) for name, some in lists.items() if some]
-    return [details(facts(status)), *(part for grid in tables for part in ("", grid))]
+    shown: list[RenderableType] = [details(facts(status))]
+    for name, entries in lists.items():
+        if entries:
+            shown += ["", table(rows(entries), _TABLES[name], title=name)]
+    return shown
 
 
 def facts(status: Status) -> dict[str, Any]:
-    """Return what a status says once, by name."""
+    """Return the facts of a status that are not lists, as texts or small mappings by label, in the order of the output."""
     state = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
     state += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
-    up = span((status.taken_ms - status.started_ms) / 1000)
+    up = format_duration((status.taken_ms - status.started_ms) / 1000)
     totals, windows, spark, letters = status.totals, status.windows, status.spark, status.dead_letters
     return {
         "pipeline": f"{status.pipeline}, {status.handler}",
@@ -218,7 +237,7 @@ def facts(status: Status) -> dict[str, Any]:
         "state": ", ".join(state),
         "reasons": "\n".join(status.reasons),
         "listening": status.listening,
-        "records": f"{totals.records:,} in {totals.batches:,} batches, {size(totals.bytes)}",
+        "records": f"{totals.records:,} in {totals.batches:,} batches, {format_size(totals.bytes)}",
         "rows": f"{totals.rows:,}, {totals.rows_durable:,} durable, {totals.rows_late:,} late",
         "failures": {name: getattr(totals, name) for name in ("dead_letters", "skipped", "retries")}
         | status.failures,
@@ -230,12 +249,12 @@ def facts(status: Status) -> dict[str, Any]:
         "dead letters": letters.waiting is not None
         and {"waiting": letters.waiting, "redriving": letters.redriving},
         "budgets": ", ".join(
-            f"{name} {size(budget.used_bytes)} of {size(budget.limit_bytes)}"
+            f"{name} {format_size(budget.used_bytes)} of {format_size(budget.limit_bytes)}"
             for name, budget in status.budgets.items()
         ),
         "process": {
-            "memory": size(status.resident_bytes),
-            "event loop late by": span(status.loop_lag_seconds),
+            "memory": format_size(status.resident_bytes),
+            "event loop late by": format_duration(status.loop_lag_seconds),
             "log level": status.log_level,
         },
     }

@@ -7,12 +7,12 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.render import AsJson, answer, plain
-from mldserver.cli.status import SteeringOptions, ask
+from mldserver.cli.render import AsJson, plain_text, print_result
+from mldserver.cli.status import SteeringOptions, fetch_status
 from mldserver.config.settings import Level
 from mldserver.errors import EXIT_CLEAN, EXIT_OPERATOR, OperatorError
 
-_HERE: Final = SteeringOptions()
+_FROM_SETTINGS: Final = SteeringOptions()
 _ACT_SECONDS: Final = 900.0
 """A reload waits for the handler to load, which may take minutes, and for batches in flight."""
 
@@ -41,28 +41,32 @@ _LEVEL: Final = inspect.Parameter(
 )
 
 
-def _steering(name: str, what: str, example: str, more: str = "", *takes: inspect.Parameter) -> App:
-    """Return the command that lets a server act; ``takes``: its argument, if it has one."""
+def _steering_command(name: str, what: str, example: str, more: str = "", *takes: inspect.Parameter) -> App:
+    """Return the command ``name``, which sends a request of this name to a running server and prints the result.
 
-    def act(*argument: str, at: SteeringOptions = _HERE, as_json: AsJson = False) -> int:
+    ``what``, ``example`` and ``more`` are parts of its help; ``takes`` is its argument, if it has one.
+    """
+
+    def act(*argument: str, at: SteeringOptions = _FROM_SETTINGS, as_json: AsJson = False) -> int:
         client = at.steering_client()
-        ask(client, at.meant_pipeline())  # raises for the server of another pipeline
+        fetch_status(client, at.expected_pipeline())  # raises for the server of another pipeline
         result = client.act(name, "".join(argument), seconds=_ACT_SECONDS)
         if not (result.done or as_json):
             raise OperatorError(result.text)
-        answer(as_json, {"done": result.done, "text": result.text}, plain(result.text))
+        print_result(as_json, {"done": result.done, "text": result.text}, plain_text(result.text))
         return EXIT_CLEAN if result.done else EXIT_OPERATOR
 
-    own = inspect.signature(act, eval_str=True)
-    options = [option for option in own.parameters.values() if option.kind is option.KEYWORD_ONLY]
-    act.__signature__ = own.replace(parameters=[*takes, *options])  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
+    # cyclopts reads the signature: replace `*argument` by the argument that this command takes.
+    signature = inspect.signature(act, eval_str=True)
+    options = [option for option in signature.parameters.values() if option.kind is option.KEYWORD_ONLY]
+    act.__signature__ = signature.replace(parameters=[*takes, *options])  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
     text = _HELP.format(what=what, example=example, more=more and f"{more}\n\n")
     app = App(name=name, help=text, help_format="markdown")
     app.default(act)
     return app
 
 
-pause_app = _steering(
+pause_app = _steering_command(
     "pause",
     "Pause a running server's answers to all shards, or to one, from their next batch on: their daemons wait and keep their "
     "leases, and no record is delivered again.",
@@ -70,17 +74,17 @@ pause_app = _steering(
     "`mldserver resume` ends the pause.",
     _ALL_OR_ONE,
 )
-resume_app = _steering(
+resume_app = _steering_command(
     "resume",
     "Resume all shards that were paused or drained, or a single shard.",
     "mldserver resume --out out/departures\nmldserver resume shardId-000000000003 --out out/departures",
     "",
     _ALL_OR_ONE,
 )
-flush_app = _steering(
+flush_app = _steering_command(
     "flush", "Make all rows durable now that a server has in memory.", "mldserver flush --out out/departures"
 )
-drain_shard_app = _steering(
+drain_shard_app = _steering_command(
     "drain-shard",
     "Make all rows of a shard durable, checkpoint the shard, and hold its answer: its daemon may then be killed, or its lease "
     "moved, and no record is delivered again.",
@@ -88,14 +92,14 @@ drain_shard_app = _steering(
     "`mldserver resume SHARD` continues. (`mldserver drain` is a different command: it drains a whole pipeline.)",
     _ONE_SHARD,
 )
-log_level_app = _steering(
+log_level_app = _steering_command(
     "log-level",
     "Set the lowest level that a running server and its workers log, until the server is restarted.",
     "mldserver log-level debug --out out/departures",
     "",
     _LEVEL,
 )
-reload_app = _steering(
+reload_app = _steering_command(
     "reload",
     "Load the handler's new code in a running server, without losing a connection or a row.",
     "mldserver reload --out out/departures",

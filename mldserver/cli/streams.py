@@ -12,8 +12,8 @@ import structlog
 from cyclopts import App, Parameter
 
 from mldserver.base.clock import SystemClock
-from mldserver.cli.ledger_tool import HERE, Where, state_at
-from mldserver.cli.render import AsJson, answer, moment, parts
+from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, read_ledger
+from mldserver.cli.render import AsJson, facts_and_tables, format_time, print_result
 from mldserver.config.locations import DynamoPlace
 from mldserver.config.settings import Settings
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, After, ShardTree, StreamShard
@@ -43,7 +43,7 @@ class _Row(NamedTuple):
     """One shard, as it is shown."""
 
     shard: StreamShard
-    held: ShardState | None = None
+    stored: ShardState | None = None
     """What the ledger stores about the shard."""
     lag_ms: int | None = None
     """The age of the oldest change after the ledger's position; 0: no change; None: unknown."""
@@ -64,7 +64,7 @@ def describe_stream(
     endpoint_url: Annotated[
         str | None, Parameter(help="Endpoint of an emulator. [default: as for `mldserver serve`]")
     ] = None,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> int:
     """Show a stream's shards, parents first: open, closed, or read to the end.
@@ -74,21 +74,24 @@ def describe_stream(
     """
     if not structlog.is_configured():
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    place = _place(stream, where.resolved(), region, endpoint_url)
-    held = None if where == HERE else state_at(where)
-    described, newest, rows = asyncio.run(_read_stream(place, held))
-    document = _document(described, newest, rows)
+    place = _stream_place(stream, where.resolved(), region, endpoint_url)
+    state = None if where == FROM_SETTINGS else read_ledger(where)
+    description, newest, rows = asyncio.run(_read_stream(place, state))
+    document = _stream_document(description, newest, rows)
     columns = "shard parent state first last"
-    if held is not None:
+    if state is not None:
         columns += " position lag_ms owner note"
-    answer(as_json, document, *parts(document | _summary(document), shards=columns))
+    print_result(as_json, document, *facts_and_tables(document | _summary(document), shards=columns))
     return 0
 
 
-def _place(
+def _stream_place(
     stream: str | None, settings: Settings, region: str | None, endpoint_url: str | None
 ) -> DynamoPlace:
-    """Return which stream is meant, and where it is. Raises ConfigError when nothing says that."""
+    """Return the table or stream to show, with its region and endpoint: the options come before the settings.
+
+    Raises ConfigError if neither names a stream.
+    """
     place = settings.source
     if stream is not None:
         place = DynamoPlace(stream)
@@ -104,8 +107,11 @@ def _place(
     )
 
 
-async def _read_stream(place: DynamoPlace, held: LedgerState | None) -> tuple[Description, str, list[_Row]]:
-    """Return the stream, the ARN of the table's newest one that is enabled, and a row for each shard."""
+async def _read_stream(place: DynamoPlace, state: LedgerState | None) -> tuple[Description, str, list[_Row]]:
+    """Read a stream from AWS. Return (its description, the ARN of the table's newest enabled stream or "", a row for each shard).
+
+    ``state``: what the pipeline's ledger holds, which adds positions and lags; None: show the stream alone.
+    """
     from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client  # noqa: PLC0415  # `--help` must not wait for AWS's client
 
     clock = SystemClock()
@@ -116,35 +122,43 @@ async def _read_stream(place: DynamoPlace, held: LedgerState | None) -> tuple[De
         patience_seconds=_PATIENCE_SECONDS,
     )
     async with api:
-        described = await api.describe(await api.resolve(place.table))
+        description = await api.describe(await api.resolve(place.table))
         try:
-            newest = await api.resolve(described.table)
+            newest = await api.resolve(description.table)
         except NotThereYet:
             newest = ""
         tree = ShardTree()
-        tree.add_listing(described.shards, whole=True)
-        known = {} if held is None else held.shards
-        rows = [_Row(shard, known.get(shard.id)) for _, shard in tree.walk()]
-        gone = [entry for entry in sorted(known.items()) if entry[0] not in tree and not entry[1].ended]
-        note = "not in the stream any more"
-        rows += [_Row(StreamShard(shard_id), held=state, note=note) for shard_id, state in gone]
-        if held is not None:
+        tree.add_listing(description.shards, whole=True)
+        stored = {} if state is None else state.shards
+        rows = [_Row(shard, stored.get(shard.id)) for _, shard in tree.walk()]
+        for shard_id, stored_shard in sorted(stored.items()):
+            if shard_id not in tree and not stored_shard.ended:
+                row = _Row(StreamShard(shard_id), stored=stored_shard, note="not in the stream any more")
+                rows.append(row)
+        if state is not None:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_with_lag(api, described.arn, row, api.now_ms())) for row in rows]
+                tasks = [
+                    group.create_task(_with_lag(api, description.arn, row, api.now_ms())) for row in rows
+                ]
             rows = [task.result() for task in tasks]
-    return described, newest, rows
+    return description, newest, rows
 
 
 async def _with_lag(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
-    """Return a shard's row with its lag, if it has one."""
+    """Return a shard's row with its lag: the age of the first change after the ledger's position, read from the stream.
+
+    A shard that has ended, or is gone, gets none. If the lag cannot be found, the row's note says why.
+    """
     from mldserver.dynamodb_streams.reader import to_record  # noqa: PLC0415  # see above
     from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed  # noqa: PLC0415  # see above
 
-    position = row.held.position if row.held else None
-    if row.note or (row.held is not None and row.held.ended):
+    position = row.stored.position if row.stored else None
+    if row.note or (row.stored is not None and row.stored.ended):
         return row
-    if position is not None and not position.number:
-        return row._replace(note=f"begins at {moment(position.sub)}")
+    if (
+        position is not None and not position.number
+    ):  # no record yet, only the time from which the shard is read
+        return row._replace(note=f"begins at {format_time(position.sub)}")
     note = "not begun" if position is None else ""
     try:
         iterator: str | None
@@ -165,29 +179,30 @@ async def _with_lag(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
     return row._replace(lag_ms=0, note=note)
 
 
-def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str, Any]:
+def _stream_document(description: Description, newest: str, rows: list[_Row]) -> dict[str, Any]:
+    """Return the result of `streams describe` as a JSON document. ``newest``: as `_read_stream` returns it."""
     shards = []
     for row in rows:
-        shard, held = row.shard, row.held
-        position = None if held is None else held.position
+        shard, stored = row.shard, row.stored
+        position = None if stored is None else stored.position
         shards.append(
             {
                 "shard": shard.id,
                 "parent": shard.parent,
-                "state": "ended" if held and held.ended else "open" if shard.last is None else "closed",
+                "state": "ended" if stored and stored.ended else "open" if shard.last is None else "closed",
                 "first": None if shard.first is None else str(shard.first),
                 "last": None if shard.last is None else str(shard.last),
                 "position": str(position) if position is not None and position.number else None,
-                "owner": (held and held.owner) or None,
+                "owner": (stored and stored.owner) or None,
                 "lag_ms": row.lag_ms,
                 "note": row.note or None,
             }
         )
     return {
-        "stream": described.arn,
-        "table": described.table,
-        "status": described.status,
-        "view_type": described.view_type,
+        "stream": description.arn,
+        "table": description.table,
+        "status": description.status,
+        "view_type": description.view_type,
         "newest_enabled": newest or None,
         "lag_ms": max((row.lag_ms for row in rows if row.lag_ms is not None), default=None),
         "shards": shards,

@@ -13,8 +13,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from mldserver.admin.http_client import Client, NoAnswer
-from mldserver.cli.render import as_bytes, moment, plain, table
-from mldserver.cli.status import HERE, ServerOptions, ask, ledger_instead, rows, text
+from mldserver.cli.render import as_bytes, format_time, plain_text, table
+from mldserver.cli.status import FROM_SETTINGS, ServerOptions, fetch_status, read_ledger_instead, rows, text
 from mldserver.errors import OperatorError
 from mldserver.status_document import Status
 
@@ -45,14 +45,14 @@ _SORT_KEYS: Final = {"lag": "lag_ms", "records": "records/s", "rows": "rows/s", 
 
 @dataclass(slots=True)
 class Screen:
-    """The latest status, and how to show it."""
+    """What `top` shows: the latest status of a server, or its ledger while no server answers. ``refresh`` renews it."""
 
     at: ServerOptions
     client: Client
     pipeline: str | None
     order: Order = "lag"
     part: str = ""
-    """Of the ids of the shards that are shown; ``*`` stands for any characters."""
+    """Show only shards whose id contains this text; ``*`` stands for any characters."""
     _previous: Status | None = None
     _rates: dict[str, dict[str, float]] = field(default_factory=dict)
     _shown: list[RenderableType] = field(default_factory=list)
@@ -64,14 +64,14 @@ class Screen:
         neither a server nor a ledger has answered yet.
         """
         try:
-            _, status = ask(self.client, self.pipeline)
+            _, status = fetch_status(self.client, self.pipeline)
         except NoAnswer as error:
             try:
-                _, self._shown = ledger_instead(self.at, error)
+                _, self._shown = read_ledger_instead(self.at, error)
             except OperatorError as both:
                 if not self._shown:
                     raise
-                self._shown = [plain(str(both))]
+                self._shown = [plain_text(str(both))]
             self._previous = None
             return _LEDGER_SECONDS
         if self._previous is None or status.taken_ms != self._previous.taken_ms:
@@ -84,10 +84,16 @@ class Screen:
         shards.sort(key=lambda row: str(row["id"]))
         if self.order != "shard":
             shards.sort(key=lambda row: row[_SORT_KEYS[self.order]] or 0, reverse=True)
-        room = max(_MIN_SHARDS, height // 2)
-        title = f"shards: {min(room, len(shards))} of {len(status.shards)}"
-        head = plain(f"{moment(status.taken_ms)}   {'ready' if status.ready else 'NOT READY'}")
-        self._shown = [head, "", table(shards[:room], _COLUMNS, title=title), "", *text(status, shards=False)]
+        max_shown = max(_MIN_SHARDS, height // 2)
+        title = f"shards: {min(max_shown, len(shards))} of {len(status.shards)}"
+        head = plain_text(f"{format_time(status.taken_ms)}   {'ready' if status.ready else 'NOT READY'}")
+        self._shown = [
+            head,
+            "",
+            table(shards[:max_shown], _COLUMNS, title=title),
+            "",
+            *text(status, shards=False),
+        ]
         return _SERVER_SECONDS
 
     def __rich__(self) -> Group:
@@ -95,18 +101,21 @@ class Screen:
 
 
 def _rates(before: Status | None, now: Status) -> dict[str, dict[str, float]]:
-    """Return each shard's records, rows and bytes in a second between two documents of one server."""
+    """Return the records, rows and bytes per second of each shard between two statuses; empty if the server is another.
+
+    A shard that left the server and came back counts from zero again: its rates are then 0.
+    """
     if before is None or before.server_id != now.server_id or now.taken_ms <= before.taken_ms:
         return {}
-    seconds, old = (now.taken_ms - before.taken_ms) / 1000, {shard.id: shard for shard in before.shards}
+    seconds = (now.taken_ms - before.taken_ms) / 1000
+    before_by_id = {shard.id: shard for shard in before.shards}
     return {
-        # The counts of a shard that came back begin at zero again.
-        new.id: {
-            f"{name}/s": max(0, getattr(new, name) - getattr(old[new.id], name)) / seconds
+        shard.id: {
+            f"{name}/s": max(0, getattr(shard, name) - getattr(before_by_id[shard.id], name)) / seconds
             for name in _COUNTED
         }
-        for new in now.shards
-        if new.id in old
+        for shard in now.shards
+        if shard.id in before_by_id
     }
 
 
@@ -119,10 +128,10 @@ def top(
     shard: Annotated[
         str, Parameter(help="Only shards with this in their id; `*` stands for any characters.")
     ] = "",
-    at: ServerOptions = HERE,
+    at: ServerOptions = FROM_SETTINGS,
 ) -> None:
     """Show a server's status again and again."""
-    screen = Screen(at, at.client(), at.meant_pipeline(), sort, shard)
+    screen = Screen(at, at.client(), at.expected_pipeline(), sort, shard)
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         while True:

@@ -8,8 +8,16 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.ledger_tool import HERE, Where, at_ledger, settings_at, state_at
-from mldserver.cli.render import AsJson, answer, details, parts, table, write_json, write_text
+from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, ledger_settings, open_ledger, read_ledger
+from mldserver.cli.render import (
+    AsJson,
+    details,
+    facts_and_tables,
+    print_result,
+    table,
+    write_json,
+    write_text,
+)
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 
@@ -46,7 +54,7 @@ def list_windows(
     *,
     state: Annotated[list[WindowState] | None, Parameter(negative=())] = None,
     retained: Annotated[bool, Parameter(name="--all", negative=())] = False,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
     """List the windows that are not published, oldest first, and counts of the others.
@@ -59,7 +67,7 @@ def list_windows(
         Also published windows whose segments are kept for late rows.
     """
     entries = sorted(
-        state_at(where).windows.values(),
+        read_ledger(where).windows.values(),
         key=lambda entry: (entry.start_ms is None, entry.start_ms or 0, entry.window_id),
     )
     published = WindowState.PUBLISHED
@@ -73,30 +81,34 @@ def list_windows(
         text += f"; {halted:,} halted"
     hidden = len(entries) - len(chosen)
     text = (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
-    rows = [_row(entry) for entry in chosen]
+    rows = [_window_row(entry) for entry in chosen]
     columns = "window state halted revision attempts segments rows rows_waiting owner error"
-    answer(as_json, rows, table(rows, columns), text)
+    print_result(as_json, rows, table(rows, columns), text)
 
 
 @app.command(name="show")
-def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
+def show_window(window: Windows, /, *, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Show everything that the ledger stores about a window."""
-    entry = _entry(state_at(where), window)
+    entry = _find_window(read_ledger(where), window)
     segments, waiting = (
         [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
         for some in (entry.segments, entry.pending)
     )
-    more = {"staging": entry.staging, "files": list(entry.files), "segments": segments, "waiting": waiting}
-    document = {**_row(entry), **more}
+    document = _window_row(entry) | {
+        "staging": entry.staging,
+        "files": list(entry.files),
+        "segments": segments,
+        "waiting": waiting,
+    }
     columns = "path kind revision rows bytes"
-    answer(as_json, document, *parts(document, segments=columns, waiting=columns))
+    print_result(as_json, document, *facts_and_tables(document, segments=columns, waiting=columns))
 
 
 @app.command(name="retry")
 def retry_windows(
     *windows: Windows,
     published: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = HERE,
+    where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
     """Run windows at once that are halted or were set aside. A running server runs them, or the next server that starts.
@@ -109,63 +121,72 @@ def retry_windows(
     """
     if published:
         text = "is computed again: a server that runs publishes its next revision."
-        _decide(windows, "recompute", "retried", text, where, as_json)
+        _apply_decision(windows, "recompute", "retried", text, where, as_json)
         return
-    _decide(windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json)
+    _apply_decision(
+        windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json
+    )
 
 
 @app.command(name="set-aside")
-def set_windows_aside(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
+def set_windows_aside(
+    *windows: Windows, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False
+) -> None:
     """Set halted windows aside, with their rows, so that later windows continue; `retry` runs them later."""
     text = "is set aside with its rows: the windows behind it go on."
-    _decide(windows, "set_aside", "set_aside", text, where, as_json)
+    _apply_decision(windows, "set_aside", "set_aside", text, where, as_json)
 
 
 @app.command(name="skip")
-def skip_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
+def skip_windows(*windows: Windows, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
     """Skip windows that are halted or were set aside: they count as published, without new output, for good.
 
     Their segments are deleted after `retention`, including waiting late rows; later rows go to the late
     dataset. What an earlier revision has published stays.
     """
     text = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
-    _decide(windows, "skip", "skipped", text, where, as_json)
+    _apply_decision(windows, "skip", "skipped", text, where, as_json)
 
 
-def _decide(
+def _apply_decision(
     windows: tuple[str, ...],
     decision: Decision,
     name: str,
     text: str,
-    where: Where,
+    where: LedgerOptions,
     as_json: bool,  # noqa: FBT001  # the command's own flag
 ) -> None:
+    """Store an operator's decision about windows in the ledger, where servers find it, and print ``text`` for each window.
+
+    ``name`` is the key of the JSON result. Raises OperatorError if a window is unknown or its state does not allow it.
+    """
     if not windows:
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
-    with at_ledger(settings_at(where)) as (ledger, held, runner):
-        # All are looked at before one is changed: a slip in the second name must not leave half of it done.
-        # Look up published windows that are not retained only if the operator names them.
-        held.windows.update({entry.window_id: entry for entry in runner.run(ledger.find(windows))})
+    with open_ledger(ledger_settings(where)) as (ledger, state, runner):
+        # The state lacks published windows that are not retained: look up those that the operator names.
+        state.windows.update({entry.window_id: entry for entry in runner.run(ledger.find(windows))})
+        # Check all windows before one is changed, so that an error in the second name changes nothing.
         for window in windows:
-            entry = _entry(held, window)
-            if decision == "recompute" and (why := _why_not_again(entry)):
+            entry = _find_window(state, window)
+            if decision == "recompute" and (why := _why_not_recomputable(entry)):
                 raise OperatorError(
                     f"Window {window} cannot be computed again: {why}.", did="Nothing was changed."
                 )
-            if decision not in (*_choices(entry), "recompute"):
-                raise _refused(window, f"it is {_state_text(entry)}", _choices(entry))
+            if decision not in (*_possible_decisions(entry), "recompute"):
+                raise _impossible(window, f"it is {_state_text(entry)}", _possible_decisions(entry))
         for window in dict.fromkeys(windows):
-            entry = held.windows[window]
+            entry = state.windows[window]
             rows = sum(s.rows for s in (*entry.segments, *entry.pending) if s.revision in {0, entry.revision})
             if not runner.run(ledger.decide(window, decision)):
-                raise _refused(window, "somebody else was faster", ())
+                raise _impossible(window, "somebody else was faster", ())
             if not as_json:
                 write_text(details({window: text.format(rows=rows)}))
     if as_json:
         write_json({name: list(dict.fromkeys(windows))})
 
 
-def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
+def _possible_decisions(entry: WindowEntry) -> tuple[Decision, ...]:
+    """Return what an operator may decide about a window in its present state, except ``recompute``."""
     if entry.state is WindowState.SET_ASIDE:
         return "retry", "skip"
     if not entry.is_halted:
@@ -173,7 +194,8 @@ def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
     return ("retry",) if entry.state is WindowState.COMMITTED else ("retry", "set_aside", "skip")
 
 
-def _why_not_again(entry: WindowEntry) -> str:
+def _why_not_recomputable(entry: WindowEntry) -> str:
+    """Return why a published window cannot be computed again; empty if it can."""
     if entry.can_be_recomputed:
         return ""
     if entry.state is not WindowState.PUBLISHED:
@@ -186,17 +208,18 @@ def _why_not_again(entry: WindowEntry) -> str:
     )
 
 
-def _refused(window: str, why: str, choices: tuple[Decision, ...]) -> OperatorError:
+def _impossible(window: str, why: str, choices: tuple[Decision, ...]) -> OperatorError:
+    """Return the error for a decision that a window's state does not allow. ``choices``: the decisions that it allows."""
     others = ", ".join(f"`{choice.replace('_', '-')}`" for choice in choices)
-    there = "`mldserver windows list` shows which are halted or set aside."
+    hint = "`mldserver windows list` shows which are halted or set aside."
     return OperatorError(
         f"Nothing of the kind can be done with window {window}: {why}.",
-        advice=f"What can be done is {others}." if others else there,
+        advice=f"What can be done is {others}." if others else hint,
     )
 
 
-def _entry(held: LedgerState, window: str) -> WindowEntry:
-    if (entry := held.windows.get(window)) is None:
+def _find_window(state: LedgerState, window: str) -> WindowEntry:
+    if (entry := state.windows.get(window)) is None:
         raise OperatorError(
             f"The ledger has no window {window}.",
             advice="`mldserver windows list --all` shows those it has; published ones are forgotten in time.",
@@ -209,7 +232,7 @@ def _state_text(entry: WindowEntry) -> str:
     return entry.state.replace("_", " ") + more
 
 
-def _row(entry: WindowEntry) -> dict[str, Any]:
+def _window_row(entry: WindowEntry) -> dict[str, Any]:
     segments = (*entry.segments, *entry.pending)
     return {
         "window": entry.window_id,

@@ -105,7 +105,7 @@ def test_streams_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             first = await server.reader()
             assert "readers of events" in (await server.ask("/events")).json["error"]
             first.writer.transport.abort()
-            await until(lambda: not server.routes._streams)
+            await until(lambda: not server.routes._open_streams)
             await server.reader()
 
     running(story())

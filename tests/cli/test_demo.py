@@ -143,10 +143,10 @@ def test_a_shops_changes_come_to_what_is_left_in_its_table(
 def test_windows_that_do_not_come_to_what_is_in_the_table_are_no_success(tmp_path: Path) -> None:
     show = ShopDemo()
     settings = playground.play_settings(show.handler, tmp_path, environ={}, folder=tmp_path)
-    show.prepared(settings, LocalEngine()).table.put({"id": "a", "total": Decimal("2.40")})
+    show.prepare(settings, LocalEngine()).table.put({"id": "a", "total": Decimal("2.40")})
     right = pa.table({"orders": [2, -1], "revenue": [Decimal("4.80"), Decimal("-2.40")]})
-    assert show.counted(right) == ("1 orders of 2.40 in the windows, 1 of 2.40 in the table", True)
-    assert show.counted(right.slice(0, 1))[1] is False
+    assert show.check_result(right) == ("1 orders of 2.40 in the windows, 1 of 2.40 in the table", True)
+    assert show.check_result(right.slice(0, 1))[1] is False
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.cli.render import size, span
+from mldserver.cli.render import format_duration, format_size
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
@@ -245,7 +245,7 @@ def test_an_endpoint_that_the_settings_deny_is_not_asked(capsys: pytest.CaptureF
     ],
 )
 def test_a_time_is_said_in_one_or_two_units(seconds: float | None, text: str) -> None:
-    assert span(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -260,4 +260,4 @@ def test_a_time_is_said_in_one_or_two_units(seconds: float | None, text: str) ->
     ],
 )
 def test_a_size_is_a_short_number(amount: int, text: str) -> None:
-    assert size(amount) == text
+    assert format_size(amount) == text

@@ -32,7 +32,7 @@ from mldserver import cli
 from mldserver.admin.http_client import Client
 
 Client.__init__.__kwdefaults__["seconds"] = 600.0
-cli.guard_output()
+cli.protect_standard_streams()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that serve in this process leave it ignored
 sys.exit(cli.run(sys.argv[1:]))
 """
@@ -47,7 +47,7 @@ def server() -> Iterator[Endpoint]:
 
 def screen(server: Endpoint | None, out: str | None = None, order: Order = "lag", part: str = "") -> Screen:
     at = ServerOptions(admin=server.address if server else "127.0.0.1:1", out=out)
-    return Screen(at, at.client(), at.meant_pipeline(), order, part)
+    return Screen(at, at.client(), at.expected_pipeline(), order, part)
 
 
 def text(screen: Screen) -> str:

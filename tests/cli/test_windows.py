@@ -15,7 +15,7 @@ import pytest
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.cli.render import moment
+from mldserver.cli.render import format_time
 from mldserver.ledger.contract import Commit, Flush, PositionUpdate, Segment, SegmentKind, WindowState
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.ledger.sqlite_file import pipeline_of
@@ -336,6 +336,6 @@ def test_a_window_that_another_tool_was_faster_with_is_told(
 
 
 def test_moments_are_told_in_utc_whatever_they_are() -> None:
-    assert moment(None) == "-"
-    assert moment(1_500) == "1970-01-01T00:00:01.500Z"
-    assert moment(-(2**62)) == f"{-(2**62)} ms"
+    assert format_time(None) == "-"
+    assert format_time(1_500) == "1970-01-01T00:00:01.500Z"
+    assert format_time(-(2**62)) == f"{-(2**62)} ms"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mldserver.cli.serve import live
+from mldserver.cli.serve import run_server
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import specs
 
@@ -25,7 +25,7 @@ def main(constants: str, handler: str, *options: str) -> int:
         name = names[option]
         given[name] = [*given.get(name, ()), value] if specs()[name].kind.many else value
     settings = resolve(given, environ=os.environ, folder=Path.cwd())
-    return live(replace(settings, constants=json.loads(constants)))
+    return run_server(replace(settings, constants=json.loads(constants)))
 
 
 if __name__ == "__main__":
