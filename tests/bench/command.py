@@ -23,6 +23,7 @@ from bench import (
     poison,
     retained,
     small_windows,
+    state,
     streams,
     windows,
 )
@@ -57,6 +58,7 @@ PARTS = (
     "retained",
     "poison",
     "streams",
+    "state",
     "admin_load",
     "hot",
 )
@@ -112,6 +114,9 @@ def _run(given: argparse.Namespace) -> int:
             document["streams"] = streams.measure(given.records, given.rounds)
             console.print(merge_table(document["streams"]["merge"], given.records))
             console.print(read_table(document["streams"]["read"]))
+        if "state" in parts:
+            document["state"] = state.measure(given.state_records, given.rounds, folder / "state")
+            console.print(state_table(document["state"], given.state_records))
         if "admin_load" in parts:
             document["admin_load"] = admin_load.measure(given.rounds, given.share, given.requests)
             console.print(admin_table(document["admin_load"], given.requests))
@@ -150,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
+    parser.add_argument("--state-records", type=int, default=1_000_000, help="of keyed state")
     parser.add_argument("--requests", type=int, default=2_000, help="to the admin endpoint")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
@@ -378,6 +384,37 @@ def poison_table(measured: dict[str, float]) -> Table:
     good, poisoned = measured["good"], measured["poison"]
     table.add_row("each a row", f"{good:,.0f}", "")
     table.add_row("each a dead letter", f"{poisoned:,.0f}", f"{poisoned / good:.2f} x good; at least 0.20")
+    return table
+
+
+def state_table(measured: dict[str, dict[str, dict[str, float]]], records: int) -> Table:
+    """Show what a count for each key costs, and what others take for it."""
+    table = Table(title=f"Keyed state: {records:,} records, a count for each key", title_justify="left")
+    for name in (
+        "keys",
+        "",
+        "records a second",
+        "keyed is",
+        "must be",
+        "CPU, µs a record",
+        "loop busy, ms",
+        "open, s",
+    ):
+        table.add_column(name, justify="right" if name else "left")
+    for keys, contenders in measured.items():
+        keyed = contenders["keyed"]["records_s"]
+        for name, each in contenders.items():
+            rate, least = each["records_s"], state.LEAST.get(name)
+            table.add_row(
+                f"{int(keys):,}",
+                name,
+                f"{rate:,.0f}",
+                f"{keyed / rate:.2f} x",
+                "" if least is None else f"{least} x",
+                f"{each['cpu_us']:.2f}",
+                f"{each['busy_ms']:.1f}" if "busy_ms" in each else "",
+                f"{each['open_seconds']:.2f}" if "open_seconds" in each else "",
+            )
     return table
 
 

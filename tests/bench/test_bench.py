@@ -60,6 +60,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "500",
         "--records",
         "3000",
+        "--state-records",
+        "3000",
         "--requests",
         "50",
         "--share",
@@ -88,6 +90,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert set(document["poison"]) == {"good", "poison", "share"}
     assert set(document["streams"]["merge"]) == {"8", "64", "512"}
     assert set(document["streams"]["read"]) == {"1", "8", "64"}
+    assert {"stateless", "keyed", "worker", "dict"} <= set(document["state"]["10000"])
     assert document["admin_load"]["beside records_s"] > 0
     assert set(document["hot"]["shapes"]) == {"1 x 100 B", "500 x 100 B", "500 x 1 KiB", "10,000 x 1 KiB"}
     cells = document["hot"]["matrix"]["cells"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 
@@ -19,14 +20,26 @@ from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
 
-__all__ = ["BUSY"]
+__all__ = ["BUSY", "SHARD"]
 
 BUSY: Final = "busy"
+SHARD: Final = "shard"
+"""The shard that the stream lists, with ``how`` \"listed\"."""
 LONG_MS: Final = 2.0
 
 
+class OneShard:
+    """ListShards of a stream that has one shard, for every key."""
+
+    async def list_shards(self, **_request: Any) -> dict[str, Any]:
+        """Return the page."""
+        keys = {"StartingHashKey": "0", "EndingHashKey": str((1 << 128) - 1)}
+        numbers = {"StartingSequenceNumber": "1"}
+        return {"Shards": [{"ShardId": SHARD, "HashKeyRange": keys, "SequenceNumberRange": numbers}]}
+
+
 def main(workers: str, handler: str, how: str, path: str) -> int:
-    """Run it until it is told to stop; ``how``: "watched", "shown", or neither."""
+    """Run it until it is told to stop; ``how``: "watched", "shown", "listed" (the stream's one shard), or nothing."""
     folder = Path(path).parent
     settings = Settings(
         handler=f"bench.hot.handlers.{handler}",
@@ -37,15 +50,17 @@ def main(workers: str, handler: str, how: str, path: str) -> int:
         connection_limit=4096,
         workers=None if workers == "inline" else int(workers),
         admin=TcpAddress("127.0.0.1", 0) if how == "shown" else None,
+        stream="bench" if how == "listed" else None,
     )
     gc.freeze()  # as `mldserver serve` does
     with logging_to(settings):
-        return uvloop.run(_serve(settings, folder / BUSY if how == "watched" else None))
+        return uvloop.run(_serve(settings, folder / BUSY if how in {"watched", "listed"} else None))
 
 
 async def _serve(settings: Settings, busy: Path | None) -> int:
     endpoint = None if settings.admin is None else AdminEndpoint(settings, SystemClock())
-    server = Server(settings, engine=LocalEngine(), endpoint=endpoint)
+    listed = None if settings.stream is None else lambda: contextlib.nullcontext(OneShard())
+    server = Server(settings, engine=LocalEngine(), endpoint=endpoint, kinesis=listed)
     if busy is None:
         return await server.run()
     async with asyncio.TaskGroup() as group:
