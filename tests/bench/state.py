@@ -53,10 +53,7 @@ def measure(records: int, rounds: int, folder: Path) -> dict[str, dict[str, dict
 
 
 async def _measure(records: int, keys: int, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
-    folder.mkdir(parents=True)
-    lines = folder / "lines"
-    with lines.open("wb") as file:
-        file.writelines(_lines(records // BATCH, keys))
+    lines = await asyncio.to_thread(_write_lines, records // BATCH, keys, folder)
     found: dict[str, list[dict[str, float]]] = {}
     for number, name in enumerate(in_turn([*SERVERS, *PEERS], rounds)):
         place = folder / f"{number}-{name}"
@@ -68,6 +65,14 @@ async def _measure(records: int, keys: int, rounds: int, folder: Path) -> dict[s
         name: {figure: statistics.median(each[figure] for each in told) for figure in told[0]}
         for name, told in found.items()
     }
+
+
+def _write_lines(batches: int, keys: int, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    lines = folder / "lines"
+    with lines.open("wb") as file:
+        file.writelines(_lines(batches, keys))
+    return lines
 
 
 def _lines(batches: int, keys: int) -> Iterator[bytes]:
@@ -104,7 +109,7 @@ async def _peer(name: str, lines: Path, folder: Path) -> dict[str, float] | None
 
 
 async def _server(name: str, lines: Path, folder: Path) -> dict[str, float]:
-    batches = lines.read_bytes().splitlines(keepends=True)
+    batches = (await asyncio.to_thread(lines.read_bytes)).splitlines(keepends=True)
     async with _serving(name, folder) as (process, connection):
         await connection.exchange(initialize(SHARD))
         watched = folder / BUSY
@@ -137,7 +142,7 @@ async def _serving(name: str, folder: Path) -> AsyncIterator[tuple[asyncio.subpr
     )
     try:
         async with asyncio.timeout(_START_SECONDS):
-            while not socket.exists():  # noqa: ASYNC110  # nobody tells
+            while not socket.exists():  # nobody tells
                 if process.returncode is not None:
                     raise RuntimeError(f"{name} did not start: exit code {process.returncode}")
                 await asyncio.sleep(0.02)

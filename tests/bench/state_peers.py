@@ -48,7 +48,7 @@ def _dict(lines: Path, _folder: Path) -> Callable[[], int]:
 
 
 def _quix(lines: Path, folder: Path) -> Callable[[], int]:
-    from quixstreams.state.rocksdb import RocksDBStore  # noqa: PLC0415  # only where it is installed
+    from quixstreams.state.rocksdb import RocksDBStore  # only where it is installed
 
     store = RocksDBStore(name="default", stream_id="records", base_dir=str(folder))
     store.assign_partition(0)
@@ -74,12 +74,12 @@ def _quix(lines: Path, folder: Path) -> Callable[[], int]:
 
 
 def _bytewax(lines: Path, folder: Path) -> Callable[[], int]:
-    from bytewax import operators as op  # noqa: PLC0415  # only where it is installed
-    from bytewax.dataflow import Dataflow  # noqa: PLC0415  # see above
-    from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition  # noqa: PLC0415  # see above
-    from bytewax.outputs import DynamicSink, StatelessSinkPartition  # noqa: PLC0415  # see above
-    from bytewax.recovery import RecoveryConfig, init_db_dir  # noqa: PLC0415  # see above
-    from bytewax.testing import run_main  # noqa: PLC0415  # see above
+    from bytewax import operators as op  # only where it is installed
+    from bytewax.dataflow import Dataflow  # see above
+    from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition  # see above
+    from bytewax.outputs import DynamicSink, StatelessSinkPartition  # see above
+    from bytewax.recovery import RecoveryConfig, init_db_dir  # see above
+    from bytewax.testing import run_main  # see above
 
     written = 0
 
