@@ -65,7 +65,7 @@ def error_code(error: Exception) -> str:
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether a request that met an error may be sent again as it is: throttled, out of reach, half an answer, a fault of AWS."""
+    """Return whether an error is temporary, so that the same request may be sent again: throttling, network, incomplete, 5xx."""
     from botocore.exceptions import ClientError, HTTPClientError  # noqa: PLC0415  # as above
     from botocore.exceptions import ConnectionError as NotConnectedError  # noqa: PLC0415  # as above
     from botocore.parsers import ResponseParserError  # noqa: PLC0415  # as above
@@ -91,7 +91,7 @@ async def require_aws(stream: str, *, region: str | None) -> None:
 
 
 def _missing(region: str | None) -> str:
-    """Return what AWS's clients would find missing. Blocking."""
+    """Return what an AWS client would lack, as the end of a sentence: region or credentials; empty if both exist. Blocking."""
     import botocore.session  # noqa: PLC0415  # as below
     from botocore.exceptions import BotoCoreError, PartialCredentialsError, ProfileNotFound  # noqa: PLC0415  # as below
 
@@ -115,7 +115,7 @@ def _session(service: str) -> Any:
     if service == "s3":
         import aioboto3.s3.inject  # noqa: PLC0415  # what it adds to such a client, and would import for the first one
 
-    # A client that is never used: whatever botocore reads for one, its loader keeps.
+    # This client is never used: making it fills the loader's cache with all files that such a client needs.
     reader = botocore.session.Session()
     reader.create_client(
         service,

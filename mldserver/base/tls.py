@@ -97,15 +97,13 @@ class ServerTLS:
         self.context.sni_callback = self._renew
 
     async def read_again(self) -> None:
-        """Read the files; what cannot be used is logged, and the former certificates stay. For one caller at a time.
+        """Read the certificate files for the next handshakes. If one cannot be used, log why and keep the former certificates.
 
-        A hanging file system blocks only the reading, which has a separate thread.
+        For one caller at a time. A hanging file system blocks only the reading, which has a separate thread.
         """
         try:
-            self._latest, self._read_at = (
-                await run_in_daemon_thread(self._read, name="mldserver-tls"),
-                int(time.time()),
-            )
+            self._latest = await run_in_daemon_thread(self._read, name="mldserver-tls")
+            self._read_at = int(time.time())
         except (ConfigError, NotThereYet) as error:
             log.error("tls.refused", **error.told())  # the event holds the error's words
         else:

@@ -71,7 +71,7 @@ class Judge:
         self.checkpointer = CheckpointRange(TRIM_HORIZON, self._store)
 
     def begin_request(self, request: Ask) -> None:
-        """Record that the daemon sends a request."""
+        """Note a request that the daemon sends: what the child may answer, and which records it may checkpoint."""
         self.asking, self.asked, self.skipped = request, 0, ""
         self._replies = deque(request.replies)
         self._throttled_at = None

@@ -159,7 +159,7 @@ class _MessageDestination(AwsDestination):
 
     @abstractmethod
     async def _send(self, client: Any, batch: list[OutgoingLetter]) -> tuple[list[OutgoingLetter], str]:
-        """Return what was not taken, and why."""
+        """Send a batch in one request; return the messages that the service did not take, and its error codes."""
 
 
 class QueueDestination(_MessageDestination):

@@ -83,13 +83,13 @@ class DirectSource:
         self._counts = ProgressLog(clock=clock, seconds=look_seconds)
         self._arn = ""
         self._listing = StreamListing(self._api, "", clock=clock)
-        self._first = False
+        self._pipeline_is_new = False
         """Whether the pipeline had read no record when this server began."""
-        self._first_ms = 0  # the time of day at which it began, at the earliest
-        self._placing: set[str] = set()
+        self._begin_ms = 0  # the time of day at which it began, at the earliest
+        self._starts_to_store: set[str] = set()
         """The shards that this server began with and whose start is not durable yet."""
-        self._placed = asyncio.Event()
-        """Set once ``_placing`` is empty: records may be delivered."""
+        self._starts_are_stored = asyncio.Event()
+        """Set once ``_starts_to_store`` is empty: records may be delivered."""
         self._reading: dict[str, Reading] = {}
         self._failed: dict[str, tuple[Backoff, int]] = {}
         """Shards that failed, and the steady time at which they may be started again."""
@@ -100,7 +100,7 @@ class DirectSource:
         self._stopping = asyncio.Event()
         self._started = asyncio.Event()
         self._listed = False
-        self._lost: str | None = None
+        self._no_changes_reason: str | None = None
         """Why no more changes of the table can come; None: they can."""
         self._lost_logged: tuple[str, str | None] | None = None
         """The stream and its successor, as logged last."""
@@ -112,7 +112,7 @@ class DirectSource:
         """Why no shard can come now: the shards are not listed yet, the stream was disabled, or the server stops. Else None."""
         if self._stopping.is_set():
             return "no shard is taken any more"
-        return self._lost if self._listed else "DynamoDB has not listed the stream's shards yet"
+        return self._no_changes_reason if self._listed else "DynamoDB has not listed the stream's shards yet"
 
     def status(self) -> SourceStatus:
         """Return the stream's ARN, the counts, and since when each shard's current page is being processed."""
@@ -176,17 +176,17 @@ class DirectSource:
         """Find the stream and its shards. Raises OperatorError if the ledger has shards, but none of this stream's."""
         self._arn = await self._api.resolve(self._stream)
         # By AWS's clock, which stamps the records: no record from now on is earlier.
-        self._first_ms = self._api.now_ms() - CLOCKS_APART_MS
+        self._begin_ms = self._api.now_ms() - CLOCKS_APART_MS
         self._listing = listing = StreamListing(self._api, self._arn, clock=self._clock)
         while not await listing.refresh():
             await self._clock.sleep(self._poll_seconds)
         listed, known_shards = listing.tree.listing(), self._intake.ledger_snapshot().shards
-        self._first = self._beginning.is_ahead(known_shards)
-        if self._first:
+        self._pipeline_is_new = self._beginning.is_ahead(known_shards)
+        if self._pipeline_is_new:
             if (token := self._beginning.token) is not None:
                 token.require(self._arn)
             self._beginning.mark(listing.tree)
-            # Without a token all shards begin together (see ``_placing``), so all must be known.
+            # Without a token all shards begin together (see ``_starts_to_store``), so all must be known.
             while token is None and listing.tree.unresolved():
                 await self._clock.sleep(AGAIN_SECONDS)
                 await listing.refresh()
@@ -237,7 +237,7 @@ class DirectSource:
                 log.warning("stream.unlisted", stream=self._arn, **error.told())
             else:
                 if ended_before or (status := self._listing.status) in READABLE:
-                    over, self._lost = 0, None
+                    over, self._no_changes_reason = 0, None
                     continue
                 is_read_out = not (self._reading or self._tree.readable() or self._tree.unresolved())
                 over = over + 1 if is_read_out else 0
@@ -257,9 +257,11 @@ class DirectSource:
             return
         follows = self._accept_gap and self._stream != self._arn
         state = "was disabled" if status else "does not exist any more"
-        self._lost = f"the stream {self._arn} {state}, and its table has no enabled one"
+        self._no_changes_reason = f"the stream {self._arn} {state}, and its table has no enabled one"
         if newest is not None:
-            self._lost = f"the stream {self._arn} {state}, and its table's new one, {newest}, is not read"
+            self._no_changes_reason = (
+                f"the stream {self._arn} {state}, and its table's new one, {newest}, is not read"
+            )
         if self._lost_logged != (self._arn, newest):
             self._lost_logged = self._arn, newest
             log.error(
@@ -275,7 +277,7 @@ class DirectSource:
             )
         if not follows or newest is None:
             return
-        self._lost = None
+        self._no_changes_reason = None
         if is_over:
             listing = StreamListing(self._api, newest, clock=self._clock)
             if await listing.refresh():
@@ -291,8 +293,8 @@ class DirectSource:
             self._wake.clear()
             plan = self._plan(self._intake.ledger_snapshot())
             if first_plan:
-                first_plan, self._placing = False, set(plan.take) if self._first else set()
-                self._set_placed("")  # no shard: if there are none to wait for, reading starts at once
+                first_plan, self._starts_to_store = False, set(plan.take) if self._pipeline_is_new else set()
+                self._note_start_stored("")  # no shard: if there are none to wait for, reading starts at once
             for shard_id in plan.take:  # before any await: a stop must find them in ``_reading``
                 consumer = Consumer(self._parts, counts=self._counts, log=log.bind(shard=shard_id))
                 reading = self._reading[shard_id] = Reading(shard_id, consumer)
@@ -378,7 +380,7 @@ class DirectSource:
                 **logged.told(),
             )
         finally:
-            self._set_placed(shard_id)
+            self._note_start_stored(shard_id)
             await reading.consumer.forget()
             del self._reading[shard_id]
             if not self._reading:
@@ -391,7 +393,7 @@ class DirectSource:
         await first_of(self._open(reading), reading.leaving.wait())
         if (reader := reading.reader) is None or not consumer.is_open:
             return False
-        await self._placed.wait()
+        await self._starts_are_stored.wait()  # a new pipeline first stores where each shard starts
         if await self._deliver_pages(reading, reader):
             # Find the children before the shard is marked as ended: they must hold the windows from then on.
             await first_of(self._find_children(reading.shard_id), reading.leaving.wait())
@@ -422,11 +424,13 @@ class DirectSource:
         known, parents = self._intake.ledger_snapshot().shards, self._tree.parents(shard_id)
         if shard.after is not None:
             start = stored(shard.after)
-        elif not self._first or any(known[parent].position for parent in parents if parent in known):
+        elif not self._pipeline_is_new or any(
+            known[parent].position for parent in parents if parent in known
+        ):
             start = inherited(parents, known)
         else:  # the pipeline begins here
-            late = shard_id not in self._placing
-            start = self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
+            late = shard_id not in self._starts_to_store
+            start = self._beginning.start(shard_id, found_ms=self._begin_ms if late else None)
         reading.reader = reader = ShardReader(
             self._api,
             self._arn,
@@ -439,19 +443,19 @@ class DirectSource:
         )
         if start is LATEST:
             await reader.heartbeat()  # gets an iterator: every record from now on is read
-        if shard.after is None and (position := storable(start, self._first_ms)) is not None:
+        if shard.after is None and (position := storable(start, self._begin_ms)) is not None:
             shard.begin(position)
             await shard.drain()
-        self._set_placed(shard_id)
+        self._note_start_stored(shard_id)
         return Shard(
             shard_id, str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
         )
 
-    def _set_placed(self, shard_id: str) -> None:
+    def _note_start_stored(self, shard_id: str) -> None:
         """Note that a shard's start is durable, or that the shard failed. After the last one, all shards may deliver records."""
-        self._placing.discard(shard_id)
-        if not self._placing:
-            self._placed.set()
+        self._starts_to_store.discard(shard_id)
+        if not self._starts_to_store:
+            self._starts_are_stored.set()
 
     async def _deliver_pages(self, reading: Reading, reader: ShardReader) -> bool:
         """Deliver each page while the next is fetched. Return True at the shard's end, False if the shard must be left before.

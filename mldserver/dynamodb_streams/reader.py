@@ -148,7 +148,7 @@ class ShardReader:
     async def _pause(self) -> None:
         """Wait before the next request, unless records are likely to follow at once (see the module's docstring)."""
         seconds, now_ms = self._poll_seconds, self._clock.steady_ms()
-        if self._empty_pages >= _AT_TIP:
+        if self._empty_pages >= _AT_TIP:  # no record is left: wait longer the longer the shard has been quiet
             quiet_seconds = (now_ms - self._record_ms) / 1000 / _QUIET_PART
             seconds = max(seconds, min(quiet_seconds, self._longest_seconds))
         elif not self._empty_pages or not self._is_caught_up(now_ms):

@@ -77,7 +77,7 @@ class StreamListing:
                 await self._clock.sleep(backoff(attempt, *_CHILD_SECONDS))
 
     async def _resolve(self, api: StreamsApi) -> None:
-        """Decide about parents that no answer names: ask AWS for each by its id, once it has been missing for 5 seconds.
+        """Decide about parent shards that DescribeStream does not list: ask AWS for each by its id, after 5 seconds.
 
         If AWS does not know it, it is gone. If AWS still knows it after two minutes, it is read as a shard without a parent.
         """

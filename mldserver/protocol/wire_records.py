@@ -101,7 +101,7 @@ class FastDecoder:
     __slots__ = ("_eager", "_large_records", "_lazy", "_payloads_read", "_sample", "_shard_id")
 
     def __init__(self, shard_id: str) -> None:
-        """Make nothing yet: an idle shard has no need of classes."""
+        """Prepare. Decoders are made with the first lines: an idle shard needs none."""
         self._shard_id = shard_id
         self._eager: msgspec.json.Decoder[Any] | None = None
         self._lazy: msgspec.json.Decoder[Any] | None = None

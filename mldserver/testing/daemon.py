@@ -352,7 +352,7 @@ class DaemonProtocol:
                         self._status(line, reply.response_for)
 
     def _status(self, line: str, response_for: str | None) -> None:
-        """End the outstanding request with its status. Raises JvmExit if the status names another action."""
+        """End the outstanding request with the server's status. Raises JvmExit if the status names another action."""
         if response_for != self.outstanding:
             raise self._exit(f"a status for {response_for}, {self.outstanding} was awaited", line)
         shard_ended = self.outstanding == "shardEnded" or self._reason == "TERMINATE"

@@ -236,7 +236,7 @@ async def test_latest_begins_where_the_first_server_began_however_soon_it_dies(
     await stream.clock.advance(10)
     async with stream.serving() as source:
         await stream.until(lambda: source.waits_for is None)
-        await stream.until(lambda: not source._placing)
+        await stream.until(lambda: not source._starts_to_store)
         stream.put(20)
         await stream.clock.advance(restart)
     stream.put(10)
@@ -411,7 +411,7 @@ async def test_servers_that_come_and_die_at_random_lose_and_double_nothing(
     begins = Beginning(chance.choice((TRIM_HORIZON, LATEST)))
     if begins.everywhere is LATEST:
         async with stream.serving("one", beginning=begins) as source:
-            await stream.until(lambda: len(stream.handler.opened) == 3 and not source._placing)
+            await stream.until(lambda: len(stream.handler.opened) == 3 and not source._starts_to_store)
     lives: dict[str, contextlib.AsyncExitStack] = {}
     for _ in range(25):
         stream.put(chance.randrange(20))

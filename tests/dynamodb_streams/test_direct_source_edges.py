@@ -143,7 +143,7 @@ async def test_latest_loses_nothing_by_a_crash_where_this_hosts_clock_is_ahead_o
     await stream.clock.advance(10)
     async with stream.serving() as source:
         await stream.until(lambda: bool(stream.handler.opened))
-        assert not source._placing
+        assert not source._starts_to_store
         put(2)
     async with stream.serving():
         stream.end()
@@ -162,7 +162,7 @@ async def test_latest_counts_by_aws_time_wherever_this_hosts_clock_is(
     await stream.clock.advance(20)
     async with stream.serving() as source:
         await stream.until(lambda: len(stream.handler.opened) == 2)
-        assert not source._placing
+        assert not source._starts_to_store
     stream.put(10)  # after a crash
     for shard in (first, second):
         stream.fake.split(shard, children=1)

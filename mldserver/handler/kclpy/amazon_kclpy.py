@@ -365,9 +365,9 @@ _STAND_IN = _StandIn()
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """Import what amazon_kclpy lacks from here meanwhile; what was imported stays.
+    """Make imports of amazon_kclpy find this module's stand-in while the context lasts, if the package is not installed.
 
-    A processor that imports more of it later, in one of its hooks, finds all of it: the modules come together.
+    If the stand-in was imported, import all its modules: the processor may need another module later, in a hook.
     """
     sys.meta_path.append(_STAND_IN)
     try:
@@ -380,7 +380,7 @@ def standing_in() -> Iterator[None]:
 
 
 def checkpoint_error() -> type[Exception]:
-    """Return the ``CheckpointError`` that an imported processor knows: amazon_kclpy's, where it was imported."""
+    """Return the ``CheckpointError`` class that processors catch: amazon_kclpy's if it was imported, else the stand-in's."""
     for name in (f"{PACKAGE}.checkpoint_error", f"{PACKAGE}.kcl"):
         error = getattr(sys.modules.get(name), "CheckpointError", None)
         if isinstance(error, type) and issubclass(error, Exception):

@@ -118,10 +118,9 @@ class Processor:
 
 
 def recognised(target: object) -> int | None:
-    """Return the version (1, 2 or 3) of a class of record processors; None for all else.
+    """Return the version (1, 2 or 3) of amazon_kclpy's interface that a class has; None if it is not a record processor.
 
-    It derives from a class of amazon_kclpy's; or it says its version, as amazon_kclpy demands of all others, in a module
-    that uses amazon_kclpy.
+    A record processor has a ``version``, and derives from a class of amazon_kclpy or is defined in a module that uses it.
     """
     if not isinstance(target, type):
         return None
