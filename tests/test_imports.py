@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("errors", "windows", "base", "sinks"),
     "deadletters": (
         *("errors", "records", "base", "protocol", "runtime", "ledger", "output"),
-        *("consumer", "coordinator.shards"),
+        *("consumer", "coordinator.redriving"),
     ),
     "observe": ("errors", "base", "config"),
     # What it knows of the server is the status document.

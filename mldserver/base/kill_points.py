@@ -18,11 +18,14 @@ STEPS: Final[Mapping[str, str]] = {
     # A shard and its rows.
     "shard.opening": "a daemon has initialised a shard; its epoch is not raised yet",
     "shard.opened": "its epoch is raised; the daemon is not answered yet",
+    "state.loading": "the ledger has named a store's files; none is read",
+    "state.loaded": "its entries are read; no handler has them",
     "batch.received": "a batch is here; the handler has not seen it",
     "batch.handled": "the handler has made rows of it",
     "batch.buffered": "its rows are in memory; the daemon may be answered",
     "segment.written": "a file of a flush is on disk; the ledger does not name it",
     "letters.stored": "dead letters are where they go; the ledger has not moved the position",
+    "state.written": "the changes of keyed state are on disk; the ledger does not name the file",
     "flush.registering": "all files of a flush are on disk",
     "flush.registered": "the ledger names them and has moved the positions; memory does not know it",
     "flush.done": "the rows have left memory",
@@ -56,6 +59,10 @@ STEPS: Final[Mapping[str, str]] = {
     "revision.cut": "the ledger has fixed the segments of the next revision",
     "revision.exchanged": "readers see the next revision; the one before lies in its staging folder",
     "window.expired": "late rows cannot come any more; the segments are still there",
+    # Files of keyed state.
+    "state.compacting": "files are chosen; none is read",
+    "state.compacted": "the file that takes their place is on disk; the ledger does not name it",
+    "state.dropped": "files that no store needs any more are deleted; the ledger still names them",
     # A dead letter that runs once more.
     "redrive.taken": "a letter is about to run through the handler",
     "redrive.handled": "the handler has seen it; what it gave is in memory",

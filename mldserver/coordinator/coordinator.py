@@ -37,8 +37,10 @@ from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Destination, Flusher
 from mldserver.coordinator.membership import Membership, ServerLocks
 from mldserver.coordinator.progress import CoordinatorStatus, Reports
+from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.sections import Sections
-from mldserver.coordinator.shards import CoordinatorIntake, RedriveIntake
+from mldserver.coordinator.shards import CoordinatorIntake
+from mldserver.coordinator.state import StateFiles
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState
@@ -142,7 +144,19 @@ class Coordinator:
         """Returns when a whole cycle that began after the call is done."""
         self.leave = self._membership.leave
         """Takes this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
-        self.redriving = RedriveIntake(view, spec, self.buffer, self.flush)
+        self.redriving = RedriveIntake(view, spec, self.buffer, self.flush, self._sessions)
+        self.state_files = StateFiles(
+            ledger=ledger,
+            view=view,
+            store=store,
+            garbage=self._flusher.garbage,
+            buffer=self.buffer,
+            sessions=self._sessions,
+            lineage=self.lineage,
+            clock=clock,
+            unique=unique,
+            retention_ms=rules.retention_ms,
+        )
         self._company: tuple[int, frozenset[str]] = (0, frozenset())
         """How often servers have started, and which were there, when this one last cleaned up behind others."""
         self._ended = asyncio.Event()
@@ -163,6 +177,7 @@ class Coordinator:
             reports=self._reports,
             flush=self.flush,
             soon=self._cycle.soon,
+            snapshot=self.state_files.snapshot,
             ask_stream=ask_stream,
             keyed=keyed,
         )
@@ -234,6 +249,8 @@ class Coordinator:
         passed = 0.0 if windows is None else windows.passed(view.watermark_ms)
         self.shards.flush_at = flush_at(self.rules.flush_bytes, self._flusher.uncut_bytes, passed)
         await self._flusher.join_small()
+        await self.state_files.compact()
+        await self.state_files.drop()
         freed, shards, more = await self._retention.step(pressure.segment_bytes)
         pressure.segment_bytes -= freed
         self._sessions.forget(shards)
@@ -246,7 +263,7 @@ class Coordinator:
             frozenset() if self._runner is None else {window_id for window_id, _ in self._runner.unfinished}
         )
         state = await self._membership.sync()
-        self._sessions.catch_up(state.shards.values())
+        self._sessions.catch_up(state.shards.values(), self._flusher.recovered_stores(state))
         self._membership.follow(state)
         self._follow(state)
         if state.draining:
@@ -278,12 +295,13 @@ class Coordinator:
         batches = {number: batch for number, batch in batches.items() if number in self.buffer}
         if not batches:
             return True
-        result = await self._flusher.flush(list(batches.values()), reason, self._sessions.durable())
+        durable, stores = self._sessions.durable(), self._sessions.stores()
+        result = await self._flusher.flush(list(batches.values()), reason, durable, stores)
         # No await from here on: what is registered must leave the buffer, or it would be registered twice.
         self.buffer.remove(batches)
         kill_point("flush.done")
         self._backpressure.segment_bytes += result.bytes
-        self._sessions.registered(result.positions)
+        self._sessions.registered(result.positions, result.stores, result.redriven)
         self._sessions.left_out(batches.values(), result.lost_shards)
         return result.lost_shards <= self.watermark.reopened.keys()
 

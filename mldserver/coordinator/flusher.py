@@ -29,15 +29,19 @@ from mldserver.ledger.contract import (
     BatchStep,
     Flush,
     FlushResult,
+    LedgerState,
     PositionUpdate,
     Segment,
     SegmentKind,
+    StateFile,
+    StoreState,
+    StoreUpdate,
     WindowEntry,
     WindowState,
 )
 from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
-from mldserver.output.layout import segment_path, written
+from mldserver.output.layout import segment_path, state_path, written
 from mldserver.output.store import Garbage, OutputStore
 from mldserver.records import DeadLetter, Sequence
 from mldserver.windows import Batches, WindowSpec
@@ -62,7 +66,11 @@ class Flushed:
     bytes: int
     """Bytes of the segments that now wait for their window."""
     lost_shards: frozenset[str]
-    """Shards whose rows were left out: they are owned elsewhere, or were opened again."""
+    """Shards whose rows were left out: they are owned elsewhere, or were opened again, or another shard of their store is lost."""
+    stores: tuple[StoreUpdate, ...]
+    """The stores that changed."""
+    redriven: tuple[str, ...]
+    """Shards with a store of which letters were redriven, once for each outcome."""
 
 
 class Destination(Protocol):
@@ -116,7 +124,9 @@ class Flusher:
     """Rows that came late, of the windows for which some came lately."""
     _merge_clock: int = field(init=False, default=0)
     _late: tuple[Segment, ...] = field(init=False, default=())
-    _doubtful: tuple[Segment, ...] = field(init=False, default=())
+    _doubtful: tuple[Segment | StateFile, ...] = field(init=False, default=())
+    """Files of a flush whose answer was lost."""
+    _doubtful_stores: tuple[StoreUpdate, ...] = field(init=False, default=())
     _unanswered: int | None = field(init=False, default=None)
     """The ledger's version before a flush with dead letters of which it is not known whether it was registered; None: of
     each it is."""
@@ -130,7 +140,7 @@ class Flusher:
     @property
     def garbage_bytes(self) -> int:
         """What files take on disk that are of no use, and could not be deleted yet."""
-        return self.garbage.bytes + sum(segment.bytes for segment in self._doubtful)
+        return self.garbage.bytes + sum(file.bytes for file in self._doubtful)
 
     def follow_ledger(self) -> None:
         """Continue from what the ledger holds now, of other servers too. Never while a flush or a cut is in progress.
@@ -155,6 +165,12 @@ class Flusher:
                 self.open_windows.cut([entry.window_id])
         self.cut_windows.update(state, self.clock.steady_ms())
 
+    def recovered_stores(self, state: LedgerState) -> tuple[StoreUpdate, ...]:
+        """Return the stores that the last flush changed, if its answer was lost and the ledger names its state file."""
+        if self._doubtful_stores and any(file.path in state.state_files for file in self._doubtful):
+            return self._doubtful_stores
+        return ()
+
     def _arrived(self, times_ms: Iterable[int | None]) -> None:
         """Note arrival times: windows that begin further ahead of the latest than ``max_ahead`` are too far ahead."""
         windows, most_ms = self.open_windows, self.rules.max_ahead_ms
@@ -167,12 +183,16 @@ class Flusher:
         return SegmentKind.WINDOW if is_open else self.cut_windows.kind(key)
 
     async def flush(
-        self, batches: list[BufferedBatch], reason: str, durable: Mapping[str, Sequence | None]
+        self,
+        batches: list[BufferedBatch],
+        reason: str,
+        durable: Mapping[str, Sequence | None],
+        stores: Mapping[str, tuple[StoreState, StoreUpdate]],
     ) -> Flushed:
         """Make batches durable. Raises OSError or LedgerError, and then nothing has changed.
 
         ``durable``: the shards' positions in the ledger, as far as this server knows; a shard that has another one
-        there (an earlier flush whose answer was lost, or another server) is lost.
+        there (an earlier flush whose answer was lost, or another server) is lost. ``stores``: see ``Sessions.stores``.
         """
         began_ms = self.clock.steady_ms()
         lost: frozenset[str] = frozenset()
@@ -182,19 +202,24 @@ class Flusher:
         self._arrived(batch.effective_ms for batch in batches)
         while True:
             # Of redriven letters all or none are registered.
+            # A store is flushed whole or not at all.
+            lost_stores = {batch.store for batch in batches if batch.shard_id in lost} - {""}
             live = [
                 batch
                 for batch in batches
-                if (gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost)
+                if batch.store not in lost_stores
+                and (gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost)
             ]
             # A thread plans: sorting millions of rows takes tens of milliseconds and would block the loop. If a
             # window expires meanwhile, the ledger refuses its rows.
-            planned = await asyncio.to_thread(self._plan, live, durable)
+            updates = {store_id: update for store_id, (_, update) in stores.items()}
+            planned = await asyncio.to_thread(self._plan, live, durable, updates)
             segments = await self._write(planned)
-            result = await self._register(planned, segments)
+            state_file = await self._write_state(planned, segments, stores)
+            result = await self._register(planned, segments, state_file)
             if result.registered:
                 break
-            await self.garbage.delete(segments)
+            await self.garbage.delete(_files(segments, state_file))
             lost |= result.lost_shards
             gone |= result.gone_letters
             self._refused(result)
@@ -215,7 +240,9 @@ class Flusher:
             reason=reason,
         )
         waiting = sum(segment.bytes for segment in segments if segment.kind is not SegmentKind.LATE)
-        return Flushed(planned.positions, waiting, lost)
+        left_out = {batch.shard_id for batch in batches if batch.store in lost_stores}
+        redriven = tuple(batch.shard_id for batch in live if batch.redriven and batch.store)
+        return Flushed(planned.positions, waiting, lost | left_out, planned.stores, redriven)
 
     async def _clear_up(self) -> None:
         """Delete what the last flush wrote for a ledger that failed, unless it was registered after all.
@@ -225,8 +252,8 @@ class Flusher:
         """
         if self._doubtful:
             named = (await self.ledger.peek()).paths()
-            self.garbage.add(segment for segment in self._doubtful if segment.path not in named)
-            self._doubtful = ()
+            self.garbage.add(file for file in self._doubtful if file.path not in named)
+            self._doubtful = self._doubtful_stores = ()
         await self.garbage.delete()
 
     async def _without_stored(self, batches: list[BufferedBatch]) -> list[BufferedBatch]:
@@ -256,14 +283,16 @@ class Flusher:
             left.append(batch)
         return left
 
-    async def _register(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> FlushResult:
+    async def _register(
+        self, planned: FlushPlan, segments: tuple[Segment, ...], state_file: StateFile | None
+    ) -> FlushResult:
         effects = planned.effects
         if self.letters is not None and effects.dead_letters:
             # What does not fit where dead letters go stays in the ledger.
             try:
                 left = await self.letters.store(effects.dead_letters)
             except (OSError, LedgerError):
-                await self.garbage.delete(segments)
+                await self.garbage.delete(_files(segments, state_file))
                 raise
             effects = structs.replace(effects, dead_letters=left)
             kill_point("letters.stored")
@@ -274,10 +303,19 @@ class Flusher:
         kill_point("flush.registering")
         try:
             return await self.ledger.register(
-                Flush(planned.positions, segments, effects, planned.clock, step, planned.redriven)
+                Flush(
+                    planned.positions,
+                    segments,
+                    effects,
+                    planned.clock,
+                    step,
+                    planned.redriven,
+                    planned.stores,
+                    state_file,
+                )
             )
         except LedgerError:
-            self._doubtful = segments
+            self._doubtful, self._doubtful_stores = _files(segments, state_file), planned.stores
             if effects.dead_letters and self._unanswered is None:
                 self._unanswered = self.view.state.version
             raise
@@ -290,7 +328,12 @@ class Flusher:
         names = ("lost_shards", "cut_windows", "expired_windows", "gone_letters")
         log.warning("flush.refused", **{name: sorted(getattr(result, name)) for name in names})
 
-    def _plan(self, batches: list[BufferedBatch], durable: Mapping[str, Sequence | None]) -> FlushPlan:
+    def _plan(
+        self,
+        batches: list[BufferedBatch],
+        durable: Mapping[str, Sequence | None],
+        stores: Mapping[str, StoreUpdate],
+    ) -> FlushPlan:
         windows = self.open_windows
         planned = plan(
             batches,
@@ -300,6 +343,7 @@ class Flusher:
             now_ms=self.clock.now_ms(),
             durable=durable,
             kind=self._kind,
+            stores=stores,
         )
         keys = [file.key for file in planned.files if file.kind is SegmentKind.WINDOW]
         most_bytes = self.rules.segment_disk_bytes // _AHEAD_SHARE
@@ -343,6 +387,26 @@ class Flusher:
             self.garbage.add_unfinished(*files)
             await self.garbage.delete(done)
             raise
+
+    async def _write_state(
+        self,
+        planned: FlushPlan,
+        segments: tuple[Segment, ...],
+        stores: Mapping[str, tuple[StoreState, StoreUpdate]],
+    ) -> StateFile | None:
+        """Write the changes of state. Raises OSError, and then deletes all that the flush has written."""
+        if planned.state is None:
+            return None
+        path = state_path(self._merge_clock, self.unique(), tag=self.view.tag)
+        try:
+            size = await asyncio.to_thread(self.store.write, path, planned.state)
+        except OSError:
+            self.garbage.add_unfinished(path)
+            await self.garbage.delete(segments)
+            raise
+        kill_point("state.written")
+        needed = {update.store_id: (stores[update.store_id][0].key_range,) for update in planned.stores}
+        return StateFile(path, needed, len(planned.state), size)
 
     def _registered(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> None:
         self._merge_clock = planned.clock
@@ -422,3 +486,8 @@ class Flusher:
                 rows=sum(segment.rows for segment in entry.segments),
             )
         return entries
+
+
+def _files(segments: tuple[Segment, ...], state_file: StateFile | None) -> tuple[Segment | StateFile, ...]:
+    """Return all files of a flush."""
+    return segments if state_file is None else (*segments, state_file)

@@ -10,30 +10,31 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
-from mldserver.consumer.intake import KnownShard, LedgerSnapshot, ShardListing, ShardOpening
+from mldserver.consumer.intake import AT_TIP, KnownShard, LedgerSnapshot, ShardListing, ShardOpening
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch, buffered, flush_at, last_effective_ms
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import DRAIN, Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips_records
+from mldserver.coordinator.core.sessions import Session, SessionPosition, Sessions, skips_records
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
 from mldserver.effects import NOTHING
 from mldserver.errors import GapRefused, PeerError
-from mldserver.ledger.contract import ShardState
+from mldserver.ledger.contract import ShardState, StoreState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome
-from mldserver.stores import KeyRange, SnapshotSource, StoreClaim
+from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, StoreClaim
 from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
@@ -65,6 +66,8 @@ class CoordinatorIntake:
     """Returns when a whole cycle that began after the call is done."""
     soon: Callable[[], None]
     """Requests a cycle at once."""
+    snapshot: Callable[[Session], Awaitable[StateSnapshot]]
+    """See ``StateFiles``."""
     ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
     keyed: bool = False
@@ -184,15 +187,16 @@ class CoordinatorIntake:
         store = self.view.state.stores.get(shard_id)
         return self._ranges.get(shard_id) or (None if store is None else store.key_range)
 
-    async def _open(self, opening: ShardOpening, store: StoreClaim | None, *, new: bool) -> IntakeSession:
+    async def _open(self, opening: ShardOpening, claim: StoreClaim | None, *, new: bool) -> IntakeSession:
         shard_id = opening.shard_id
         # The ledger keeps parents that only ListShards names, so that they order the shard after a restart too.
         parents = opening.parents or self.lineage.nodes[shard_id].parents
-        state = await self.ledger.open_shard(shard_id, parents, store=store)
+        state = await self.ledger.open_shard(shard_id, parents, store=claim)
         accepted = state.gap_accepted or self.rules.accept_gap
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Read under the new epoch: records that an older session has not made durable are delivered again.
         parked = await self.ledger.parked_keys(shard_id) if self.rules.parks else {}
+        store = None if claim is None else (await self.ledger.peek()).stores[state.store]
         await self.membership.read_ancestors(state)
         now_ms = self.clock.steady_ms()
         self.lineage.add(shard_id, now_ms, parents=state.parents)
@@ -200,7 +204,9 @@ class CoordinatorIntake:
         if proved:
             await self.ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see a shard that is opened only in part.
-        session = IntakeSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
+        session = IntakeSession(
+            self, shard_id, state, parked, store, within_aggregates=opening.within_aggregates
+        )
         if not self.sessions.open(
             session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag, polled=opening.polled
         ):
@@ -257,13 +263,14 @@ class CoordinatorIntake:
             if fresh:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
+        session.outcomes += outcome is not AT_TIP
         if outcome.effects is NOTHING or not outcome.effects:
             # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
             # not show it.
             effective_ms = last_effective_ms(outline, floor_ms)
             event_ms = effective_ms if self.rules.on_arrival else None
             if fresh or last is not None:
-                self.buffer.move(shard_id, session.epoch, last, effective_ms, event_ms)
+                self.buffer.move(shard_id, session.epoch, last, effective_ms, event_ms, session.store_id)
         else:
             batch = buffered(
                 shard_id,
@@ -273,7 +280,7 @@ class CoordinatorIntake:
                 spec=self.spec,
                 max_ahead_ms=self.rules.max_ahead_ms,
             )
-            batch.last = last
+            batch.last, batch.store = last, session.store_id
             if batch.ahead is not None:
                 self.reports.count_ahead(shard_id, batch.ahead)
             self.buffer.add(batch)
@@ -327,12 +334,15 @@ class CoordinatorIntake:
 
     def move(self, session: IntakeSession, position: Sequence) -> None:
         """Move a shard's position with the next flush, without effects."""
-        self.buffer.move(session.shard_id, session.epoch, position)
+        self.buffer.move(session.shard_id, session.epoch, position, store=session.store_id)
 
     async def end(self, session: IntakeSession) -> bool:
         """Flush, and mark a session's shard ended durably. False: the session has lost it meanwhile."""
         last = session.position.accepted
-        self.buffer.add(BufferedBatch(session.shard_id, session.epoch, last=last, ends_shard=True))
+        end = BufferedBatch(
+            session.shard_id, session.epoch, last=last, ends_shard=True, store=session.store_id
+        )
+        self.buffer.add(end)
         await self.flush("shard_ended")
         if not session.alive:
             return False
@@ -362,6 +372,7 @@ class IntakeSession:
         shard_id: str,
         state: ShardState,
         parked: Mapping[str, Sequence],
+        store: StoreState | None,
         *,
         within_aggregates: bool = True,
     ) -> None:
@@ -376,6 +387,11 @@ class IntakeSession:
         """Whether no batch follows."""
         self.ended = False
         """Whether the shard's end is durable."""
+        self.store = store
+        """The shard's store as it was then; None: the handler keeps no state."""
+        self.store_id = "" if store is None else store.store_id
+        self.outcomes = 0
+        """How many outcomes of the runtime were accepted."""
 
     @property
     def after(self) -> Sequence | None:
@@ -385,12 +401,12 @@ class IntakeSession:
     @property
     def snapshot(self) -> SnapshotSource | None:
         """See ``ShardIntake``."""
-        return None
+        return None if self.store is None else partial(self._shards.snapshot, self)
 
     @property
     def next_number(self) -> int | None:
         """See ``ShardIntake``."""
-        return None
+        return None if self.store is None else self.outcomes + 1
 
     def batch_began(self, received_ms: int | None = None) -> None:
         """Report that processing of a batch begins. It was received at ``received_ms`` (steady time; None: now)."""
@@ -508,40 +524,3 @@ def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool
         "to read again, or accept the loss once with --accept-gap.",
         shard=opening.shard_id,
     )
-
-
-@dataclass(eq=False, slots=True)
-class RedriveIntake:
-    """Accepts the outcomes of redriven dead letters."""
-
-    view: LedgerView
-    spec: WindowSpec | None
-    buffer: Buffer
-    flush: Callable[[str], Awaitable[None]]
-    """Returns when a whole cycle that began after the call is done."""
-
-    @property
-    def wanted(self) -> int:
-        """How many dead letters in the ledger are marked for a redrive."""
-        return self.view.state.redrives
-
-    @property
-    def elsewhere(self) -> frozenset[str]:
-        """Shards that another server has: that server redrives their letters."""
-        return self.view.owned_elsewhere()
-
-    async def register(self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...]) -> None:
-        """Register what letters produced together with their removal; leave it out if the letters were removed before.
-
-        All that the shard had accepted before is durable too when this returns.
-        """
-        # Rows keep the times that they would have had; no position moves.
-        batch = buffered(shard_id, 0, outcome, floor_ms=None, spec=self.spec)
-        batch.last = batch.effective_ms = batch.latest_event_ms = None
-        batch.redriven = ids
-        number = self.buffer.add(batch)
-        try:
-            await self.flush("redrive")
-        finally:
-            # After a cancellation the letters are redriven again, and must not be in one flush twice.
-            self.buffer.remove([number])

@@ -25,7 +25,7 @@ import structlog
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.consumer.claims import Claims, Superseded, visiting
-from mldserver.coordinator.shards import RedriveIntake
+from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.deadletters.destinations import batches
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter

@@ -6,6 +6,7 @@
     <out>/_mldserver/owner.json                 whose the folder is (``owner.py``)
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained (``joined.py`` too)
+    <out>/_mldserver/state/                     changes of keyed state (``coordinator/core/state_files.py``)
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
     <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them
@@ -18,7 +19,7 @@ which one counts.
 
 Where the output is not local, the ledger's file, locks and scratch space lie on the host's own disk (``config/locations.py``).
 
-Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every
+Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment, state file and
 attempt carries the tag of its writer, which is the ledger's id and the server's tag. The tag distinguishes files that
 a dead server left, files that a live one will register, and files of other ledgers. A segment also carries the
 fingerprint of its rows' shape (``coordinator/core/shape.py``), by which it is read.
@@ -36,6 +37,7 @@ PRIVATE = "_mldserver"
 LEDGER = f"{PRIVATE}/ledger.sqlite"
 OWNER = f"{PRIVATE}/owner.json"
 SEGMENTS = f"{PRIVATE}/segments"
+STATE = f"{PRIVATE}/state"
 STAGING = f"{PRIVATE}/staging"
 OUTPUTS = f"{PRIVATE}/outputs"
 PUBLISH_LOCK = f"{PRIVATE}/publish.lock"
@@ -73,6 +75,11 @@ def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, 
     rows' shape.
     """
     return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{shape}-{unique}.parquet"
+
+
+def state_path(clock: int, unique: str, *, tag: str) -> str:
+    """Return a new state file's path. ``clock`` makes names sort by time, ``unique`` distinguishes retries."""
+    return f"{STATE}/{clock:016d}-{tag}-{unique}.parquet"
 
 
 def is_joined(path: str) -> bool:

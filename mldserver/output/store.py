@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from mldserver.base.disk import exchange, make_folder, make_private, sync
 from mldserver.base.uris import NOTHING_RENAMED, opened, spark_uri
-from mldserver.ledger.contract import Segment
+from mldserver.ledger.contract import Segment, StateFile
 from mldserver.output.layout import PRIVATE, SPARK
 
 _T = TypeVar("_T")
@@ -313,7 +313,10 @@ def _encodings(rows: pa.Table) -> dict[str, str]:
     for column in rows.schema:
         differs = pa.types.is_integer(column.type) or pa.types.is_timestamp(column.type)
         if column.name in found or not (
-            differs or pa.types.is_floating(column.type) or pa.types.is_string(column.type)
+            differs
+            or pa.types.is_floating(column.type)
+            or pa.types.is_string(column.type)
+            or pa.types.is_binary(column.type)
         ):
             continue
         values = pc.count_distinct(rows.column(column.name).take(places)).as_py()
@@ -347,18 +350,18 @@ class Garbage:
         """What they take."""
         return sum(self._files.values())
 
-    def add(self, segments: Iterable[Segment]) -> None:
-        """Take in segments that the ledger does not name."""
-        self._files |= {segment.path: segment.bytes for segment in segments}
+    def add(self, files: Iterable[Segment | StateFile]) -> None:
+        """Take in files that the ledger does not name."""
+        self._files |= {file.path: file.bytes for file in files}
 
     def add_unfinished(self, *paths: str) -> None:
         """Take in files that may be there and are in no account: copies, and what could not be written whole."""
         for path in paths:
             self._files.setdefault(path, 0)
 
-    async def delete(self, segments: Iterable[Segment] = ()) -> int:
+    async def delete(self, files: Iterable[Segment | StateFile] = ()) -> int:
         """Take in these too, and do in a thread what ``delete_now`` does."""
-        self.add(segments)
+        self.add(files)
         return await asyncio.to_thread(self.delete_now) if self._files else 0
 
     def delete_now(self) -> int:

@@ -118,7 +118,7 @@ class Model:
         if not needed:
             return
         states = {name: self.live[name].state for name in step.stores}
-        table = step.rows(lambda file: self.files[file.path][1], states, dict.fromkeys(states))
+        table = step.rows(lambda file: self.files[file.path][1], states, {})
         assert {row.as_py() for row in table.column("store").unique()} == needed.keys()
         for file in step.files:
             left = {store: outside(ranges, needed.get(store, ())) for store, ranges in file.needed.items()}

@@ -152,7 +152,11 @@ def compacted(
     chosen = [file for file, _ in files]
     step = compaction(chosen, [*chosen, *left], set(stores), part)
     states = {store: StoreState(store) for store in step.stores}
-    rows = step.rows(lambda file: content[file.path], states, dict.fromkeys(step.stores, expired_ms))
+    rows = step.rows(
+        lambda file: content[file.path],
+        states,
+        {} if expired_ms is None else dict.fromkeys(step.stores, expired_ms),
+    )
     return rows, step.needed
 
 

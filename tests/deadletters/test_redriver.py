@@ -16,7 +16,11 @@ from support.store import SqliteStore
 from mldserver.consumer.claims import Claims
 from mldserver.coordinator.core.flush import Buffer
 from mldserver.coordinator.core.ledger_view import LedgerView
-from mldserver.coordinator.shards import RedriveIntake
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import CoordinatorRules
+from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.deadletters import redriver as wanted
 from mldserver.deadletters.redriver import Redriver, portions, wanted_portions
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
@@ -112,7 +116,10 @@ class House:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.store)
-        self.redriving = RedriveIntake(LedgerView("one"), None, self.buffer, self.flush)
+        lineage = Lineage()
+        watermark = Watermark(CoordinatorRules(), lineage, 0)
+        sessions = Sessions(lineage=lineage, watermark=watermark, buffer=self.buffer)
+        self.redriving = RedriveIntake(LedgerView("one"), None, self.buffer, self.flush, sessions)
 
     async def flush(self, reason: str) -> None:
         from mldserver.ledger.contract import Flush  # beside its only use

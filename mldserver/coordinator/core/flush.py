@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from mldserver.coordinator.core import state_files
 from mldserver.coordinator.core.open_windows import WindowKey, assign
 from mldserver.effects import NOTHING, Effects
-from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, StoreUpdate
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
@@ -67,8 +68,10 @@ class BufferedBatch(msgspec.Struct):
     """Of its effects."""
     ends_shard: bool = False
     redriven: tuple[str, ...] = ()
-    """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
+    """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0) unless its shard has a store."""
     ahead: Ahead | None = None
+    store: str = ""
+    """The store of its shard; empty: the handler keeps no state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class FlushPlan:
     files: tuple[WindowRows, ...]
     positions: tuple[PositionUpdate, ...]
     effects: Effects
-    """Of records that come from their shards, except rows."""
+    """Of records that come from their shards, except rows and state."""
     rows: int
     """In all files, late ones included."""
     clock: int
@@ -108,7 +111,11 @@ class FlushPlan:
     redriven: tuple[str, ...] = ()
     """Ids of dead letters that end with this flush."""
     redriven_effects: Effects = NOTHING
-    """Of those dead letters, except rows: what failed again stays in the ledger, even if new dead letters go elsewhere."""
+    """Of those dead letters, except rows and state: what failed again stays in the ledger, even if new dead letters go elsewhere."""
+    stores: tuple[StoreUpdate, ...] = ()
+    """The stores whose state changes."""
+    state: pa.Table | None = None
+    """Their changes, as one file (``state_files.COLUMNS``); None: no state changes."""
 
 
 def effective_times(times_ms: NDArray[np.int64], floor_ms: int | None) -> NDArray[np.int64]:
@@ -193,6 +200,8 @@ class Buffer:
     """Bytes of all batches."""
     new_bytes: int = field(init=False, default=0)
     """Bytes of those that no cycle has seen."""
+    removals: int = field(init=False, default=0)
+    """How many batches were removed. As long as it stays, each batch that the ledger lacked is still here."""
     _batches: dict[int, BufferedBatch] = field(init=False, default_factory=dict)
     _next: int = field(init=False, default=0)
     _seen: int = field(init=False, default=0)
@@ -223,15 +232,16 @@ class Buffer:
         position: Sequence | None,
         effective_ms: int | None = None,
         latest_event_ms: int | None = None,
+        store: str = "",
     ) -> None:
-        """Move a shard's position without rows, and its times; None: that stays where it is.
+        """Move the position of a shard of this store without rows, and its times; None: that stays where it is.
 
         Until a cycle has seen it, one such batch takes in what the next ones say: thousands of quiet shards have no others.
         """
         number = self._moves.get(shard_id)
         if number is None or (batch := self._batches[number]).epoch != epoch:
             batch = BufferedBatch(
-                shard_id, epoch, NOTHING, _NO_TIMES, position, effective_ms, latest_event_ms
+                shard_id, epoch, NOTHING, _NO_TIMES, position, effective_ms, latest_event_ms, store=store
             )
             self._moves[shard_id] = self.add(batch)
             return
@@ -259,6 +269,7 @@ class Buffer:
             batch = self._batches.pop(number, None)
             if batch is None:
                 continue
+            self.removals += 1
             self.bytes -= batch.bytes
             self.new_bytes -= batch.bytes if number >= self._seen else 0
             if self._moves.get(batch.shard_id) == number:
@@ -267,6 +278,10 @@ class Buffer:
             del left[number]
             if not left:
                 del self._numbers[batch.shard_id]
+
+    def of_store(self, store_id: str) -> list[BufferedBatch]:
+        """Return the batches of a store's shards that were accepted for good, in their order: without redriven ones."""
+        return [batch for batch in self._batches.values() if batch.store == store_id and not batch.redriven]
 
     def drop_shard(self, shard_id: str) -> int:
         """Drop a shard's batches: it is opened again and they will be delivered again. Return how many."""
@@ -315,27 +330,52 @@ def plan(
     now_ms: int,
     durable: Mapping[str, Sequence | None],
     kind: Callable[[WindowKey], SegmentKind],
+    stores: Mapping[str, StoreUpdate] | None = None,
 ) -> FlushPlan:
     """Merge batches (in the order in which they were accepted) and split their rows by window.
 
     ``clock``: the next value of the merge clock. ``durable``: each shard's position in the ledger, which its update goes
-    on from. ``kind``: what rows for a window are for, since it may be cut already.
+    on from. ``kind``: what rows for a window are for, since it may be cut already. ``stores``: how a change of each store is
+    registered.
     """
     with_rows = [(rows, batch.event_ms) for batch in batches if (rows := batch.effects.rows) is not None]
     files: tuple[WindowRows, ...] = ()
     if with_rows and spec is not None:
         files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
     rows = sum(map(len, files))
+    updates, state = _state(batches, stores or {})
     return FlushPlan(
         files,
         _positions(batches, durable),
-        Effects.without_rows([batch.effects for batch in batches if not batch.redriven]),
+        _effects(batch for batch in batches if not batch.redriven),
         rows,
         clock + rows,
         progress,
         tuple(letter_id for batch in batches for letter_id in batch.redriven),
-        Effects.without_rows([batch.effects for batch in batches if batch.redriven]),
+        _effects(batch for batch in batches if batch.redriven),
+        updates,
+        state,
     )
+
+
+def _effects(batches: Iterable[BufferedBatch]) -> Effects:
+    """Return all effects except rows and state."""
+    effects = Effects.without_rows([batch.effects for batch in batches])
+    return msgspec.structs.replace(effects, state=()) if effects.state else effects
+
+
+def _state(
+    batches: SequenceABC[BufferedBatch], stores: Mapping[str, StoreUpdate]
+) -> tuple[tuple[StoreUpdate, ...], pa.Table | None]:
+    """Return the stores that change, and their changes."""
+    newest_first = [
+        (batch.store, blob) for batch in reversed(batches) for blob in reversed(batch.effects.state)
+    ]
+    updates = tuple(stores[store] for store in sorted({store for store, _ in newest_first}))
+    if not updates:
+        return (), None
+    serials = {update.store_id: update.previous + 1 for update in updates}
+    return updates, state_files.changes(newest_first, serials)
 
 
 def _split(
@@ -375,11 +415,12 @@ def _positions(
 ) -> tuple[PositionUpdate, ...]:
     """Return one update a shard: batches of a shard stand in its order, so the last word wins.
 
-    Where none of them moves the position it stays: that of a handler which has not checkpointed.
+    Where none of them moves the position it stays: that of a handler which has not checkpointed, or of a shard with redriven
+    letters that change its store. The update then only proves the epoch.
     """
     merged: dict[str, PositionUpdate] = {}
     for batch in batches:
-        if batch.redriven:
+        if batch.redriven and not batch.store:
             continue
         known = merged.get(batch.shard_id)
         events = (known.event_ms if known else None, batch.latest_event_ms)

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
-from mldserver.ledger.contract import PositionUpdate, ShardState
+from mldserver.ledger.contract import PositionUpdate, ShardState, StoreState, StoreUpdate
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
@@ -135,6 +135,10 @@ class Session(Protocol):
     alive: bool
     finishing: bool
     """Whether no batch follows."""
+    store: StoreState | None
+    """The shard's store as it was when the session was opened; None: the handler keeps no state."""
+    outcomes: int
+    """How many outcomes of the runtime the session has accepted. Redriven ones count once they are registered."""
 
     def disconnected(self) -> None:
         """Let go of the shard; nothing when it is dead already."""
@@ -149,6 +153,8 @@ class Sessions:
     buffer: Buffer
     """Holds what they gave."""
     _sessions: dict[str, Session] = field(init=False, default_factory=dict)
+    _stores: dict[str, StoreState] = field(init=False, default_factory=dict)
+    """Their stores. The serial is the one on which the runtime's copy of the store and the buffered changes rest."""
 
     def live(self, shard_id: str) -> Session | None:
         """Return the session that has a shard; None if no session of this server has it."""
@@ -170,6 +176,8 @@ class Sessions:
             old.alive = False
         self.buffer.drop_shard(shard_id)
         self._sessions[shard_id] = session
+        if session.store is not None:
+            self._open_store(session.store, session)
         arrival_ms = self.lineage.nodes[shard_id].effective_ms = state.effective_ms
         self.lineage.connect(shard_id, now_ms)
         event_ms = state.event_ms
@@ -184,6 +192,33 @@ class Sessions:
             polled=polled,
         )
         return True
+
+    def _open_store(self, store: StoreState, session: Session) -> None:
+        """Note where a store stands, unless another session has it.
+
+        Batches of sessions that are over rest on an older copy of the store. They are dropped, and will be delivered again.
+        """
+        others = [each for each in self.of_store(store.store_id) if each is not session]
+        if any(each.alive for each in others):
+            return
+        self._stores[store.store_id] = store
+        for each in others:
+            self.buffer.drop_shard(each.shard_id)
+
+    def of_store(self, store_id: str) -> list[Session]:
+        """Return the sessions of a store's shards, alive or not."""
+        return [
+            each
+            for each in self._sessions.values()
+            if each.store is not None and each.store.store_id == store_id
+        ]
+
+    def live_stores(self) -> dict[str, StoreState]:
+        """Return the stores that a session has now."""
+        ids = {
+            each.store.store_id for each in self._sessions.values() if each.alive and each.store is not None
+        }
+        return {store_id: self._stores[store_id] for store_id in ids}
 
     def let_go(self, session: Session, now_ms: int) -> bool:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""
@@ -203,6 +238,9 @@ class Sessions:
         """Forget the sessions of shards that are forgotten."""
         for shard_id in shard_ids:
             self._sessions.pop(shard_id, None)
+        self._stores = {
+            store_id: store for store_id, store in self._stores.items() if self.of_store(store_id)
+        }
 
     # What becomes of them in the ledger.
 
@@ -210,8 +248,23 @@ class Sessions:
         """Return how far each shard is durable, as far as was heard here."""
         return {shard_id: session.position.durable for shard_id, session in self._sessions.items()}
 
-    def catch_up(self, shards: Iterable[ShardState]) -> None:
-        """See what became of the sessions in the ledger: opened elsewhere, or further than was heard."""
+    def stores(self) -> dict[str, tuple[StoreState, StoreUpdate]]:
+        """Return the stores of all sessions, and how a change of each is registered."""
+        shards: dict[str, list[str]] = {store_id: [] for store_id in self._stores}
+        for session in self._sessions.values():
+            if session.store is not None:
+                shards[session.store.store_id].append(session.shard_id)
+        return {
+            store_id: (store, StoreUpdate(store_id, store.serial, tuple(shards[store_id])))
+            for store_id, store in self._stores.items()
+        }
+
+    def catch_up(self, shards: Iterable[ShardState], stores: Iterable[StoreUpdate] = ()) -> None:
+        """See what became of the sessions in the ledger: opened elsewhere, or further than was heard.
+
+        ``stores``: changes of a flush that was registered, although its answer was lost.
+        """
+        self._changed(stores)
         for shard in shards:
             session = self._sessions.get(shard.shard_id)
             if session is None or shard.epoch < session.epoch:
@@ -224,8 +277,21 @@ class Sessions:
             if shard.position is not None:
                 self.buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
 
-    def registered(self, updates: Iterable[PositionUpdate]) -> None:
-        """Note the positions that a flush has moved."""
+    def _changed(self, stores: Iterable[StoreUpdate]) -> None:
+        for update in stores:
+            store = self._stores[update.store_id]
+            self._stores[update.store_id] = replace(store, serial=update.previous + 1)
+
+    def registered(
+        self,
+        updates: Iterable[PositionUpdate],
+        stores: Iterable[StoreUpdate] = (),
+        redriven: Iterable[str] = (),
+    ) -> None:
+        """Note the positions that a flush has moved, the stores that it changed, and the shards whose letters it redrove."""
+        self._changed(stores)
+        for shard_id in redriven:
+            self._sessions[shard_id].outcomes += 1
         for update in updates:
             session = self._sessions.get(update.shard_id)
             if session is not None and session.epoch == update.epoch:
@@ -234,9 +300,19 @@ class Sessions:
     def left_out(self, batches: Iterable[BufferedBatch], lost_shards: AbstractSet[str]) -> None:
         """Note which shards' rows a flush has left out: their sessions let go.
 
-        They may not claim those rows, neither with a checkpoint nor with the shard's end.
+        They may not claim those rows, neither with a checkpoint nor with the shard's end. All sessions of such a shard's store let
+        go: their runtime's copy of the store has changes that were left out.
         """
+        stores = set()
         for batch in batches:
             session = self._sessions.get(batch.shard_id)
-            if batch.shard_id in lost_shards and session is not None and session.epoch == batch.epoch:
+            if batch.shard_id not in lost_shards:
+                continue
+            stores.add(batch.store)
+            if session is not None and session.epoch == batch.epoch:
                 session.disconnected()
+        for store_id in stores - {""}:
+            for session in self.of_store(store_id):
+                session.disconnected()
+                # What was accepted meanwhile must not move a position past what was left out.
+                self.buffer.drop_shard(session.shard_id)

@@ -162,11 +162,11 @@ class Compaction:
         self,
         read: Callable[[StateFile], pa.Table],
         stores: Mapping[str, StoreState],
-        expired_ms: Mapping[str, int | None],
+        expired_ms: Mapping[str, int],
     ) -> pa.Table:
         """Return the rows of the new file, in order of the stores. ``read`` returns a file's content.
 
-        ``expired_ms``: for each store, the time at or before which its entries have expired; None: none has.
+        ``expired_ms``: the time at or before which a store's entries have expired; without a store's time none has.
 
         A store without rows gets a tombstone that no other row counts less than, so that it has a row of its own (``rows_of``).
         """
@@ -180,7 +180,7 @@ class Compaction:
         for store, tables in parts.items():
             rows = newest(tables)
             if store in self.whole:
-                rows = rows.filter(_present(rows, expired_ms[store]))
+                rows = rows.filter(_present(rows, expired_ms.get(store)))
             if not len(rows):
                 rows = _table(store, [StateChange(b"", None)], 0)
             found.append(rows.set_column(0, COLUMNS.field(0), pa.array([store] * len(rows), pa.string())))

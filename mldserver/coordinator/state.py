@@ -1,0 +1,198 @@
+"""Keyed state between the ledger's files and the handler's process: snapshots, compaction, and the deletion of old files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import structlog
+
+from mldserver.base.clock import Clock
+from mldserver.base.kill_points import kill_point
+from mldserver.coordinator.core import state_files
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch
+from mldserver.coordinator.core.ledger_view import LedgerView
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.sessions import Session, Sessions
+from mldserver.ledger.contract import LedgerState, StateFile, StoreState
+from mldserver.ledger.operations import Ledger
+from mldserver.output.layout import state_path
+from mldserver.stores import StateSnapshot
+
+if TYPE_CHECKING:
+    from mldserver.output.store import Garbage, OutputStore
+
+log = structlog.get_logger("mldserver")
+
+_FORGOTTEN = 500
+"""How many old files are deleted in a cycle."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class StateFiles:
+    """Reads and compacts the state files of this server's stores. The coordinator's cycle calls all but ``snapshot``."""
+
+    ledger: Ledger
+    view: LedgerView
+    store: OutputStore
+    garbage: Garbage
+    buffer: Buffer
+    sessions: Sessions
+    lineage: Lineage
+    clock: Clock
+    unique: Callable[[], str]
+    retention_ms: int
+    snapshots: int = field(init=False, default=0)
+    snapshot_ms: int = field(init=False, default=0)
+    """How long all snapshots took."""
+    compactions: int = field(init=False, default=0)
+    _doubtful: StateFile | None = field(init=False, default=None)
+    """A compaction's file of which it is not known whether the ledger names it."""
+
+    async def snapshot(self, session: Session) -> StateSnapshot:
+        """Return the state of a session's store as it is now. Raises LedgerError, and OSError when a file cannot be read."""
+        began_ms = self.clock.steady_ms()
+        while True:
+            removals = self.buffer.removals
+            state = await self.ledger.peek()
+            if removals != self.buffer.removals:
+                continue  # batches left the buffer for a file that this state may not name
+            # No await until all is gathered: it must belong to one moment.
+            opened = session.store
+            assert opened is not None, "only sessions of handlers that keep state are asked"
+            store = state.stores.get(opened.store_id, opened)
+            files = [file for file in state.state_files.values() if store.store_id in file.needed]
+            batches = self.buffer.of_store(store.store_id)
+            accepted = session.outcomes
+            siblings = {
+                other.shard_id: other.outcomes
+                for other in self.sessions.of_store(store.store_id)
+                if other.alive and other is not session
+            }
+            clock_ms = self.lineage.nodes[session.shard_id].effective_ms
+            if clock_ms is None:
+                clock_ms = self.lineage.floor_ms(session.shard_id)
+            expired_ms = _expired_ms(state).get(store.store_id)
+            kill_point("state.loading")
+            try:
+                entries = await asyncio.to_thread(self._entries, files, store, batches, expired_ms)
+            except FileNotFoundError:
+                # A compaction may have replaced the file, and deleted it at once where nothing is retained.
+                now = (await self.ledger.peek()).state_files
+                if all(now.get(file.path) == file for file in files):
+                    raise
+                continue
+            kill_point("state.loaded")
+            break
+        self.snapshots += 1
+        self.snapshot_ms += (spent_ms := self.clock.steady_ms() - began_ms)
+        log.debug(
+            "state.loaded",
+            shard=session.shard_id,
+            store=store.store_id,
+            keys=len(entries),
+            files=len(files),
+            seconds=spent_ms / 1000,
+        )
+        return StateSnapshot(store.store_id, store.key_range, accepted, clock_ms, entries, siblings)
+
+    def _entries(
+        self, files: list[StateFile], store: StoreState, batches: list[BufferedBatch], expired_ms: int | None
+    ) -> pa.Table:
+        newest_first = [
+            (store.store_id, blob) for batch in reversed(batches) for blob in reversed(batch.effects.state)
+        ]
+        buffered = state_files.changes(newest_first, {store.store_id: state_files.BUFFERED})
+        tables = self.store.for_each(self._read, files)
+        return state_files.entries(
+            zip(tables, files, strict=True), store, buffered=buffered, expired_ms=expired_ms
+        )
+
+    def _read(self, file: StateFile) -> pa.Table:
+        with self.store.parquet(file.path) as content:
+            return content.read()
+
+    async def compact(self) -> None:
+        """Do one step of compaction, if one is worth it. Raises LedgerError."""
+        state = self.view.state
+        if (doubtful := self._doubtful) is not None:
+            # The ledger was read since: it shows whether the file was registered.
+            self.garbage.add([] if doubtful.path in state.state_files else [doubtful])
+            self._doubtful = None
+        if len(state.state_files) < state_files.FILES_AT_ONCE:
+            return
+        stores = {
+            store_id: store
+            for store_id in self.sessions.live_stores()
+            if (store := state.stores.get(store_id)) is not None and not store.closed
+        }
+        step = await asyncio.to_thread(state_files.choose, tuple(state.state_files.values()), stores.keys())
+        if step is None:
+            return
+        kill_point("state.compacting")
+        path = state_path(state.clock, self.unique(), tag=self.view.tag)
+        try:
+            file = await asyncio.to_thread(self._compacted, step, stores, _expired_ms(state), path)
+        except (OSError, pa.ArrowException) as error:
+            # The files stay as they are. A shard that is opened reports one that cannot be read, and a flush a failing disk.
+            log.warning("state.compaction_failed", error=f"{type(error).__name__}: {error}")
+            self.garbage.add_unfinished(path)
+            return
+        kill_point("state.compacted")
+        self._doubtful = file
+        named = await self.ledger.compact_state(file, {each.path: each.needed for each in step.files})
+        self._doubtful = None
+        if not named:
+            await self.garbage.delete([file])
+            return
+        self.compactions += 1
+        log.debug("state.compacted", files=len(step.files), rows=file.rows, bytes=file.bytes)
+
+    def _compacted(
+        self,
+        step: state_files.Compaction,
+        stores: Mapping[str, StoreState],
+        expired_ms: Mapping[str, int],
+        path: str,
+    ) -> StateFile:
+        rows = step.rows(self._read, stores, expired_ms)
+        return StateFile(path, step.needed, len(rows), self.store.write(path, rows))
+
+    async def drop(self) -> None:
+        """Delete files that no store has needed for the time of retention, and then forget them. Raises LedgerError, OSError.
+
+        Until then a ledger that is restored from a backup may need them.
+        """
+        before_ms = self.ledger.time_ms() - self.retention_ms
+        gone = [
+            file.path
+            for file in self.view.state.state_files.values()
+            if file.gone_ms is not None and file.gone_ms <= before_ms
+        ][:_FORGOTTEN]
+        if gone:
+            await asyncio.to_thread(self._delete, gone)
+            kill_point("state.dropped")
+            await self.ledger.forget_state_files(tuple(gone))
+
+    def _delete(self, paths: Iterable[str]) -> None:
+        self.store.for_each(self.store.delete, paths)
+
+
+def _expired_ms(state: LedgerState) -> dict[str, int]:
+    """Return for each store the time at or before which entries have expired for all of its shards.
+
+    State expires by the time of records. So a shard that reads its records again finds what it found the first time.
+    """
+    found: dict[str, int] = {}
+    unknown = set()
+    for shard in state.shards.values():
+        if not shard.store or shard.ended:
+            continue
+        if shard.effective_ms is None:
+            unknown.add(shard.store)
+        else:
+            found[shard.store] = min(found.get(shard.store, shard.effective_ms), shard.effective_ms)
+    return {store: ms for store, ms in found.items() if store not in unknown}
