@@ -26,6 +26,7 @@ from mldserver.output.layout import (
     PRIVATE,
     QUARANTINE,
     SEGMENTS,
+    STATE,
     is_joined,
     late_path,
     server_tag,
@@ -121,15 +122,17 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
 async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[int, int]:
     """Publish late files and delete unnamed files of dead servers; return how many of each.
 
-    The server also deletes its own unnamed segments: a server that freed them may have died before it deleted them. This
-    server writes no segments meanwhile. Unnamed files of another ledger are moved to quarantine, not deleted.
+    The server also deletes its own unnamed segments and state files: a server that freed them may have died before it deleted
+    them. This server writes none meanwhile. Unnamed files of another ledger are moved to quarantine, not deleted.
 
     ``own``: whether this server may have attempts under way. What is deleted was listed before the ledger is read: a file
     whose server is not registered then was written by one that is gone, and will never be registered. What manifests
     name is read after it: an output that was published since the listing is visible by then.
     """
     publisher = Publisher(store)
-    segments = await asyncio.to_thread(lambda: [path for path, _ in store.files(SEGMENTS)])
+    segments = await asyncio.to_thread(
+        lambda: [path for folder in (SEGMENTS, STATE) for path, _ in store.files(folder)]
+    )
     attempts = await asyncio.to_thread(publisher.attempts)
     scratch = await asyncio.to_thread(store.scratch)
     state = await ledger.peek()

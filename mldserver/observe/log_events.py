@@ -182,7 +182,7 @@ state.loaded  debug  store keys files seconds
     A process gets the state of a shard's store.
 state.compacted  debug  files rows bytes
     Files of keyed state became one. The old files are deleted after `retention`.
-state.compaction_failed  warning  -
+state.compaction_failed  warning
     Files of keyed state could not be made one. They stay as they are, and the server tries again.
 state.moved  warning  handler number
     The handler's state was not the one that the shard's next batch follows: the server loads the present state again.
