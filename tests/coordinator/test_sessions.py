@@ -14,7 +14,7 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips_records
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
-from mldserver.ledger.contract import PositionUpdate, ShardState
+from mldserver.ledger.contract import PositionUpdate, ShardState, StoreState, StoreUpdate
 from mldserver.records import Sequence
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -29,7 +29,9 @@ class Stub:
     shard_id: str
     epoch: int
     position: SessionPosition
+    store: StoreState | None = None
     alive: bool = True
+    outcomes: int = 0
 
     def disconnected(self) -> None:
         self.alive = False
@@ -51,9 +53,11 @@ class Around:
         self.watermark = Watermark(rules, self.lineage, 0)
         self.sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
 
-    def open(self, state: ShardState, *, now_ms: int = 0) -> Stub:
+    def open(self, state: ShardState, *, now_ms: int = 0, serial: int | None = None) -> Stub:
+        """Open a shard. ``serial``: where the ledger has its store."""
         self.lineage.add(state.shard_id, now_ms, parents=state.parents)
         session = Stub(state.shard_id, state.epoch, SessionPosition(state.position))
+        session.store = None if serial is None else StoreState(state.store, serial)
         self.sessions.open(session, state, now_ms, tells_lag=True)
         return session
 
@@ -369,3 +373,71 @@ def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(
         assert order == sorted(order)
         assert ledger == list(range(1, len(ledger) + 1))
         assert stored <= len(ledger)
+
+
+# Stores.
+
+
+def shard(shard_id: str, epoch: int = 1) -> ShardState:
+    return ShardState(shard_id, epoch, store="s")
+
+
+def keyed(shard_id: str, position: int, epoch: int = 1) -> BufferedBatch:
+    return BufferedBatch(shard_id, epoch, last=S(position), store="s")
+
+
+def serial_of(around: Around) -> int:
+    return around.sessions.stores()["s"][1].previous
+
+
+def test_a_store_goes_on_from_where_the_ledger_had_it_when_its_first_shard_was_opened(around: Around) -> None:
+    around.open(ShardState("unkeyed", 1))
+    around.open(shard("a"), serial=4)
+    around.open(shard("b"), serial=5)
+    assert around.sessions.stores() == {"s": (StoreState("s", 4), StoreUpdate("s", 4, ("a", "b")))}
+    assert around.sessions.live_stores() == {"s": StoreState("s", 4)}
+
+
+def test_a_store_that_no_session_has_any_more_begins_again_without_what_its_sessions_left(
+    around: Around,
+) -> None:
+    """What is buffered rests on a copy of the store that may lack what another server has registered since."""
+    old = around.open(shard("a"), serial=4)
+    around.buffer.add(keyed("a", 3))
+    old.disconnected()
+    assert around.sessions.live_stores() == {}
+    around.open(shard("b"), serial=6)
+    assert (serial_of(around), len(around.buffer)) == (6, 0)
+
+
+def test_a_flush_raises_the_serials_of_its_stores_and_counts_redriven_outcomes(around: Around) -> None:
+    session = around.open(shard("a"), serial=4)
+    around.sessions.registered([], [StoreUpdate("s", 4, ("a",))], ["a"])
+    assert (serial_of(around), session.outcomes) == (5, 1)
+
+
+def test_a_flush_whose_answer_was_lost_raises_serials_too(around: Around) -> None:
+    around.open(shard("a"), serial=4)
+    around.sessions.catch_up([], [StoreUpdate("s", 4, ("a",))])
+    assert serial_of(around) == 5
+
+
+def test_when_one_shard_of_a_store_is_lost_all_let_go_with_what_they_gave(around: Around) -> None:
+    """Also what was accepted during the flush: it must move no position past what was left out."""
+    sessions = [around.open(shard(name), serial=0) for name in ("a", "b", "c")]
+    other = around.open(ShardState("other", 1))
+    for batch in (keyed("b", 3), keyed("c", 3), BufferedBatch("other", 1, last=S(3))):
+        around.buffer.add(batch)
+    around.sessions.left_out([keyed("a", 2), keyed("b", 2)], {"a"})
+    assert not any(session.alive for session in sessions)
+    assert other.alive
+    assert [batch.shard_id for batch in around.buffer.snapshot().values()] == ["other"]
+
+
+def test_the_store_of_shards_that_are_forgotten_is_forgotten(around: Around) -> None:
+    around.open(shard("a"), serial=0)
+    around.open(shard("b"), serial=0)
+    around.sessions.forget(["a"])
+    assert serial_of(around) == 0
+    around.sessions.forget(["b"])
+    assert around.sessions.stores() == {}
