@@ -310,6 +310,15 @@ def test_a_compaction_is_refused_after_a_child_was_opened(stores: Stores) -> Non
     assert stores.book.state() == before
 
 
+def test_of_two_compactions_of_the_same_files_one_is_refused(stores: Stores) -> None:
+    stores.open("a")
+    stores.flush("a")
+    seen = {"f": stores.book.state_files["f"].needed}
+    assert stores(state_rules.compact, state("c", {"a": (WHOLE,)}), seen, NOW)
+    assert not stores(state_rules.compact, state("d", {"a": (WHOLE,)}), seen, NOW)
+    assert stores.needed() == {"f": {}, "c": {"a": (WHOLE,)}}
+
+
 # Forgetting.
 
 
