@@ -148,6 +148,7 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
         "policy": _failure_policy(settings),
         "deadline_seconds": settings.handler_timeout_seconds,
         "concurrency": settings.concurrency,
+        "state_bytes": settings.state_bytes,
     }
     runtime: InlineRuntime | WorkerRuntime
     if settings.workers is None:

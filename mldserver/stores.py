@@ -18,6 +18,8 @@ import msgspec
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_SHOWN: Final = 20
+
 
 class KeyRange(NamedTuple):
     """A range of MD5 hashes of partition keys, both bounds inclusive (ListShards: HashKeyRange)."""
@@ -107,6 +109,38 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     A runtime that loads the snapshot replaces its copy of the whole store, whichever shard the snapshot was read for. It counts on
     from these numbers for the other shards that it has open.
     """
+
+
+class StoreSize(NamedTuple):
+    """How much state a process holds of one store."""
+
+    store_id: str
+    """Empty: of several stores together."""
+    keys: int
+    bytes: int
+    """About how much memory they take."""
+
+
+def largest(sizes: Iterable[StoreSize]) -> tuple[StoreSize, ...]:
+    """Return the largest stores, the largest first; beyond 20 the others count together."""
+    ordered = sorted(sizes, key=lambda size: (not size.store_id, -size.bytes, size.store_id))
+    shown, others = ordered[:_SHOWN], ordered[_SHOWN:]
+    if others:
+        shown.append(StoreSize("", sum(size.keys for size in others), sum(size.bytes for size in others)))
+    return tuple(shown)
+
+
+def nearly_full(sizes: Iterable[StoreSize], state_bytes: int) -> str | None:
+    """Return why a server needs an operator whose state takes 90 % of its limit or more, as a clause; None below that."""
+    sizes = tuple(sizes)
+    used = sum(size.bytes for size in sizes)
+    if 10 * used < 9 * state_bytes:
+        return None
+    most = max(sizes, key=lambda size: (size.store_id != "", size.bytes))
+    return (
+        f"keyed state takes {used / 2**20:,.0f} of {state_bytes / 2**20:,.0f} MiB (state_bytes), most of it in the store "
+        f"{most.store_id} with {most.keys:,} keys: raise state_bytes, or let keys expire sooner with state_ttl"
+    )
 
 
 SnapshotSource: TypeAlias = "Callable[[], Awaitable[StateSnapshot]]"

@@ -9,8 +9,11 @@ from mldserver.stores import (
     ALL_KEYS,
     KeyRange,
     StateChange,
+    StoreSize,
     hash_of,
     key_bytes,
+    largest,
+    nearly_full,
     pack_changes,
     unpack_changes,
 )
@@ -50,3 +53,23 @@ def test_changes_pass_between_processes_and_join_in_order_with_other_effects() -
     assert Effects.without_rows([first, second]).state == first.state + second.state
     assert first
     assert first.nbytes == len(first.state[0])
+
+
+def test_of_many_stores_the_largest_are_named_and_the_others_counted() -> None:
+    sizes = [StoreSize(f"s{number:02}", number, 10 * number) for number in range(25)]
+    named = largest(sizes)
+    assert [size.store_id for size in named] == [f"s{number:02}" for number in range(24, 4, -1)] + [""]
+    assert named[-1] == StoreSize("", 10, 100)
+    assert largest(named) == named
+    assert largest([*named, StoreSize("", 1, 10**6)])[-1] == StoreSize("", 11, 10**6 + 100)
+    assert largest([]) == ()
+
+
+def test_state_is_nearly_full_from_nine_tenths_on() -> None:
+    sizes = [StoreSize("a", 3, 60 * 2**20), StoreSize("b", 2, 30 * 2**20)]
+    assert nearly_full(sizes, 101 * 2**20) is None
+    assert nearly_full(sizes, 100 * 2**20) == (
+        "keyed state takes 90 of 100 MiB (state_bytes), most of it in the store a with 3 keys: raise state_bytes, "
+        "or let keys expire sooner with state_ttl"
+    )
+    assert nearly_full([], 1) is None

@@ -208,6 +208,9 @@ class CallSettings:
     """A worker whose memory grows beyond this is replaced; beyond 1.5 times this it is killed."""
     worker_kill_after_ms: int | None = rare(kinds.optional(ms()), 2 * MINUTE_MS)
     """Kill a worker when a handler call takes longer, or the worker does not answer for longer."""
+    state_bytes: int = setting(kinds.size(at_least=MIB), 256 * MIB)
+    """Memory that the keyed state of this server may take, all workers together. Beyond it, records with new keys fail
+    with StateFull; from 90 % of it the server is not ready."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork
-from mldserver.stores import SnapshotSource, StateSnapshot
+from mldserver.stores import SnapshotSource, StateSnapshot, StoreSize, largest, nearly_full
 
 log = structlog.get_logger("mldserver")
 
@@ -129,7 +129,8 @@ class InlineRuntime:
         self._shard_threads = ShardThreads()
         self._shards: dict[str, _OpenHandler] = {}
         self._stores: dict[str, _Store] = {}
-        self._state_bytes = state_bytes
+        self.state_bytes = state_bytes
+        """The memory that the state of all stores may take here. The server changes it in a worker."""
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = Tools(
             spec=spec,
@@ -280,8 +281,13 @@ class InlineRuntime:
 
     @property
     def trouble(self) -> str | None:
-        """Return None: a crash of the handler also ends the server, which then reports nothing."""
-        return None
+        """Return whether keyed state is nearly full. A crash of the handler also ends the server, which then reports nothing."""
+        return nearly_full(self.state_sizes(), self.state_bytes)
+
+    def state_sizes(self) -> tuple[StoreSize, ...]:
+        """Return how much keyed state is held here (see ``Runtime.state_sizes``). Any thread may call it."""
+        states = [store.state for store in list(self._stores.values())]
+        return largest(StoreSize(state.store_id, len(state), state.bytes) for state in states)
 
     async def run(self) -> None:
         """Enforce the deadlines of calls."""
@@ -391,7 +397,7 @@ class InlineRuntime:
     def _turn_of(self, store: _Store) -> asyncio.Lock:
         """Return a store's turn, for a batch; note how much memory its state may take."""
         others = [each.state.bytes for each in self._stores.values() if each is not store]
-        store.state.room = self._state_bytes - sum(others)
+        store.state.room = self.state_bytes - sum(others)
         return store.turn
 
     async def _kept(self, outcome: BatchOutcome, opened: _OpenHandler, processor: Processor) -> BatchOutcome:

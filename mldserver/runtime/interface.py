@@ -19,7 +19,7 @@ from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Line, Version
 from mldserver.protocol.wire_records import DecodedBatch
 from mldserver.records import Hook, Record, Sequence, Shard
-from mldserver.stores import SnapshotSource
+from mldserver.stores import SnapshotSource, StoreSize
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
 """Columns that every row carries in addition to the handler's.
@@ -194,6 +194,9 @@ class Runtime(Protocol):
     @property
     def trouble(self) -> str | None:
         """What an operator should look at, as a clause for ``server.unready``; None while everything works."""
+
+    def state_sizes(self) -> tuple[StoreSize, ...]:
+        """Return how much keyed state the handler's processes hold, the largest stores first (``stores.largest``)."""
 
     async def start(self) -> None:
         """Prepare to open shards. Raises HandlerError when the handler cannot be loaded."""

@@ -125,13 +125,18 @@ class Child:
                     at_once=True,
                     watched=True,
                     mark=self._mark.add,
+                    state_bytes=start.state_bytes,
                 )
                 await runtime.start()
             except MldserverError as error:
                 self._channel.send(wire.failed(0, error))
             else:
                 Heartbeat(
-                    self._end, asyncio.get_running_loop(), runtime.deadlines, forwarder.report_lost
+                    self._end,
+                    asyncio.get_running_loop(),
+                    runtime.deadlines,
+                    forwarder.report_lost,
+                    runtime.state_sizes,
                 ).start()
                 self._channel.send(wire.loaded_of(spec))
                 # What was imported stays: the collector need not look at it with every batch.
@@ -169,6 +174,8 @@ class Child:
                 entitle(self._pipeline, f"worker {message.number}")
             case wire.LogLevel():
                 set_level(message.level)
+            case wire.StateRoom():
+                self._runtime.state_bytes = message.bytes
             case wire.StartWorker():
                 self._pipeline = message.pipeline
                 entitle(self._pipeline, "standby worker")

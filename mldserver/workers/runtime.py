@@ -30,10 +30,11 @@ from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
+from mldserver.runtime.keyed_state import STATE_BYTES
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan
 from mldserver.status_document import WorkerRow
-from mldserver.stores import SnapshotSource
+from mldserver.stores import SnapshotSource, StoreSize, largest, nearly_full
 from mldserver.workers import wire
 from mldserver.workers.open_stores import OpenStores
 from mldserver.workers.reload import Reload
@@ -46,6 +47,7 @@ log = structlog.get_logger("mldserver")
 
 _SURELY: Final = 10
 """How many processes in a row may die of a request that does not call the handler."""
+_SHARE_SECONDS: Final = 1.0
 _MOVES: Final = 3
 """How often in a row a batch may find another state than the one that it follows: each opening reads the state again."""
 _ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
@@ -69,6 +71,7 @@ class WorkerRuntime:
         clock: Clock | None = None,
         deadline_seconds: float | None = None,
         concurrency: int | None = None,
+        state_bytes: int = STATE_BYTES,
         log_level: int = 20,
     ) -> None:
         """Run the handler at a dotted path. The workers import it; the server never does.
@@ -87,6 +90,7 @@ class WorkerRuntime:
             concurrency=concurrency,
             deadline_seconds=deadline_seconds,
             arena_bytes=ARENA_BYTES,
+            state_bytes=state_bytes,
             log_level=log_level,
         )
         self._standby = StandbyWorkers(start, clock=clock)
@@ -101,6 +105,7 @@ class WorkerRuntime:
         self._owing: set[str] = set()
         """Shards whose record processor has not checkpointed all records that it was given. Only its own process
         knows which of them are done."""
+        self._state_bytes, self._clock = state_bytes, clock
         self._reloading = asyncio.Lock()
         self.spec: HandlerSpec
         """The loaded handler's spec, without callable objects."""
@@ -109,7 +114,12 @@ class WorkerRuntime:
     def trouble(self) -> str | None:
         """What an operator should look at; None while all workers work."""
         troubles = [each for worker in self._workers if (each := worker.trouble)]
-        return "; ".join(troubles) or self._standby.trouble
+        full = nearly_full(self.state_sizes(), self._state_bytes)
+        return "; ".join(troubles) or self._standby.trouble or full
+
+    def state_sizes(self) -> tuple[StoreSize, ...]:
+        """Return how much keyed state the workers hold (see ``Runtime.state_sizes``), as their latest heartbeats report it."""
+        return largest(size for worker in self._workers for size in worker.state_sizes())
 
     def rows(self) -> tuple[WorkerRow, ...]:
         """Return the workers' rows of the status document."""
@@ -147,6 +157,17 @@ class WorkerRuntime:
             group.create_task(self._standby.run(), name="standby worker")
             for worker in self._workers:
                 group.create_task(worker.run(), name=f"worker {worker.number}")
+            if self.spec.keyed and len(self._workers) > 1:
+                group.create_task(self._share_room(), name="room for state")
+
+    async def _share_room(self) -> None:
+        """Tell each worker every second how much memory the others leave for its state. A new process has the whole limit until then."""
+        while True:
+            await self._clock.sleep(_SHARE_SECONDS)
+            used = [sum(size.bytes for size in worker.state_sizes()) for worker in self._workers]
+            for worker, own in zip(self._workers, used, strict=True):
+                if worker.present is not None:
+                    worker.present.send(wire.StateRoom(max(0, self._state_bytes - (sum(used) - own))))
 
     def set_log_level(self, level: int) -> None:
         """Set the log level of all processes: ``level`` is a number of ``logging``."""

@@ -1,7 +1,7 @@
 """The messages between server and worker (``children/channel.py`` carries them), and the values that cross.
 
     server → worker    StartWorker, then once WorkerNumber, and any number of Open, Process, Notify, Park, Unpark, Forget,
-                       CancelRequest and LogLevel. The end of the socket ends the worker.
+                       CancelRequest, LogLevel and StateRoom. The end of the socket ends the worker.
     worker → server    HandlerLoaded, or Failed with id 0. Then BeatMessage and ForwardedLog at any time; BatchDone once for
                        each Process, Finished once for each other request, or Failed for any of them.
 
@@ -27,7 +27,7 @@ from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, 
 from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
-from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, unpack_changes
+from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, StoreSize, unpack_changes
 from mldserver.windows import Batches, Tumbling
 from mldserver.workers.shared_memory import rows_from, rows_in
 
@@ -45,6 +45,8 @@ class StartWorker(Message, frozen=True):
     concurrency: int | None
     deadline_seconds: float | None
     arena_bytes: int
+    state_bytes: int
+    """The memory that keyed state may take in the process; StateRoom changes it."""
     log_level: int
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """The user's modules as the first process loaded them (``HandlerSpec.code``). Empty: load them from the disk."""
@@ -144,6 +146,12 @@ class LogLevel(Message, frozen=True):
     level: int
 
 
+class StateRoom(Message, frozen=True):
+    """Keyed state may take so much memory in the process: what the server's other workers leave of ``state_bytes``."""
+
+    bytes: int
+
+
 class HandlerLoaded(Message, frozen=True):
     """The handler is loaded: its ``HandlerSpec`` without callable objects."""
 
@@ -214,6 +222,8 @@ class BeatMessage(Message, frozen=True):
     running_ms: int
     blocked_ms: int
     resident_bytes: int
+    state: tuple[StoreSize, ...] = ()
+    """As ``Runtime.state_sizes`` returns it."""
 
 
 class ForwardedLog(Message, frozen=True):
@@ -225,7 +235,17 @@ class ForwardedLog(Message, frozen=True):
 
 
 FromServer = (
-    StartWorker | WorkerNumber | Process | Open | Notify | Park | Unpark | Forget | CancelRequest | LogLevel
+    StartWorker
+    | WorkerNumber
+    | Process
+    | Open
+    | Notify
+    | Park
+    | Unpark
+    | Forget
+    | CancelRequest
+    | LogLevel
+    | StateRoom
 )
 FromWorker = HandlerLoaded | BatchDone | Finished | Failed | BeatMessage | ForwardedLog
 

@@ -24,6 +24,7 @@ from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, first_of
 from mldserver.children.supervise import ChildExit, supervise
 from mldserver.status_document import WorkerRow
+from mldserver.stores import StoreSize
 from mldserver.workers.gate import Gate
 from mldserver.workers.wire import BeatMessage, WorkerNumber
 from mldserver.workers.worker_process import WorkerProcess
@@ -150,6 +151,11 @@ class WorkerSlot:
             restarts=max(0, self.generation - 1),
             running_seconds=0.0 if beat is None else max(beat.running_ms, beat.blocked_ms) / 1000,
         )
+
+    def state_sizes(self) -> tuple[StoreSize, ...]:
+        """Return how much keyed state its process holds, as its latest heartbeat reports it."""
+        process = self.present
+        return () if process is None or process.beat is None else process.beat.state
 
     @property
     def trouble(self) -> str | None:

@@ -280,7 +280,9 @@ class WorkerProcess:
         self._channel.send(message, files, within_seconds=_TOGETHER_SECONDS if patient else 0)
         return future
 
-    def send(self, message: wire.WorkerNumber | wire.Forget | wire.LogLevel | wire.CancelRequest) -> None:
+    def send(
+        self, message: wire.WorkerNumber | wire.Forget | wire.LogLevel | wire.CancelRequest | wire.StateRoom
+    ) -> None:
         """Send a message that needs no answer, if the process takes requests. Forget has id 0: a call may hang."""
         if self.is_open:
             self._channel.send(message)

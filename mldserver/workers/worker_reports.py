@@ -24,6 +24,7 @@ from mldserver.children.process import resident_bytes
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import LineLimit, Logger, caught_output, set_level
 from mldserver.runtime.calls import Deadlines
+from mldserver.stores import StoreSize
 from mldserver.workers.wire import BeatMessage, ForwardedLog
 
 PRINTED: Final = "handler.output"
@@ -125,12 +126,14 @@ class Heartbeat:
         loop: asyncio.AbstractEventLoop,
         deadlines: Deadlines,
         report_lost: Callable[[], None],
+        state_sizes: Callable[[], tuple[StoreSize, ...]] = tuple,
     ) -> None:
         """``deadlines`` measures calls and logs slow ones; ``report_lost`` logs lost lines. All run in this thread."""
         self._end = end
         self._loop = loop
         self._deadlines = deadlines
         self._reports = report_lost, deadlines.log_slow_call
+        self._state_sizes = state_sizes
         self._turned = time.monotonic()
         self._resident = 0
 
@@ -150,7 +153,8 @@ class Heartbeat:
                 self._turned = now
             blocked = max(0.0, now - self._turned - BEAT_SECONDS)
             running_ms = self._deadlines.running_ms()
-            beat = BeatMessage(running_ms, round(blocked * 1000), self._resident_bytes())
+            blocked_ms = round(blocked * 1000)
+            beat = BeatMessage(running_ms, blocked_ms, self._resident_bytes(), self._state_sizes())
             try:
                 send_now(self._end, beat)
             except OSError:

@@ -435,14 +435,21 @@ async def test_condemned_records_change_nothing(kit: Any) -> None:
 
 async def test_stores_share_the_memory_that_state_may_take(kit: Any) -> None:
     runtime = await opened(kit, A, B)
-    runtime._state_bytes = 900
+    runtime.state_bytes = 900
     outcome = await runtime.process(ones(*"abc"))
     assert len(changed(outcome)) == 3
     outcome = await runtime.process(ones(*"abc", shard=B))
     assert len(changed(outcome)) == 1
     assert {letter.error.partition(":")[0] for letter in outcome.effects.dead_letters} == {"StateFull"}
+    assert [(size.store_id, size.keys) for size in runtime.state_sizes()] == [(A, 3), (B, 1)]
+    assert runtime.trouble is not None
+    assert f"most of it in the store {A} with 3 keys: raise state_bytes" in runtime.trouble
     await runtime.forget(A)
     assert len(changed(await runtime.process(ones(*"bc", shard=B, first=4)))) == 2
+    runtime.state_bytes = 900
+    assert [size.store_id for size in runtime.state_sizes()] == [B]
+    runtime.state_bytes = 1_000
+    assert runtime.trouble is None
 
 
 async def test_hooks_of_changes_may_take_a_context_each(kit: Any) -> None:

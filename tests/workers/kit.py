@@ -40,6 +40,7 @@ START = wire.StartWorker(
     concurrency=None,
     deadline_seconds=None,
     arena_bytes=1 << 16,
+    state_bytes=1 << 20,
     log_level=20,
 )
 """What a process is begun with, for tests in which it loads nothing."""

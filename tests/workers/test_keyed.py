@@ -21,6 +21,7 @@ from mldserver.errors import StateMoved
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of
+from mldserver.runtime.keyed_state import STATE_BYTES
 from mldserver.stores import ALL_KEYS, SnapshotSource, StateChange, StateSnapshot, unpack_changes
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.shared_memory import Held
@@ -116,9 +117,13 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(HANDLER)
 
-    def make(workers: int = 1, **policy: Any) -> WorkerRuntime:
+    def make(workers: int = 1, state_bytes: int = STATE_BYTES, **policy: Any) -> WorkerRuntime:
         return WorkerRuntime(
-            "mine", workers=workers, policy=FailurePolicy(**policy), limits=Limits(None, None)
+            "mine",
+            workers=workers,
+            policy=FailurePolicy(**policy),
+            limits=Limits(None, None),
+            state_bytes=state_bytes,
         )
 
     return make
@@ -329,3 +334,32 @@ async def test_a_large_store_crosses_in_a_file_and_leaves_no_descriptor(made: Ma
         await store.process("a", "x")
         assert store.counts() == {"x": 2}
         assert descriptors() == before
+
+
+async def test_workers_share_the_memory_that_state_may_take(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mldserver.workers.runtime._SHARE_SECONDS", 0.05)
+
+    def empty(shard_id: str) -> SnapshotSource:
+        async def source() -> StateSnapshot:
+            return StateSnapshot(shard_id, ALL_KEYS, 0, None, COLUMNS.empty_table())
+
+        return source
+
+    async with running(made(2, state_bytes=1_000, attempts=1)) as runtime, asyncio.timeout(800):
+        for shard_id in "ab":
+            await runtime.open(Shard(shard_id), empty(shard_id))
+        assert set(runtime.worker_of().values()) == {0, 1}
+        await runtime.process(replace(delivery("a", "x", "y", key=None), number=1))
+        await until(lambda: [tuple(size)[:2] for size in runtime.state_sizes()] == [("a", 2), ("b", 0)])
+        assert runtime.trouble is None
+        await runtime.process(replace(delivery("b", "x", "y", key=None), number=1))
+        await until(lambda: sum(size.keys for size in runtime.state_sizes()) == 4)
+        assert "keyed state takes 0 of 0 MiB (state_bytes)" in str(runtime.trouble)
+        await asyncio.sleep(0.2)  # the workers are told after their heartbeats
+        outcome = await runtime.process(
+            replace(delivery("b", "v", "w", "x", "y", "z", key=None), number=2, after=None)
+        )
+        failed = [letter.error.partition(":")[0] for letter in outcome.effects.dead_letters]
+        assert set(failed) == {"StateFull"}
