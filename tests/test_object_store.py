@@ -61,7 +61,7 @@ from mldserver.config.resolve import resolve
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing import FakeStream, LocalEngine
-from support.kinesis import FakeKinesis
+from mldserver.testing.fake_kinesis import FakeKinesis
 sys.path.insert(0, sys.argv[1])
 given = json.loads(sys.argv[2])
 settings = replace(resolve(given, environ={}, folder=Path(sys.argv[1])), constants={"settle_time_ms": 0})

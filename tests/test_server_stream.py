@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kinesis import FakeKinesis
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
 from support.store import SqliteStore
 
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeStream
+from mldserver.testing.fake_kinesis import FakeKinesis
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def check(
     *,
     input: Path | None = None,  # noqa: A002  # the option's name
     limit: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    key_field: str | None = None,
     allow_dead_letters: Annotated[bool, Parameter(negative=())] = False,
     retention: str | None = None,
     timeout: float = 60.0,
@@ -57,6 +58,9 @@ def check(
         File of records to run through the handler, one a line, as for `sim`; .gz and .xz are unpacked.
     limit
         Run at most this many records.
+    key_field
+        Fields of JSON records that make their partition keys, such as `carrier,flight`. Without it each record has a
+        different key.
     allow_dead_letters
         Exit with 0 even if records fail; failures are still shown.
     retention
@@ -73,12 +77,13 @@ def check(
         retention_ms = None if retention is None else duration_ms(retention)
     except ValueError as error:
         raise ConfigError(f"--retention: {error}.") from error
-    lines: Sequence[bytes] = ()
+    lines, keys = list[bytes](), list[str]()
     if input is not None:
-        from mldserver.testing.playground import read_lines  # noqa: PLC0415  # see above
+        from mldserver.testing.playground import partition_keys, read_lines  # noqa: PLC0415  # see above
 
         lines = read_lines(input, limit=limit)
-    report = check_handler(handler, retention_ms=retention_ms, timeout=timeout, lines=lines)
+        keys = [] if key_field is None else partition_keys(lines, key_field)
+    report = check_handler(handler, retention_ms=retention_ms, timeout=timeout, lines=lines, keys=keys)
     sys.stdout.write(render(handler, report))
     passed = report.can_run if allow_dead_letters else report.ok
     return 0 if passed else EXIT_FAULT

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -67,6 +68,12 @@ def sim(
         str | None,
         Parameter(
             help="Field of JSON records that holds their arrival times: ISO 8601, or ms since the epoch. [default: --rate]"
+        ),
+    ] = None,
+    key_field: Annotated[
+        str | None,
+        Parameter(
+            help="Fields of JSON records that make their partition keys, such as carrier,flight. [default: a key for each record]"
         ),
     ] = None,
     speed: Annotated[
@@ -132,6 +139,10 @@ def sim(
     settings = playground.play_settings(
         handler, folder, environ=os.environ, folder=working_directory(), spark_master=spark_master
     )
+    spec = load_spec(handler)
+    if spec.keyed:
+        # The fake stream's listing says which keys a shard has.
+        settings = replace(settings, stream="simulated")
     stream = build_stream(
         lines,
         shards=shards,
@@ -141,6 +152,7 @@ def sim(
         records_per_second=rate,
         start_ms=time.time_ns() // 1_000_000 - round(len(lines) / rate * 1000),
         arrivals=None if time_field is None else playground.arrival_times(lines, time_field),
+        keys=() if key_field is None else playground.partition_keys(lines, key_field),
     )
     progress = ProgressLines(sys.stdout)  # what handlers print meanwhile goes to the log
     with logging_to(settings):
@@ -151,7 +163,7 @@ def sim(
             seed=seed,
             max_records=batch,
             faults=Faults(lost_leases, throttle, crashes),
-            engine=LocalEngine(window_columns=load_spec(handler).window_columns)
+            engine=LocalEngine(window_columns=spec.window_columns)
             if engine == "local"
             else playground.quick_spark(settings),
             speed=speed,
@@ -168,6 +180,7 @@ def sim(
         facts["next"] = "`mldserver dead-letters list --ledger sqlite --out` with the output above"
         if input is not None:
             command = ["mldserver", "check", handler, "--input", str(input)]
+            command += [] if key_field is None else ["--key-field", key_field]
             facts["next"] = f"correct the handler, then: {shlex.join(command)}"
     if not report.ok:
         facts["the server logged"] = "\n".join(playground.logged_failures(settings.log_file))

@@ -138,6 +138,10 @@ class _Inspection:
         """Return the spec of a record processor of amazon_kclpy, whose hooks are not the server's own."""
         for text, name, is_error in problems(cls, version):
             self._find(text, name or None, is_error=is_error)
+        if self._attribute("state_ttl") is not None:
+            self._find(
+                "state_ttl is for process_record(record, ctx): a record processor keeps no state", "state_ttl"
+            )
         if any(finding.is_error for finding in self.findings):
             return None
         return HandlerSpec(
@@ -395,6 +399,8 @@ def _takes_context(function: Any, count: int) -> bool:
     if len(parameters) <= count or not accepts(function, count + 1):
         return False
     parameter = parameters[count]
+    if parameter.kind not in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}:
+        return False
     named = getattr(parameter.annotation, "__name__", None) or str(parameter.annotation)
     return parameter.name == "ctx" or named.rpartition(".")[2] == Context.__name__
 

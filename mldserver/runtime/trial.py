@@ -151,10 +151,12 @@ def check_handler(
     retention_ms: int | None = None,
     timeout: float = 60.0,
     lines: Sequence[bytes] = (),
+    keys: Sequence[str] = (),
 ) -> TrialReport:
     """Import and check the handler at a dotted path in a fresh interpreter; takes at most ``timeout`` seconds.
 
-    ``lines``: records that it is tried with, each once, as one shard's.
+    ``lines``: records that it is tried with, each once, as one shard's. ``keys``: their partition keys; empty: each record
+    has a different one.
     """
     doing = "importing it and running the records" if lines else "importing it"
     with tempfile.TemporaryDirectory(prefix="mldserver-check-") as folder:
@@ -162,7 +164,8 @@ def check_handler(
         arguments = [str(result), path, "" if retention_ms is None else str(retention_ms)]
         if lines:
             Path(folder, "records").write_bytes(b"\n".join(lines))
-            arguments.append(str(Path(folder, "records")))
+            Path(folder, "keys").write_bytes(msgspec.json.encode(keys))
+            arguments += [str(Path(folder, "records")), str(Path(folder, "keys"))]
         command = [sys.executable, "-X", "faulthandler", "-m", "mldserver.runtime.trial", *arguments]
         with (
             printed.open("wb") as output,
@@ -211,13 +214,15 @@ def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Fi
     return Finding(f"{doing} {text}", relative(file) if file else "", int(line))
 
 
-def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> TrialReport:
-    """Import and check the handler at ``path``, and run records through it."""
+def report(
+    path: str, retention_ms: int | None, lines: Sequence[bytes] = (), keys: Sequence[str] = ()
+) -> TrialReport:
+    """Import and check the handler at ``path``, and run records through it (see ``check_handler``)."""
     tried = None
     try:
         spec, findings = inspect_handler(load(path, seconds=None), retention_ms=retention_ms)
         if spec and lines and not any(finding.is_error for finding in findings):
-            tried = asyncio.run(_try(spec, lines))
+            tried = asyncio.run(_try(spec, lines, keys))
     except HandlerError as error:
         where = error.where
         text = " ".join(part for part in (error.what, error.advice) if part)
@@ -228,7 +233,7 @@ def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> 
     return TrialReport(tuple(findings), _summary(spec) if spec else (), trial=tried)
 
 
-async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
+async def _try(spec: HandlerSpec, lines: Sequence[bytes], keys: Sequence[str]) -> Trial:
     """Run records through the handler, each once, as the server would. Raises HandlerHalted when it cannot be opened.
 
     They go as records that run once more: those become dead letters under every policy, while ``initialize`` halts.
@@ -252,7 +257,7 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
                     shard_id=shard.id,
                     sequence_number=str(place),
                     data=line,
-                    partition_key=f"key-{place}",
+                    partition_key=keys[place - 1] if keys else f"key-{place}",
                     arrival_ms=now_ms,
                 )
                 for place, line in enumerate(lines[first : first + _BATCH], first + 1)
@@ -299,15 +304,19 @@ def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
 def main(arguments: list[str]) -> None:
     """Check the handler named by ``arguments`` and end at once.
 
-    They are the result's file, the dotted path, the retention in ms or '', and perhaps a file of records.
+    They are the result's file, the dotted path, the retention in ms or '', and perhaps a file of records and one of their
+    keys.
 
     It ends without waiting for threads that the module may have started.
     """
-    result, path, retention, *records = arguments
+    result, path, retention, *files = arguments
     # What the runtime logs of a failure is in the report.
     structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
-    lines = [line for name in records for line in Path(name).read_bytes().split(b"\n")]
-    told = report(path, int(retention) if retention else None, lines)
+    lines, keys = list[bytes](), list[str]()
+    if files:
+        lines = Path(files[0]).read_bytes().split(b"\n")
+        keys = msgspec.json.decode(Path(files[1]).read_bytes(), type=list[str])
+    told = report(path, int(retention) if retention else None, lines, keys)
     sys.stdout.flush()
     sys.stderr.flush()
     Path(result).write_bytes(msgspec.json.encode(told))

@@ -108,6 +108,24 @@ def arrival_times(lines: Sequence[bytes], field: str) -> list[int]:
     return list(itertools.accumulate((first if at is None else at for at in known), max))
 
 
+def partition_keys(lines: Sequence[bytes], fields: str) -> list[str]:
+    """Return each record's partition key: a field of its JSON as text, or the JSON of several (``carrier,flight``).
+
+    A record without a field has null in its place. Raises ConfigError when no record has one of the fields.
+    """
+    names = [name.strip() for name in fields.split(",")]
+    rows = list(map(_parsed, lines))
+    for name in names:
+        if not any(name in row for row in rows):
+            raise ConfigError(f"No record has a field {name!r}.", advice="Name fields of JSON records.")
+    keys = []
+    for row in rows:
+        values = [row.get(name) for name in names]
+        whole = values if len(values) > 1 else values[0]
+        keys.append(whole if isinstance(whole, str) else orjson.dumps(whole).decode())
+    return keys
+
+
 def fresh_folder(wanted: str | Path | None, name: str) -> Path:
     """Return ``wanted``, created if it does not exist, or a new temporary folder.
 

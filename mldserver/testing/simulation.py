@@ -23,6 +23,7 @@ from mldserver.jobs.engine import Engine
 from mldserver.server import Server
 from mldserver.testing.daemon import Form, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits
+from mldserver.testing.fake_kinesis import FakeKinesis
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
@@ -55,8 +56,11 @@ def build_stream(
     records_per_second: float = 1000.0,
     start_ms: int,
     arrivals: Sequence[int] | None = None,
+    keys: Sequence[str] = (),
 ) -> FakeStream:
-    """Return a stream with one record for each line, each under a different key, and with splits and merges of shards.
+    """Return a stream with one record for each line, and with splits and merges of shards.
+
+    ``keys``: the partition key of each record; empty: each record has a different one.
 
     The seed decides where the splits and merges come between the records, and which open shards they take. A merge is
     skipped if no two open shards have adjacent hash ranges. Arrival times begin at ``start_ms`` (milliseconds since the
@@ -79,7 +83,7 @@ def build_stream(
             arrival_ms = (
                 arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
             )
-            stream.put(lines[number], f"key-{number}", arrival_ms=arrival_ms)
+            stream.put(lines[number], keys[number] if keys else f"key-{number}", arrival_ms=arrival_ms)
     stream.end()
     return stream
 
@@ -241,7 +245,7 @@ class Simulation(ServerRun):
         self.stream = stream
         self._speed = speed
         self.faults = faults or Faults()
-        self.server = Server(settings, engine=engine, clock=clock)
+        self.server = Server(settings, engine=engine, clock=clock, kinesis=FakeKinesis(stream, clock).make)
         self._fault_random = random.Random(f"{seed}/faults")  # noqa: S311  # repeatable, not secret
         self._next_loss_is_graceful = False
         self.mld = FakeMLD(

@@ -110,3 +110,17 @@ def test_a_report_is_findings_traceback_output_and_summary() -> None:
 
 def test_the_command_calls_itself_check() -> None:
     assert app.name == ("check",)
+
+
+def test_records_get_the_partition_keys_that_a_field_names(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"carrier": "{name}"}}\n' for name in ("UA", "B6", "UA")))
+    (tmp_path / "mine.py").write_text(
+        "schema = 'c STRING, n INT'\nstate_ttl = '1 day'\ndef process_record(record, ctx):\n"
+        "    ctx.state['n'] = ctx.state.get('n', 0) + 1\n    return ctx.key, ctx.state['n']\n"
+    )
+    done = run(tmp_path, "mine", "--input", "in.jsonl", "--key-field", "carrier")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "state    kept for each partition key, for 1 d after its last change\n" in done.stdout
+    assert "c   n\nUA  1\nB6  1\nUA  2\n" in done.stdout
+    done = run(tmp_path, "mine", "--input", "in.jsonl")
+    assert "c      n\nkey-1  1\nkey-2  1\nkey-3  1\n" in done.stdout

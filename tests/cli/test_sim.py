@@ -161,6 +161,25 @@ def test_a_row_is_late_when_its_record_comes_late_by_the_datas_own_time(
     assert "11 durable, 1 late, 0 dead letters" in capsys.readouterr().out
 
 
+def test_a_handler_that_keeps_state_counts_each_key_through_splits_merges_and_crashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counts.py").write_text(
+        "schema = 'carrier STRING, n INT'\ndef process_record(record, ctx):\n"
+        "    ctx.state['n'] = ctx.state.get('n', 0) + 1\n    return ctx.key, ctx.state['n']\n"
+    )
+    faults = ["--splits", "2", "--merges", "1", "--crashes", "1", "--lost-leases", "1", "--batch", "50"]
+    arguments = ["counts", "--key-field", "carrier", "--engine", "local", "--limit", "2000", "--out", "out"]
+    assert run(["sim", *arguments, *faults]) == 0
+    counts: dict[str, list[int]] = {}
+    for file in Path("out").glob("window=*/*.parquet"):
+        for row in pq.ParquetFile(file).read(["carrier", "n"]).to_pylist():
+            counts.setdefault(row["carrier"], []).append(row["n"])
+    assert len(counts) > 5
+    assert all(sorted(numbers) == [*range(1, len(numbers) + 1)] for numbers in counts.values())
+
+
 def test_dead_letters_are_told_by_class_with_an_example_and_are_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -492,3 +492,94 @@ def test_a_hook_of_changes_that_is_nearly_called_so_is_told(inspect: Any) -> Non
     assert warnings(inspect("def on_insert(change): ...\ndef on_updated(change): ...")) == [
         "mine.py:2: warning: on_updated is never called or read; did you mean on_update?"
     ]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "def process_record(record, ctx): ...",
+        "async def process_record(record, ctx): ...",
+        "from mldserver import Context\ndef process_record(record, mine: Context): ...",
+        "from __future__ import annotations\nimport mldserver\ndef process_record(r, c: mldserver.Context = None): ...",
+        "def on_insert(change, ctx): ...\ndef on_delete(change): ...",
+        "changes = True\ndef process_record(change, ctx=None): ...",
+    ],
+)
+def test_a_second_parameter_that_is_a_context_makes_a_handler_keep_state(inspect: Any, hook: str) -> None:
+    spec, findings = inspect(hook)
+    assert (spec.keyed, spec.state_ttl_ms, findings) == (True, None, ())
+    assert spec.hooks["process_record"].takes_context
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        PROCESS,
+        "def process_record(record, limit=5): ...",
+        "def process_record(record, *ctx): ...",
+        "def process_record(record, *, ctx=None): ...",
+        "def on_insert(change): ...",
+        "def process_records(batch): ...",
+    ],
+)
+def test_other_handlers_keep_no_state(inspect: Any, hook: str) -> None:
+    spec, findings = inspect(hook)
+    assert (spec.keyed, findings) == (False, ())
+
+
+def test_methods_take_a_context_too(inspect: Any) -> None:
+    spec, _ = inspect(
+        """
+        class C:
+            state_ttl = "1 day"
+            def process_record(self, record, ctx): ...
+        class S:
+            @staticmethod
+            def process_record(record, ctx): ...
+        """,
+        "C",
+    )
+    assert (spec.keyed, spec.state_ttl_ms) == (True, 86_400_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "concurrency = 2\ndef process_record(record, ctx): ...",
+            "mine.py:1: concurrency is for handlers without ctx: calls with state follow one another",
+        ),
+        (
+            "def process_records(batch, ctx): ...",
+            "mine.py:1: process_records takes ctx, but it has no key: process_record and the hooks of changes have one",
+        ),
+        (
+            "def process_table(table, ctx): ...",
+            "mine.py:1: process_table takes ctx, but it has no key: process_record and the hooks of changes have one",
+        ),
+        (
+            PROCESS + "state_ttl = '1 day'",
+            "mine.py:2: state_ttl is for handlers with ctx: process_record(record, ctx)",
+        ),
+        (
+            "state_ttl = 'soon'\ndef process_record(record, ctx): ...",
+            "mine.py:1: state_ttl is 'soon'; write a duration such as '1 day'",
+        ),
+        (
+            "state_ttl = 0\ndef process_record(record, ctx): ...",
+            "mine.py:1: state_ttl is 0; write a duration such as '1 day'",
+        ),
+        (
+            "state_ttl = []\ndef process_record(record, ctx): ...",
+            "mine.py:1: state_ttl is []; write a duration such as '1 day'",
+        ),
+    ],
+)
+def test_what_state_cannot_go_with_is_told(inspect: Any, text: str, found: str) -> None:
+    assert errors(inspect(text)) == [found]
+
+
+def test_a_misspelt_state_ttl_is_told(inspect: Any) -> None:
+    assert warnings(inspect("state_tll = '1 day'\ndef process_record(record, ctx): ..."))[0].endswith(
+        "did you mean state_ttl?"
+    )

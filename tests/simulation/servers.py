@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated, leaves
 from simulation.plan import Plan
-from support.kinesis import FakeKinesis
 from support.virtual_loop import LoopClock
 from support.virtual_process import VirtualProcess
 
@@ -18,6 +17,7 @@ from mldserver.coordinator.core.lineage import Presence
 from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import FakeStream, LocalEngine
+from mldserver.testing.fake_kinesis import FakeKinesis
 
 if TYPE_CHECKING:
     from simulation.faults import Faults

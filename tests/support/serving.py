@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from support.kinesis import FakeKinesis
 
 from mldserver.admin.gather import EventTally
 from mldserver.base.clock import Clock
@@ -23,6 +22,7 @@ from mldserver.server import Server
 from mldserver.sources.listing import MakeKinesis
 from mldserver.sources.source import MakeSource
 from mldserver.testing import FakeStream, LocalEngine
+from mldserver.testing.fake_kinesis import FakeKinesis
 
 KEEP_EVERYTHING = '''
 """Keeps every record as a row."""

@@ -16,6 +16,7 @@ from mldserver.testing.playground import (
     arrival_times,
     fresh_folder,
     logged_failures,
+    partition_keys,
     play_settings,
     quick_spark,
     read_lines,
@@ -134,7 +135,7 @@ THE_USERS = {
     *("on_failure", "on_key_failure", "failure_rules", "attempts", "max_age", "retry_base"),
     *("answer_deadline", "handler_timeout", "concurrency", "workers", "worker_memory", "worker_kill_after"),
     *("window_on_failure", "window_attempts", "window_deadline"),
-    *("window_concurrency", "flush_bytes", "buffer_bytes", "segment_disk_bytes", "late"),
+    *("window_concurrency", "flush_bytes", "buffer_bytes", "state_bytes", "segment_disk_bytes", "late"),
     *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
     *("idle_time", "quiet_time", "missing_limit", "max_ahead", "on_ahead"),
     *("connection_limit", "line_limit", "initialize_timeout"),
@@ -264,3 +265,12 @@ def test_records_arrive_by_the_latest_time_that_a_field_has_had() -> None:
     ]
     with pytest.raises(ConfigError, match="No record has a time in when"):
         arrival_times(lines, "when")
+
+
+def test_partition_keys_are_the_text_of_a_field_or_the_json_of_several() -> None:
+    lines = [b'{"carrier": "UA", "flight": 15}', b'{"carrier": "B6"}', b"no json"]
+    assert partition_keys(lines, "carrier") == ["UA", "B6", "null"]
+    assert partition_keys(lines, "flight") == ["15", "null", "null"]
+    assert partition_keys(lines, "carrier, flight") == ['["UA",15]', '["B6",null]', "[null,null]"]
+    with pytest.raises(ConfigError, match="No record has a field 'tail'"):
+        partition_keys(lines, "carrier,tail")

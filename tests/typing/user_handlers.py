@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 
 import mldserver
-from mldserver import Batch, Record, Sequence, Shard, Window, batches, tumbling
+from mldserver import Batch, Context, Record, Sequence, Shard, Window, batches, tumbling
 from mldserver.dynamodb_streams import Change
 from mldserver.windows import Batches, Tumbling
 
@@ -34,6 +34,14 @@ def process_record(record: Record) -> tuple[str, float | None, str] | None:
     assert_type(record.shard_id, str)
     flight = record.json()
     return flight["carrier"], flight["dep_delay"], flight["scheduled"]
+
+
+def on_update(change: Change, ctx: Context) -> None:
+    """Keep state for the change's key."""
+    assert_type(ctx.key, str)
+    assert_type(ctx.now, datetime)
+    assert_type(ctx.state, dict[str, Any])
+    ctx.state["times"] = ctx.state.get("times", 0) + 1
 
 
 def on_insert(change: Change) -> dict[str, Any] | None:

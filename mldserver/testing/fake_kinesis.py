@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from mldserver.base.clock import Clock, SystemClock
-from mldserver.testing import FakeStream
-from mldserver.testing.fake_stream import HashRange
+from mldserver.testing.fake_stream import FakeStream, HashRange
 
-_PAGE = 3
+_PAGE: Final = 3
 """Shards a page."""
 
 
