@@ -1,5 +1,7 @@
 """Handlers of simulated pipelines: one for each way of cutting windows, all of them slow and faulty at times.
 
+Of each there is one that counts the records of each key in its state (``Counting...``), and one whose state expires.
+
 A record is ``{"n": number, "at": event time in ms, "fails": calls that fail first (-1: all), "slow": seconds, "none":
 whether it gives no row}``.
 """
@@ -10,9 +12,10 @@ import asyncio
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
-from mldserver import Record, batches, tumbling
+from mldserver import Context, Record, batches, tumbling
 
 SCHEMA = "n BIGINT, at TIMESTAMP"
+COUNTS = SCHEMA + ", key STRING, counted BIGINT"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 failed: Counter[int] = Counter()
 """Calls that failed so far, by record."""
@@ -73,3 +76,60 @@ class Runs:
 
     def process_record(self, record: Record) -> Row | None:
         return make_row(record)
+
+
+def count(record: Record, ctx: Context) -> tuple[int, datetime, str, int] | None:
+    """Count before the call fails: then it must not have counted."""
+    ctx.state["n"] = counted = ctx.state.get("n", 0) + 1
+    row = make_row(record)
+    return row and (*row, ctx.key, counted)
+
+
+class CountingArrival(Arrival):
+    schema = COUNTS
+
+    def process_record(self, record: Record, ctx: Context) -> object:  # type: ignore[override]
+        return count(record, ctx)
+
+
+class CountingSlowly(Slowly):
+    schema = COUNTS
+
+    async def process_record(self, record: Record, ctx: Context) -> object:  # type: ignore[override]
+        before = ctx.state.get("n", 0)
+        await asyncio.sleep(record.json()["slow"])
+        assert ctx.state.get("n", 0) == before, "calls for one key overlap"
+        return count(record, ctx)
+
+
+class CountingColumn(Column):
+    schema = COUNTS
+
+    async def process_record(self, record: Record, ctx: Context) -> object:  # type: ignore[override]
+        before = ctx.state.get("n", 0)
+        await asyncio.sleep(record.json()["slow"])
+        assert ctx.state.get("n", 0) == before, "calls for one key overlap"
+        return count(record, ctx)
+
+
+class CountingRuns(Runs):
+    schema = COUNTS
+
+    def process_record(self, record: Record, ctx: Context) -> object:  # type: ignore[override]
+        return count(record, ctx)
+
+
+class ForgetfulArrival(CountingArrival):
+    state_ttl = "3 s"
+
+
+class ForgetfulSlowly(CountingSlowly):
+    state_ttl = "3 s"
+
+
+class ForgetfulColumn(CountingColumn):
+    state_ttl = "3 s"
+
+
+class ForgetfulRuns(CountingRuns):
+    state_ttl = "3 s"

@@ -138,7 +138,8 @@ class WatchedBuffer(Buffer):
 
 def _weigh(batch: BufferedBatch) -> int:
     letters = sum(len(each.data) + len(each.traceback) for each in batch.effects.dead_letters)
-    return letters + (0 if batch.effects.rows is None else batch.effects.rows.nbytes)
+    state = sum(map(len, batch.effects.state))
+    return letters + state + (0 if batch.effects.rows is None else batch.effects.rows.nbytes)
 
 
 @dataclass

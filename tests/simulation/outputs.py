@@ -243,7 +243,7 @@ class Outputs:
     def check(self, letters: Iterable[DeadLetter], purged: Counter[Key]) -> list[str]:
         """Compare all that came out with the stream; return what is wrong."""
         expected, stored = self.expected(), list(letters)
-        rows = list(self._rows())
+        rows = list(self.visible())
         counts = Counter(_key(row) for _, _, row in rows), Counter(map(key_of, stored)) + purged
         broken = [
             f"{key}: {counts[0][key]} rows, {counts[1][key]} dead letters of {expected.get(key, 'no record')}"
@@ -283,7 +283,7 @@ class Outputs:
         told = (letter.data, letter.partition_key, letter.arrival_ms)
         return told == (record.data, record.partition_key, arrival_ms)
 
-    def _rows(self) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+    def visible(self) -> Iterator[tuple[str, bool, dict[str, Any]]]:
         """Yield the window of every visible row, whether it is in the late dataset, and the row."""
         for late in (False, True):
             for folder in sorted((self.out / "_late" if late else self.out).glob("window=*")):

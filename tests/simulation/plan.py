@@ -9,6 +9,10 @@ from mldserver.testing.daemon import Form
 
 HANDLERS = ("Arrival", "Column", "Runs")
 DISK = 50 << 30
+TTL_MS = 3000
+"""Of handlers whose state expires (``handlers.py``)."""
+KEYED = 1_000_000
+"""From this seed on, handlers keep state by key."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,17 @@ class Plan:
     """Whether somebody who sets a clock may set it by days."""
     outage: float
     """For how many seconds no daemon runs; longer than shards may be missing."""
+    keyed: bool = False
+    """Whether the handler counts the records of each key in its state."""
+    ttl_ms: int | None = None
+    """How long state stays without a write; None: for ever."""
+
+    @property
+    def handler_class(self) -> str:
+        """The name of the handler's class in ``handlers.py``."""
+        if not self.keyed:
+            return self.handler
+        return f"Counting{self.handler}" if self.ttl_ms is None else f"Forgetful{self.handler}"
 
     @property
     def by_arrival(self) -> bool:
@@ -218,4 +233,28 @@ def make_plan(seed: int) -> Plan:
         plan = replace(plan, days=True, ahead=more.choice((plan.ahead, 172_800.0)))
     if not calm and more.random() < 0.15:
         plan = replace(plan, outage=30.0)
+    return plan if seed < KEYED else _counting(plan)
+
+
+def _counting(plan: Plan) -> Plan:
+    """Give a plan a handler that keeps state, and more of what moves state from one process to another."""
+    dice = random.Random(f"{plan.seed}/keyed")
+    trouble = 0 if plan.calm else 1
+    plan = replace(
+        plan,
+        keyed=True,
+        listed=True,
+        servers=max(plan.servers, dice.choice((1, 2, 3))),
+        keys=plan.keys or dice.choice((3, 12, 40)),
+        splits=dice.randint(0, 4),
+        merges=dice.randint(0, 3),
+        lost_leases=plan.lost_leases + trouble * dice.randint(0, 2),
+        kills=plan.kills + trouble * dice.randint(0, 1),
+        table=plan.latency < 0.1 and dice.random() < 0.4,
+        # Of a parked record nobody can see from outside whether it has counted, unless it gives a row.
+        rowless=0.0 if plan.parks else plan.rowless,
+    )
+    if plan.form is not Form.V1 and not plan.parks and dice.random() < 0.3:
+        # Redriven records write at a time that does not follow from the stream.
+        plan = replace(plan, ttl_ms=TTL_MS, redrives=0.0)
     return plan

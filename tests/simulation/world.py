@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import orjson
-from simulation import handlers
+from simulation import counted, handlers
 from simulation.faults import Faults, FaultyStore
 from simulation.operators import Operator
 from simulation.oracles import (
@@ -132,7 +132,7 @@ class World:
     def _settings(self) -> Settings:
         plan = self.plan
         fixed = {
-            "handler": f"simulation.handlers:{plan.handler}",
+            "handler": f"simulation.handlers:{plan.handler_class}",
             "pipeline": "world",
             "out": str(self.folder / "out"),
             "listen": "127.0.0.1:0",
@@ -313,6 +313,8 @@ class World:
         letters = await self.ledger.dead_letters(100_000)
         await self.ledger.close()
         broken = self.positions.broken + self.outputs.check(letters, self.operator.purged)
+        if self.plan.keyed:
+            broken += counted.check(self.outputs, letters, state)
         self.faults.told["revised"] = self.outputs.revisions
         exact = self.plan.form is not Form.V1 or not self.plan.clocks_differ
         if self.plan.calm and self.plan.by_arrival and exact and self.outputs.late:
