@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def _notes(error: BaseException) -> list[str]:
 def _drop(_logger: object, _method: str, event: dict[str, Any]) -> dict[str, Any]:
     if "SIM_LOG" in os.environ:
         sys.stderr.write(f"{event}\n")
+        if event.get("exc_info"):
+            traceback.print_exc()
     raise structlog.DropEvent
 
 
