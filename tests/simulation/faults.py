@@ -104,6 +104,8 @@ class Faults:
         """Let the oracles know of a transaction of the ledger that took effect."""
         if call == "register":
             self.positions.register(argument)
+        if call == "compact_state":
+            self.told["compacted"] += 1
         self.outputs.happened(call, argument, self.clock.now_ms())
 
     def fail_job(self, job: WindowJob) -> Exception | None:

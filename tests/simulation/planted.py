@@ -37,6 +37,15 @@ class AwaitsBeforeItForgets(Coordinator):
         return complete
 
 
+class Stumbles(Coordinator):
+    """Fails by an error that no server may end by, once rows are registered."""
+
+    async def _flush(self, *args: Any) -> bool:
+        if self.ledger_view.state.windows:
+            raise KeyError("stumbles")
+        return await super()._flush(*args)
+
+
 class ChecksPointsTooEarly(SessionPosition):
     """Checkpoints what was accepted, before it is durable."""
 
@@ -226,6 +235,7 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "a redriven letter that counts twice": {SqliteLedger: _on(CountsTwice)},
     "a row of the future that closes windows": {Coordinator: BelievesAnyTime},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
+    "a server that ends by an error of its own": {Coordinator: Stumbles},
     "a checkpoint that runs ahead": {SessionPosition: ChecksPointsTooEarly},
     "records that count at each delivery": {IntakeSession: DeliversTwice},
     "a ledger without fences": {SqliteLedger: _on(Unfenced)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from simulation.plan import Plan
 from support.virtual_loop import LoopClock
 from support.virtual_process import VirtualProcess
 
+from mldserver.assembly import Parts
 from mldserver.config.settings import Settings
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.errors import HandlerError, LedgerError, OperatorError
@@ -34,9 +36,18 @@ class WatchedServer(Server):
     broken: list[str]
     process: VirtualProcess
 
-    async def _serve(self) -> int:
+    async def _start(self) -> None:
+        with self._watched():
+            await super()._start()
+
+    async def _work(self, parts: Parts) -> int:
+        with self._watched():
+            return await super()._work(parts)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
-            return await super()._serve()
+            yield
         except (Exception, BaseExceptionGroup) as error:
             if not self.process.dead:
                 self.broken += [
