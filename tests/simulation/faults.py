@@ -104,7 +104,7 @@ class Faults:
         """Let the oracles know of a transaction of the ledger that took effect."""
         if call == "register":
             self.positions.register(argument)
-        if call == "compact_state":
+        if call == "compact":
             self.told["compacted"] += 1
         self.outputs.happened(call, argument, self.clock.now_ms())
 
