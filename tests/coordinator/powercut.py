@@ -42,6 +42,8 @@ _LEDGER_CALLS = frozenset(
         "prune",
         "expire_servers",
         "leave",
+        "compact_state",
+        "forget_state_files",
     }
 )
 
@@ -212,6 +214,7 @@ def unsafe(images: Iterable[Image], scratch: Path) -> dict[int, list[str]]:
             for path in late
             if not image.has(late_path(path)) and not (path in waiting and image.has(path))
         ]
+        gone += [file.path for file in state.state_files.values() if file.needed and not image.has(file.path)]
         for entry in entries:
             gone += [each.path for each in (*entry.segments, *entry.pending) if not image.has(each.path)]
             gone += [f"{entry.window_id}/{file}" for file in entry.files if not _shown(image, entry, file)]

@@ -3,70 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from coordinator.keyed import Counter, counts, opened
 from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline
 from support.shards import accept
 
 from mldserver.consumer.intake import AT_TIP
-from mldserver.coordinator.shards import IntakeSession
-from mldserver.effects import Effects
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import StateFile
 from mldserver.records import Sequence
-from mldserver.runtime.interface import BatchOutcome
-from mldserver.stores import ALL_KEYS, KeyRange, StateChange, StateSnapshot, StoreClaim, pack_changes
+from mldserver.stores import ALL_KEYS, KeyRange, StoreClaim
 
-CLAIM = StoreClaim(ALL_KEYS)
 FAMILY = StoreClaim(None)
 RETAINED = replace(RULES, retention_ms=5000)
-
-
-def counts(snapshot: StateSnapshot) -> dict[str, int]:
-    keys, values = (snapshot.entries.column(name).to_pylist() for name in ("key", "value"))
-    assert len(set(keys)) == len(keys)
-    return {key.decode(): int(value) for key, value in zip(keys, values, strict=True)}
-
-
-@dataclass
-class Counter:
-    """A handler's process: counts the records of each key, from the snapshot that it opened with."""
-
-    session: IntakeSession
-    entries: dict[str, int] = field(default_factory=dict)
-
-    async def load(self) -> None:
-        assert self.session.snapshot is not None
-        snapshot = await self.session.snapshot()
-        assert snapshot.accepted + 1 == self.session.next_number
-        self.entries = counts(snapshot)
-
-    def run(self, records: list[tuple[int, str]], **named: Any) -> BatchOutcome:
-        changed = {}
-        for _, key in records:
-            self.entries[key] = changed[key] = self.entries.get(key, 0) + 1
-        made = outcome(self.session.shard_id, [(number, number) for number, _ in records], rows=[], **named)
-        blob = pack_changes(StateChange(key.encode(), str(count).encode()) for key, count in changed.items())
-        return msgspec.structs.replace(
-            made, effects=Effects(dead_letters=made.effects.dead_letters, state=(blob,))
-        )
-
-    async def give(self, *records: tuple[int, str]) -> None:
-        self.session.batch_began()
-        await accept(self.session, self.run(list(records)))
-
-
-async def opened(
-    pipeline: Pipeline, shard: str = "a", start: Any = "TRIM_HORIZON", claim: StoreClaim = CLAIM, **named: Any
-) -> Counter:
-    counter = Counter(await pipeline.open(shard, start, store=claim, **named))
-    await counter.load()
-    return counter
 
 
 def files(pipeline: Pipeline) -> list[str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from mldserver.testing import FakeStream
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -17,6 +19,8 @@ class Plan:
     """The folder that holds the handler."""
     settings: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
+    stream: FakeStream | None = None
+    """What the stream lists, for a server whose settings name it."""
     hangs: bool = False
     """Whether a life hangs at its step instead of ending there."""
 

@@ -21,6 +21,7 @@ from mldserver.base.kill_points import arm
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
+from mldserver.testing.fake_kinesis import FakeKinesis
 
 _OVER: Final = "over"
 _WARM: Final = [
@@ -113,7 +114,8 @@ def _live(plan: Plan, step: str | None, told: Connection) -> None:
     settings = quick(plan.out, plan.handler, **plan.settings)
     engine = TableEngine(plan.out / TABLE)
     with logging_to(settings):
-        code = asyncio.run(_serve(Server(settings, engine=engine), told))
+        kinesis = None if plan.stream is None else FakeKinesis(plan.stream).make
+        code = asyncio.run(_serve(Server(settings, engine=engine, kinesis=kinesis), told))
     sys.exit(code)
 
 

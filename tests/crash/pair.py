@@ -158,7 +158,8 @@ class Pair:
         if self._ground.dynamodb is not None:
             settings["ledger"] = self._ground.dynamodb
         hangs = death is not None and death.hangs
-        return Plan(self._out, self._handler, str(self._root), settings, self._ground.environ, hangs)
+        stream = self.story.stream if KINDS[self.story.kind].keyed else None
+        return Plan(self._out, self._handler, str(self._root), settings, self._ground.environ, stream, hangs)
 
     async def play(self) -> None:
         """Play the story to its end and compare."""

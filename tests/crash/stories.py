@@ -29,6 +29,7 @@ START: Final = datetime(2027, 1, 15, 8, tzinfo=UTC)
 SIZE: Final = timedelta(seconds=10)
 TABLE: Final = "_table.sqlite"
 """In the output folder: where the small engine publishes windows, when a story's sink is a table."""
+_FEW_KEYS: Final = 23
 TWICE: Final = 1_000_000
 """Added to the id of a record's second row."""
 
@@ -40,14 +41,21 @@ schema = "id BIGINT NOT NULL, at TIMESTAMP NOT NULL, arrived BIGINT"
 windows = {windows}
 
 
-def process_record(record):
+def process_record({arguments}):
     event = record.json()
-    if event["what"] == "poison":
+{count}    if event["what"] == "poison":
         raise ValueError("poison")
     arrived = int(record.approximate_arrival_timestamp.timestamp() * 1000)
     row = (event["id"], event["at"], arrived)
     return {{"none": [], "twice": [row, (event["id"] + {twice}, event["at"], arrived)]}}.get(event["what"], row)
 '''
+_COUNT: Final = """\
+    seen = ctx.state.get("seen", 0)
+    ctx.state["seen"] = seen + 1
+    if seen != event["nth"]:
+        event["id"] = -1 - event["id"]
+"""
+"""A wrong count makes another row than the story expects. A record that fails does not count."""
 _BY_COLUMN: Final = 'tumbling("10 seconds", on="at", lateness="2 seconds")'
 
 
@@ -70,6 +78,10 @@ class Kind:
     batches: bool = False
     late: bool = False
     """Whether the late dataset may hold rows in the end."""
+    keyed: bool = False
+    """Whether the handler counts the records of each key in its state."""
+    length: int = 1
+    """Its stories have so many times the records of others."""
 
 
 KINDS: Final = {
@@ -79,6 +91,7 @@ KINDS: Final = {
     "forgetful": Kind(_BY_COLUMN, {"retention_bytes": 1}, column=True, late=True),
     "arrival": Kind('tumbling("10 seconds")'),
     "batches": Kind('batches(max_rows=37, max_age="80 ms")', batches=True),
+    "keyed": Kind('tumbling("10 seconds")', {"stream": "told", "retention": 0.2}, keyed=True, length=3),
 }
 
 
@@ -93,6 +106,12 @@ ONLY_IN: Final = {
     "revision.cut": ("recompute",),
     "revision.exchanged": ("recompute",),
     "window.expired": ("forgetful",),
+    "state.loading": ("keyed",),
+    "state.loaded": ("keyed",),
+    "state.written": ("keyed",),
+    "state.compacting": ("keyed",),
+    "state.compacted": ("keyed",),
+    "state.dropped": ("keyed",),
 }
 """Steps that some kinds of story come to, and others do not, or seldom."""
 
@@ -142,6 +161,7 @@ def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
     dice = random.Random(f"{seed}/story")
     stream = FakeStream(shards, seed=seed, start_ms=_ms(START))
     changes = sorted(dice.sample(range(records // 10, records), 3))
+    counts: Counter[str] = Counter()
     for number in range(records):
         if changes and number == changes[0]:
             _reshard(stream, dice, split=len(changes) != 2)
@@ -149,8 +169,10 @@ def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
         what = dice.choices(["row", "old", "none", "twice", "poison"], [80, 8, 3, 6, 3])[0]
         at = START + timedelta(milliseconds=100 * number)
         event_at = at - timedelta(seconds=dice.randint(5, 60)) if what == "old" else at
-        event = {"id": number, "at": event_at.isoformat(), "what": what}
-        stream.put(json.dumps(event).encode(), f"key-{number}", arrival_ms=_ms(at))
+        key = f"key-{number % _FEW_KEYS if KINDS[kind].keyed else number}"
+        event = {"id": number, "at": event_at.isoformat(), "what": what, "nth": counts[key]}
+        counts[key] += what != "poison"
+        stream.put(json.dumps(event).encode(), key, arrival_ms=_ms(at))
     stream.end()
     return Story(seed, kind, stream, *_expected(stream))
 
@@ -185,10 +207,12 @@ def _ms(at: datetime) -> int:
 
 def write_handler(folder: Path, kind: str) -> str:
     """Write the story's handler and return its dotted path."""
-    name = f"rows_{kind}"
-    (folder / f"{name}.py").write_text(
-        _HANDLER.format(kind=kind, windows=KINDS[kind].windows, twice=TWICE), "utf-8"
+    name, keyed = f"rows_{kind}", KINDS[kind].keyed
+    arguments, count = ("record, ctx", _COUNT) if keyed else ("record", "")
+    text = _HANDLER.format(
+        kind=kind, windows=KINDS[kind].windows, twice=TWICE, arguments=arguments, count=count
     )
+    (folder / f"{name}.py").write_text(text, "utf-8")
     return name
 
 

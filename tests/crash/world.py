@@ -124,7 +124,8 @@ class World:
             **(settings or {}),
         }
         handler = write_handler(root, story.kind)
-        self._plan = Plan(self._out, handler, str(root), told_settings)
+        stream = story.stream if KINDS[story.kind].keyed else None
+        self._plan = Plan(self._out, handler, str(root), told_settings, stream=stream)
         self._mld = FakeMLD(
             story.stream,
             f"unix:{address}",
@@ -247,7 +248,7 @@ async def play_all(
             folder = root / f"{number}"
             folder.mkdir()
             kind = (kind_for or needed)(toll, list(KINDS)[number % len(KINDS)])
-            story = told(seed * 1000 + number, kind=kind, records=records)
+            story = told(seed * 1000 + number, kind=kind, records=records * KINDS[kind].length)
             try:
                 if play is None:
                     settings = {"workers": 1} if number % WORKERS_EVERY == 2 else {}
