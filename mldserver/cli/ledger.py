@@ -1,7 +1,8 @@
 """``mldserver ledger``: shows positions and servers; changes shards' positions; backs up and restores.
 
 A backup of a ledger in SQLite is a folder. It holds ``ledger.sqlite``, and below ``files`` the files that the ledger names,
-under the same paths: segments, late rows that are not visible yet, and outputs that are committed and not published yet.
+under the same paths: segments, files of keyed state, late rows that are not visible yet, and outputs that are committed and not
+published yet.
 A backup does not hold published windows: they are part of the output folder, which is backed up separately.
 """
 
@@ -36,18 +37,19 @@ from mldserver.config.resolve import home, ledger_file
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.ledger.book import Book
-from mldserver.ledger.contract import LedgerState, ShardState, WindowState
+from mldserver.ledger.contract import LedgerState, Segment, ShardState, StateFile, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteStore, go_on_from
 from mldserver.ledger.sqlite_file import check_tables, copy_whole, pipeline_of
-from mldserver.output.layout import OUTPUTS, PRIVATE, SEGMENTS, STAGING
+from mldserver.ledger.state_rules import shards_with_state
+from mldserver.output.layout import OUTPUTS, PRIVATE, SEGMENTS, STAGING, STATE
 
 if TYPE_CHECKING:
     from mldserver.output.store import OutputStore
 
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
-_SERVER_FOLDERS: Final = (f"{SEGMENTS}/", f"{STAGING}/", f"{OUTPUTS}/")
+_SERVER_FOLDERS: Final = (f"{SEGMENTS}/", f"{STATE}/", f"{STAGING}/", f"{OUTPUTS}/")
 """The prefixes of all files that a ledger may name. A server deletes such files when it no longer needs them."""
 
 _MAX_COPIES: Final = 20
@@ -77,6 +79,13 @@ app = App(name="ledger", help=_HELP, help_format="markdown")
 
 
 ShardId = Annotated[str, Parameter(help="The shard's id, as `ledger show` lists it.")]
+ForgetState = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        help="Forget the keyed state of the shards too; on DynamoDB Streams that of all shards that descend from the same one.",
+    ),
+]
 
 
 @app.command(name="show")
@@ -113,29 +122,43 @@ def create_ledger(*, where: LedgerOptions = FROM_SETTINGS) -> None:
 
 
 @app.command(name="reset")
-def reset_shards(*shards: ShardId, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
+def reset_shards(
+    *shards: ShardId,
+    forget_state: ForgetState = False,
+    where: LedgerOptions = FROM_SETTINGS,
+    as_json: AsJson = False,
+) -> None:
     """Forget shards' positions, so that the server accepts all their records again.
 
     Rows that were stored before stay in place: if read again, they count twice. Only shards that no server holds
     are reset. The daemon must start at the beginning (delete the shard's lease, or the application's lease table):
     a daemon that continues from its checkpoint is refused, unless the gap is accepted.
+
+    Records that are read again would change keyed state (`ctx.state`) twice. A shard with keyed state is reset only with
+    `--forget-state`. If the shard has split or merged since, name its descendants too: they keep their state otherwise.
     """
-    with _open_ledger_of_free_shards(shards, where) as (ledger, _, runner):
-        done = runner.run(ledger.reset(frozenset(shards)))
-    text = "is reset: it has no position any more."
+    with _open_ledger_of_free_shards(shards, where, forget_state=forget_state) as (ledger, _, runner):
+        done = runner.run(ledger.reset(frozenset(shards), forget_state=forget_state))
+    text = f"is reset: it has no position{' and no keyed state' if forget_state else ''} any more."
     _print_changed("reset", shards, done, dict.fromkeys(done, text), as_json=as_json)
 
 
 @app.command(name="forget")
-def forget_shards(*shards: ShardId, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
+def forget_shards(
+    *shards: ShardId,
+    forget_state: ForgetState = False,
+    where: LedgerOptions = FROM_SETTINGS,
+    as_json: AsJson = False,
+) -> None:
     """Remove names that do not belong to the stream, such as a name that a test or an unknown client has invented.
 
     Windows wait for every shard in the ledger until `missing_limit`, and readiness waits for a shard that is read. Rows
     that arrived under the name stay. Only shards that no server holds are forgotten. If the name does belong to a shard,
     its daemon is refused when it continues from its checkpoint, as after `reset`; rows that are read again count twice.
+    A name with keyed state is forgotten only with `--forget-state`.
     """
-    with _open_ledger_of_free_shards(shards, where) as (ledger, state, runner):
-        done = runner.run(ledger.forget_shards(frozenset(shards)))
+    with _open_ledger_of_free_shards(shards, where, forget_state=forget_state) as (ledger, state, runner):
+        done = runner.run(ledger.forget_shards(frozenset(shards), forget_state=forget_state))
     texts = {
         shard: f"is forgotten (its position was {state.shards[shard].position or 'none'})." for shard in done
     }
@@ -144,9 +167,12 @@ def forget_shards(*shards: ShardId, where: LedgerOptions = FROM_SETTINGS, as_jso
 
 @contextlib.contextmanager
 def _open_ledger_of_free_shards(
-    shards: tuple[str, ...], where: LedgerOptions
+    shards: tuple[str, ...], where: LedgerOptions, *, forget_state: bool
 ) -> Iterator[tuple[Ledger, LedgerState, asyncio.Runner]]:
-    """Open the ledger for a command that changes these shards. Raises OperatorError if it lacks one, or a server holds one."""
+    """Open the ledger for a command that changes these shards.
+
+    Raises OperatorError if it lacks one, a server holds one, or one has keyed state that the command may not forget.
+    """
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
     with open_ledger(ledger_settings(where)) as (ledger, state, runner):
@@ -157,7 +183,27 @@ def _open_ledger_of_free_shards(
                     f"Shard {shard_id} is held by the server {owner}.",
                     advice="Stop that server first; a dead one's shards are free when another server has noticed.",
                 )
+        for shard_id in sorted(shards_with_state(state).intersection(shards)):
+            _check_state(state, shard_id, forget_state=forget_state)
         yield ledger, state, runner
+
+
+def _check_state(state: LedgerState, shard_id: str, *, forget_state: bool) -> None:
+    """Raise OperatorError unless the keyed state of a shard may be forgotten."""
+    if not forget_state:
+        raise OperatorError(
+            f"Shard {shard_id} has keyed state.",
+            did="Nothing was changed.",
+            advice="Give --forget-state to forget its keys' state too. Without it, records that are read again would count twice.",
+        )
+    store = state.shards[shard_id].store
+    for other in state.shards.values():
+        if other.store == store and other.owner is not None:
+            raise OperatorError(
+                f"Shard {other.shard_id} shares the keyed state of shard {shard_id}, and is held by the server {other.owner}.",
+                did="Nothing was changed.",
+                advice="Stop that server first.",
+            )
 
 
 def _print_changed(
@@ -214,6 +260,8 @@ def ledger_document(state: LedgerState) -> dict[str, Any]:
         "late_files_waiting": len(state.late_segments),
         "windows": {str(state): counts[state] for state in WindowState},
         "segment_bytes": state.segment_bytes,
+        "stores": len(state.stores),
+        "state_files": len(state.state_files),
         "servers": [dataclasses.asdict(server) for _, server in sorted(state.servers.items())],
         "shards": shards,
     }
@@ -316,7 +364,8 @@ def restore_ledger(folder: Path, /, *, where: LedgerOptions = FROM_SETTINGS, as_
         pipeline = where.pipeline or pipeline_of(copy) or settings.pipeline
         state = _read_copy(copy, pipeline)
         named = list(_files_named(state))
-        _check_names(state, named)
+        _check_names(state, {*named, *state.paths()})
+        _check_stores(state)
         missing = [path for path in named if not store.exists(path)]
         _check_files(folder, state, frozenset(missing))
         if locks := ServerLocks(home(settings) / SERVERS).held():
@@ -371,8 +420,8 @@ def _read_copy(file: Path, pipeline: str) -> LedgerState:
 
 
 def _files_named(state: LedgerState) -> Iterator[str]:
-    """Yield the files that a ledger needs."""
-    yield from state.paths()
+    """Yield the files that a ledger needs: not the state files that wait for their deletion."""
+    yield from state.paths() - {file.path for file in state.state_files.values() if not file.needed}
     for entry in state.windows.values():
         if entry.staging is not None:
             yield from (f"{entry.staging}/{file}" for file in entry.files)
@@ -405,19 +454,34 @@ def _is_name(part: str) -> bool:
     return part not in {"", ".", ".."} and "\0" not in part
 
 
+def _check_stores(state: LedgerState) -> None:
+    """Raise OperatorError if a backup's ledger names a store of keyed state that it does not have."""
+    stores = {shard.store for shard in state.shards.values() if shard.store}
+    stores |= {store_id for file in state.state_files.values() for store_id in file.needed}
+    if unknown := sorted(stores - state.stores.keys()):
+        raise _untrusted_backup(
+            f"its ledger names the store {unknown[0]!r} of keyed state, which it does not have"
+        )
+
+
 def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> None:
     """Raise OperatorError unless the ``wanted`` files are in the backup ``folder`` and match what its ledger says of them.
 
-    Segments must have the recorded rows and bytes; the files of a window's committed output, the recorded rows together.
+    Segments and state files must have the recorded rows and bytes, state files also the columns of keyed state; the files of a
+    window's committed output, the recorded rows together.
     """
     from pyarrow import ArrowException  # noqa: PLC0415  # `--help` must not wait for it
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415  # see above
+
+    from mldserver.coordinator.core.state_files import COLUMNS  # noqa: PLC0415  # see above
 
     def rows(path: str) -> int:
         if not _is_regular_file(folder, f"{_FILES}/{path}"):
             raise _untrusted_backup(f"{_FILES}/{path} is missing, or a link leads there")
         try:
             with ParquetFile(folder / _FILES / path) as file:
+                if path in state.state_files and not file.schema_arrow.equals(COLUMNS):
+                    raise _untrusted_backup(f"{_FILES}/{path} does not have the columns of keyed state")
                 return int(file.metadata.num_rows)
         except ArrowException as error:
             raise _untrusted_backup(
@@ -427,14 +491,15 @@ def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> N
     counts = {path: rows(path) for path in sorted(wanted)}
     entries = state.windows.values()
     window_segments = (segment for entry in entries for segment in (*entry.segments, *entry.pending))
-    for segment in (*state.late_segments, *window_segments):
-        if (count := counts.get(segment.path)) is None:
+    segments: list[Segment | StateFile] = [*state.late_segments, *window_segments]
+    for named in [*segments, *state.state_files.values()]:
+        if (count := counts.get(named.path)) is None:
             continue
-        size = (folder / _FILES / segment.path).stat().st_size
-        if (count, size) != (segment.rows, segment.bytes):
+        size = (folder / _FILES / named.path).stat().st_size
+        if (count, size) != (named.rows, named.bytes):
             raise _untrusted_backup(
-                f"{_FILES}/{segment.path} has {count:,} rows and {size:,} bytes, and the ledger expects "
-                f"{segment.rows:,} and {segment.bytes:,}"
+                f"{_FILES}/{named.path} has {count:,} rows and {size:,} bytes, and the ledger expects "
+                f"{named.rows:,} and {named.bytes:,}"
             )
     for entry in state.windows.values():
         paths = [f"{entry.staging}/{file}" for file in entry.files] if entry.staging is not None else []

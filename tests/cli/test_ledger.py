@@ -20,10 +20,13 @@ from mldserver.ledger.contract import (
     Segment,
     SegmentKind,
     ServerState,
+    StateFile,
+    StoreUpdate,
 )
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
+from mldserver.stores import ALL_KEYS, StoreClaim
 
 FAR = Sequence(49_590_338_271_490_256_608_559_692_538_361_571_095_921_575_989_136_588_898, 3)
 
@@ -187,6 +190,44 @@ def test_a_shard_that_is_opened_in_the_moment_of_the_reset_is_told(
     assert "a server has opened them since: b" in told(capsys, "reset", "b", code=2)
     monkeypatch.undo()
     assert server.peek().shards["b"].position == Sequence(8)
+
+
+def keep_state(server: SqliteStore) -> None:
+    """Let the shards ``root`` and ``child``, which share a store, have state, and only ``root`` be free."""
+    for shard, parents in (("root", ()), ("child", ("root",))):
+        server.open_shard(shard, parents, store=StoreClaim(None))
+    moved = PositionUpdate("root", 1, None, None, None)
+    file = StateFile("_mldserver/state/1", {"root": (ALL_KEYS,)}, 1, 10)
+    update = StoreUpdate("root", 0, ("root",))
+    assert server.register(Flush((moved,), stores=(update,), state_file=file), now_ms=1).registered
+    server.release_shard("root", 1)
+
+
+def test_a_shard_with_keyed_state_is_reset_only_together_with_its_state(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_state(server)
+    before = server.peek()
+    refused = told(capsys, "reset", "b", "root", code=2)
+    assert "Shard root has keyed state. Nothing was changed. Give --forget-state" in refused
+    refused = told(capsys, "reset", "root", "--forget-state", code=2)
+    assert "Shard child shares the keyed state of shard root, and is held by the server one" in refused
+    assert server.peek() == before
+    server.release_shard("child", 1)
+    said = told(capsys, "reset", "root", "b", "--forget-state")
+    assert said.count("is reset: it has no position and no keyed state any more.") == 2
+    assert server.peek().stores == {}
+
+
+def test_a_made_up_name_with_keyed_state_is_forgotten_only_together_with_its_state(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_state(server)
+    server.release_shard("child", 1)
+    assert documents(capsys, "show")["state_files"] == 1
+    assert "Shard root has keyed state" in told(capsys, "forget", "root", code=2)
+    assert documents(capsys, "forget", "root", "--forget-state") == {"forgotten": ["root"]}
+    assert server.peek().state_files["_mldserver/state/1"].needed == {}
 
 
 def test_a_gap_is_accepted_for_the_next_opening_only(

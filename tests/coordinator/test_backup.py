@@ -8,20 +8,26 @@ import json
 import os
 import shutil
 import sqlite3
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from coordinator.pipeline import Crash, Faults, Pipeline, named
+from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.cli.ledger import _files_named
-from mldserver.ledger.contract import WindowState
+from mldserver.coordinator.core.state_files import COLUMNS
+from mldserver.ledger.contract import Flush, PositionUpdate, StateFile, StoreUpdate, WindowState
+from mldserver.ledger.format import FORMAT
 from mldserver.ledger.sqlite_file import copy_whole
 from mldserver.output.layout import LEDGER, QUARANTINE
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
+from mldserver.stores import ALL_KEYS, StoreClaim
 from mldserver.windows import tumbling_id
 
 pytestmark = pytest.mark.quick
@@ -373,3 +379,95 @@ async def test_an_output_that_is_not_what_the_ledger_tells_of_is_refused(tmp_pat
     assert "has 1 rows, and the ledger expects 2" in ledger("restore", "monday", code=2)
     changed(tmp_path / "monday", "UPDATE windows SET rows_out = 1")
     ledger("restore", "monday")
+
+
+# Keyed state.
+
+
+def state_file(out: OutputStore, number: int, *, columns: pa.Schema = COLUMNS) -> StateFile:
+    """Write a file with one key's state."""
+    rows = [{"store": "a", "key": b"k", "expires_ms": None, "value": b"\x80", "serial": number}]
+    path = f"_mldserver/state/{number}.parquet"
+    size = out.write(path, pa.Table.from_pylist(rows, columns))
+    return StateFile(path, {"a": (ALL_KEYS,)}, 1, size)
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Path:
+    """An output folder with a shard's state in two files, and a third that no store needs any more."""
+    out = OutputStore(str(tmp_path / "out"))
+    store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="test", server_id="one")
+    store.open(now_ms=1)
+    store.open_shard("a", store=StoreClaim(None))
+    for number in (1, 2):
+        fence, update = PositionUpdate("a", 1, None, None, None), StoreUpdate("a", number - 1, ("a",))
+        flush = Flush((fence,), stores=(update,), state_file=state_file(out, number))
+        assert store.register(flush, now_ms=1).registered
+    replaced = store.peek().state_files["_mldserver/state/1.parquet"]
+    assert store.compact_state(state_file(out, 3), {replaced.path: replaced.needed}, now_ms=1)
+    store.leave()
+    store.close()
+    return tmp_path
+
+
+def test_a_backup_brings_keyed_state_back_except_files_that_no_store_needs(keyed: Path, ledger: Any) -> None:
+    ledger("backup", "monday")
+    assert files(keyed / "monday") == ["2.parquet", "3.parquet"]
+    shutil.rmtree(keyed / "out")
+    ledger("restore", "monday")
+    assert files(keyed / "out") == ["2.parquet", "3.parquet"]
+    store = SqliteStore(keyed / "out" / LEDGER, pipeline="test", server_id="two")
+    state = store.open(now_ms=1)
+    store.close()
+    assert state.stores["a"].serial == 2
+    needed = {path[-9:]: bool(file.needed) for path, file in state.state_files.items()}
+    assert needed == {"1.parquet": False, "2.parquet": True, "3.parquet": True}
+
+
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("UPDATE state_files SET path = '../../evil.parquet' WHERE rowid = 3", "names '../../evil.parquet'"),
+        # The server would delete it.
+        ("UPDATE state_files SET path = '/tmp/mine' WHERE needed = '{}'", "names '/tmp/mine'"),
+        ("UPDATE state_files SET path = '_mldserver/owner.json' WHERE needed = '{}'", "owner.json'"),
+        ("UPDATE state_files SET bytes = bytes + 1", "and the ledger expects 1 and"),
+        ("UPDATE state_files SET rows = 2", "has 1 rows and"),
+        ("DELETE FROM stores", "cannot be read"),
+        (
+            "DELETE FROM stores; UPDATE state_files SET needed = '{}'",
+            "names the store 'a' of keyed state, which it does not have",
+        ),
+        ("UPDATE state_files SET needed = '{\"a\": 1}'", "cannot be read"),
+        ("UPDATE stores SET last = 'what'", "cannot be read"),
+    ],
+)
+def test_a_backup_whose_keyed_state_was_changed_is_refused(
+    keyed: Path, ledger: Any, sql: str, told: str
+) -> None:
+    ledger("backup", "monday")
+    shutil.rmtree(keyed / "out")
+    changed(keyed / "monday", sql)
+    said = ledger("restore", "monday", code=2)
+    assert told in said
+    assert not (keyed / "out").exists()
+
+
+def test_a_state_file_of_a_backup_must_have_the_columns_of_keyed_state(keyed: Path, ledger: Any) -> None:
+    ledger("backup", "monday")
+    shutil.rmtree(keyed / "out")
+    other = state_file(OutputStore(str(keyed / "monday" / "files")), 2, columns=COLUMNS.remove(3))
+    changed(keyed / "monday", f"UPDATE state_files SET bytes = {other.bytes} WHERE path = '{other.path}'")
+    assert "does not have the columns of keyed state" in ledger("restore", "monday", code=2)
+
+
+def test_a_backup_of_format_6_is_restored(tmp_path: Path, ledger: Any) -> None:
+    with tarfile.open(Path(__file__).parents[1] / "formats" / "6.tar.gz") as kept:
+        kept.extractall(tmp_path, filter="data")
+    ledger("backup", "monday")
+    with contextlib.closing(sqlite3.connect(tmp_path / "monday" / "ledger.sqlite")) as db:
+        assert db.execute("SELECT format FROM meta").fetchone() == (6,), "reading upgrades nothing"
+    shutil.rmtree(tmp_path / "out")
+    ledger("restore", "monday")
+    with contextlib.closing(sqlite3.connect(tmp_path / "out" / LEDGER)) as db:
+        assert db.execute("SELECT format FROM meta").fetchone() == (FORMAT,)
