@@ -174,7 +174,9 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
 async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec) -> Parts:
     """Build the parts around a loaded handler. What reads files or imports much runs in a thread, not on the event loop.
 
-    A handler without a schema gives no rows: it has neither Spark nor a window runner.
+    A handler without a schema gives no rows: it has neither Spark nor a window runner. With ``around.drain`` the parts belong to a
+    server that only closes the open windows and reads no stream. A handler with state needs to know which keys each shard has, which
+    only the stream's listing says (``_require_ranges``).
     """
     if spec.keyed and around.source is None and not around.drain:
         _require_ranges(settings)

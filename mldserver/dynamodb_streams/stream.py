@@ -100,9 +100,10 @@ class Stream:
         self._current: _StreamReading | None = None
 
     async def __aenter__(self) -> Self:
-        """Find the stream and begin to read. Raises OperatorError; ConfigError for a token of another stream.
+        """Find the table's stream and move to the position that was given, which may be a token from an earlier ``Stream``.
 
-        When DynamoDB Streams does not answer for about 30 seconds, that is NotThereYet, an OperatorError.
+        Raises ConfigError if that is a token of another stream, and OperatorError for others. The API object raises NotThereYet (an
+        OperatorError) if DynamoDB Streams does not name the stream within about 30 seconds.
         """
         async with contextlib.AsyncExitStack() as resources:
             await resources.enter_async_context(self._api)

@@ -99,7 +99,7 @@ class Supervisor:
     """Set when the daemon's last bridge ends after the request to stop."""
     _killed: bool = False
     """The last daemon was killed by this supervisor."""
-    _lead_released: bool = False
+    _leader_lock_released: bool = False
     """No JVM of this worker can hold the leader's lock."""
     _starts: int = 0
     _activity: str = "starting"
@@ -126,25 +126,29 @@ class Supervisor:
         return EXIT_FORCED if self._forced.is_set() else code
 
     async def _keep_running(self) -> int:
-        """Run one daemon after another until stopped; return the exit code."""
+        """Run one daemon after another until stopped; return the exit code.
+
+        The JVMs of a KCL application elect a leader by a lock in DynamoDB. A JVM that was killed leaves its lock behind, and no
+        shard is assigned until the lock expires. So the lock of a dead JVM is released before the next one starts.
+        """
         exit_code = EXIT_CLEAN
 
         async def run_once() -> ChildExit | None:
             nonlocal exit_code
             if not await self._wait_for_server():
                 return None
-            await self._release_lead()  # again, if it failed before
+            await self._release_leader_lock()  # again, if it failed before
             began_ms = self.clock.steady_ms()
             code = await self._run_daemon()
             seconds = (self.clock.steady_ms() - began_ms) / 1000
-            await self._release_lead()
+            await self._release_leader_lock()
             if self._stopping.is_set():
                 exit_code = self._report_stop(code, seconds)
             return ChildExit(partial(self._report_exit, code, seconds))
 
-        if await self._wait_for_name():
-            # Of a former supervisor that was killed, with its JVM.
-            await self._release_lead()
+        if await self._wait_for_worker_name():
+            # A former supervisor may have been killed together with its JVM, and have left that JVM's lock.
+            await self._release_leader_lock()
             await supervise(
                 run_once, backoff=self.backoff, clock=self.clock, stopping=self._stopping, chance=self.chance
             )
@@ -170,7 +174,7 @@ class Supervisor:
         self._activity = f"the daemon ended with exit code {code}; it starts again in {delay:.1f} s"
         log.warning("kcl.exited", exit_code=code, seconds=seconds, delay_seconds=round(delay, 3))
 
-    async def _wait_for_name(self) -> bool:
+    async def _wait_for_worker_name(self) -> bool:
         """Wait until no other process on this host uses the worker's name. Return False if asked to stop first."""
 
         async def claimed() -> bool:
@@ -205,12 +209,12 @@ class Supervisor:
             await first_of(self._stopping.wait(), self.clock.sleep(ASK_SECONDS))
         return False
 
-    async def _release_lead(self) -> None:
+    async def _release_leader_lock(self) -> None:
         """Release the leader's lock if the last JVM, which is dead, may hold it. A forced stop does not wait for that."""
-        if not self._lead_released:
+        if not self._leader_lock_released:
 
             async def release() -> None:
-                self._lead_released = await self.worker.release_lead()
+                self._leader_lock_released = await self.worker.release_lead()
 
             await first_of(self._forced.wait(), release())
 
@@ -225,7 +229,7 @@ class Supervisor:
         self._bridges_ended.clear()
         self._killed = False
         self._open_shards = 0
-        self._lead_released = False
+        self._leader_lock_released = False
         self._activity = f"the daemon runs (start {self._starts})"
         log.info("kcl.starting", start=self._starts, **self.start_fields)
         try:

@@ -98,7 +98,14 @@ class DecodedBatch(msgspec.Struct, frozen=True):
 class FastDecoder:
     """Decodes one shard's lines. Its records know their shard by their class, which costs nothing for each."""
 
-    __slots__ = ("_eager", "_large_records", "_lazy", "_payloads_read", "_sample", "_shard_id")
+    __slots__ = (
+        "_eager",
+        "_handler_reads_payloads",
+        "_large_records",
+        "_last_lazy_record",
+        "_lazy",
+        "_shard_id",
+    )
 
     def __init__(self, shard_id: str) -> None:
         """Prepare. Decoders are made with the first lines: an idle shard needs none."""
@@ -106,19 +113,21 @@ class FastDecoder:
         self._eager: msgspec.json.Decoder[Any] | None = None
         self._lazy: msgspec.json.Decoder[Any] | None = None
         self._large_records = False
-        self._sample: Any = None
+        self._last_lazy_record: Any = None
         """A record that was not decoded, to see later whether the handler read it."""
-        self._payloads_read = False
+        self._handler_reads_payloads = False
         """Whether the handler was seen to read payloads."""
 
     def decode(self, line: bytes | bytearray | memoryview) -> DecodedBatch | None:
         """Return the records of a ``processRecords`` line; None if it is unusual or invalid: ``decode_records`` then reads it.
 
-        If records are large and the handler has not read any payload so far, payloads remain base64 until they are read.
+        If the last batch had large records and the handler has not read any payload so far, payloads remain base64 until they
+        are read. Reading one turns its text into bytes. Once that is seen in a record of an earlier batch, all later batches are
+        decoded at once.
         """
-        if self._sample is not None and type(self._sample._text) is bytes:  # noqa: SLF001  # the handler has read it
-            self._payloads_read, self._sample = True, None
-        lazy = self._large_records and not self._payloads_read
+        if self._last_lazy_record is not None and type(self._last_lazy_record._text) is bytes:  # noqa: SLF001  # the handler has read it
+            self._handler_reads_payloads, self._last_lazy_record = True, None
+        lazy = self._large_records and not self._handler_reads_payloads
         decoder = (self._lazy if lazy else self._eager) or self._make_decoder(lazy=lazy)
         try:
             message = decoder.decode(line)
@@ -130,7 +139,7 @@ class FastDecoder:
             if not (is_sequence(records[0].sequence_text) if len(records) == 1 else _in_order(records)):
                 return None
             if lazy:
-                self._sample = records[-1]
+                self._last_lazy_record = records[-1]
         return DecodedBatch(records, message.millisBehindLatest)
 
     def _make_decoder(self, *, lazy: bool) -> msgspec.json.Decoder[Any]:

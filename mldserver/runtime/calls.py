@@ -59,6 +59,8 @@ class BoundHook:
     """Converts the returned value, as part of the call. Raises for a value that the server refuses."""
     context: CallContext | None = None
     """The context of the calls, if the hook takes one. Its arguments are then pairs: a record, and its effective time (ms)."""
+    unchecked: BoundHook | None = None
+    """The same hook, whose rows are checked together after the last call: for the first attempt at a batch with a context."""
 
 
 class Returned(msgspec.Struct):

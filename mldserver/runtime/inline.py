@@ -147,6 +147,7 @@ class InlineRuntime:
             random=random,
             rows=RowBuilder(spec.schema, time_column=spec.time_column, at_once=policy.parks or spec.keyed),
             folding=Folding(clock.steady_ms),
+            late_rows=RowBuilder(spec.schema, time_column=spec.time_column) if spec.keyed else None,
             lanes=lanes,
         )
 
@@ -387,8 +388,12 @@ class InlineRuntime:
         state.applied = {name: state.applied.get(name, 0) for name in sharing}
         store.state = state
         name = self._tools.spec.record_hook
+        late_rows = self._tools.late_rows
+        assert late_rows is not None, "only keyed handlers have stores"
         for each in sharing.values():
-            each.hooks[name] = replace(each.hooks[name], context=CallContext(state, each.shard.id))
+            hook = replace(each.hooks[name], context=CallContext(state, each.shard.id), unchecked=None)
+            unchecked = replace(hook, plain=late_rows.plain, convert=late_rows.convert)
+            each.hooks[name] = replace(hook, unchecked=unchecked)
 
     def _sharing(self, store: _Store) -> dict[str, _OpenHandler]:
         """Return the open shards that have this store."""

@@ -49,6 +49,9 @@ class Tools:
     random: Callable[[], float]
     rows: RowBuilder
     folding: Folding
+    late_rows: RowBuilder | None = None
+    """For keyed handlers: finds faults only after the last call of a batch. ``rows`` finds them with each call, which takes
+    longer than the call."""
     lanes: int = 1
     """How many records of a batch, of different partition keys, are worked on at the same time."""
 

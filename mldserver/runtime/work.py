@@ -34,6 +34,7 @@ from mldserver.runtime.outcome import (
     join_rows,
 )
 from mldserver.runtime.plan import BatchPlan, End, Step
+from mldserver.runtime.rows import Built
 
 log = structlog.get_logger("mldserver")
 
@@ -156,9 +157,10 @@ class BatchWork(msgspec.Struct, eq=False):
         if not fresh:
             self.effects, self.done = NOTHING, True
             return None
+        if self.hook.unchecked is not None:
+            return self._attempt_keyed(self.hook.unchecked, watch)
         if tools.spec.record_hook is RecordHook.RECORD:
-            arguments: Any = fresh if self.hook.context is None else zip(fresh, self.times, strict=True)
-            returned = tools.caller.call_sync(self.hook, arguments, watch)
+            returned = tools.caller.call_sync(self.hook, fresh, watch)
             values: Any = returned.values
         else:
             lag = self.decoded.outline.millis_behind_latest
@@ -169,6 +171,33 @@ class BatchWork(msgspec.Struct, eq=False):
             self.done = self._take_rows(values)
         return returned
 
+    def _attempt_keyed(self, hook: BoundHook, watch: CallWatch | None) -> Returned | None:
+        """Do the calls of ``_attempt`` for a keyed handler; their rows are checked together, after the last call.
+
+        A call whose row is refused must leave the state as it was, and later calls of its key may have seen its changes. So if a
+        row is refused, take all changes back and return None: then each call is made once more, and its row is checked at once.
+        """
+        returned = self.tools.caller.call_sync(hook, zip(self.decoded.fresh, self.times, strict=True), watch)
+        if watch is not None and watch.abandoned:
+            return returned
+        if returned.failure is None:
+            self.done = self._take_rows(returned.values)
+            is_good = self.done
+        else:
+            is_good = self._build(returned.values) is not None
+        if not is_good:
+            assert hook.context is not None, "a keyed hook has a context"
+            hook.context.store.begin(hook.context.shard_id, self)
+        return returned if is_good else None
+
+    def _build(self, values: Sequence[Any]) -> Built | None:
+        """Return the rows of values, one for each of the first records; None if a value is refused, or needs a closer look."""
+        try:
+            built = self.tools.rows.build(enumerate(values))
+        except BaseException:  # noqa: BLE001  # a value's own code: it runs again in the step that logs its failure
+            return None
+        return None if built.faults else built
+
     def _take_rows(self, values: Any) -> bool:
         """Make rows of one value for each record. Return False if a value is wrong, or needs a closer look."""
         if values is not None:
@@ -176,11 +205,8 @@ class BatchWork(msgspec.Struct, eq=False):
                 return False
             # By identity: a value's own idea of equality is the handler's code.
             if any(map(is_not, values, repeat(None))):
-                try:
-                    built = self.tools.rows.build(enumerate(values))
-                except BaseException:  # noqa: BLE001  # see below
-                    return False  # a value's own code: it runs again in the step that logs its failure
-                if built.faults:
+                built = self._build(values)
+                if built is None:
                     return False
                 self.effects = join_rows([built], self.decoded, shard_id=self.delivery.shard_id)
                 return True

@@ -146,6 +146,28 @@ async def test_a_call_whose_row_the_schema_refuses_changes_nothing(
     assert (column(outcome, "n"), changed(outcome)) == ([1, 2], {"a": {"n": 2}})
 
 
+async def test_the_calls_of_a_batch_are_made_again_only_if_a_row_is_refused(kit: Any, column: Any) -> None:
+    called: list[bytes] = []
+
+    def process_record(record: Any, ctx: Any) -> tuple[Any, ...]:
+        called.append(record.data)
+        count(record, ctx)
+        if record.data == b"raise":
+            raise ValueError("no")
+        return ("text" if record.data == b"bad" else ctx.state["n"],)
+
+    runtime = await kit.start(at_once=True, schema="n INT", process_record=process_record, policy=ONE)
+    await runtime.open(Shard(A))
+    outcome = await outcome_of(runtime.begin(batch(("a", b"1"), ("a", b"raise"), ("a", b"3"), number=1)))
+    assert called == [b"1", b"raise", b"3"]
+    assert (column(outcome, "n"), changed(outcome)) == ([1, 2], {"a": {"n": 2}})
+    called.clear()
+    rows = [("a", b"4"), ("a", b"bad"), ("a", b"raise"), ("a", b"7")]
+    outcome = await outcome_of(runtime.begin(batch(*rows, first=4, number=2)))
+    assert called == [b"4", b"bad", b"raise", b"4", b"bad", b"raise", b"7"]
+    assert (column(outcome, "n"), changed(outcome)) == ([3, 4], {"a": {"n": 4}})
+
+
 @pytest.mark.parametrize("value", [{1}, object()])
 async def test_a_value_that_state_cannot_hold_fails_its_call(kit: Any, value: Any) -> None:
     async def process_record(record: Any, ctx: Any) -> None:
