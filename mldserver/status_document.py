@@ -239,6 +239,36 @@ class Peer(_Part, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class StoreRow(_Part, frozen=True, kw_only=True):
+    """One of the largest stores of keyed state at this server."""
+
+    id: str
+    keys: int
+    bytes: int
+    """About how much memory they take."""
+    files: int
+    """How many files a process reads to open it."""
+    serial: int
+    """How many flushes have changed it, those of the stores before it included."""
+
+
+class State(_Part, frozen=True, kw_only=True):
+    """Keyed state: what this server's processes hold, and its files."""
+
+    keys: int
+    files: int
+    """Files of all servers that a store needs."""
+    file_bytes: int
+    snapshots: int = 0
+    """How often a process got the state of a store, since the start."""
+    snapshot_seconds: float = 0.0
+    """How long that took together."""
+    compactions: int = 0
+    """How often several files became one, since the start."""
+    stores: tuple[StoreRow, ...] = ()
+    """The largest twenty, the largest first."""
+
+
 class Budget(_Part, frozen=True, kw_only=True):
     """What is bounded."""
 
@@ -284,8 +314,10 @@ class Status(_Part, frozen=True, kw_only=True):
     """None for a handler without rows."""
     dead_letters: DeadLetters = DeadLetters()
     servers: tuple[Peer, ...] = ()
+    state: State | None = None
+    """None for a handler that keeps no state."""
     budgets: dict[str, Budget] = {}
-    """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk)."""
+    """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk), ``state`` (keyed state in memory)."""
     resident_bytes: int = 0
     cpu_seconds: float = 0.0
     """CPU time of the server's process, its threads included."""

@@ -245,7 +245,14 @@ class Gatherer:
             windows=windows or document.Windows(),
             workers=workers,
             spark=spark,
-            **parts.coordinator.sections(coordinator, source, worker_of, shown=error_text),
+            **parts.coordinator.sections(
+                coordinator,
+                source,
+                worker_of,
+                state_sizes=runtime.state_sizes(),
+                state_bytes=settings.state_bytes,
+                shown=error_text,
+            ),
             **common,
         )
 

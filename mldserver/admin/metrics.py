@@ -151,9 +151,21 @@ segments_total  totals.segments
 segment_bytes_total  totals.segment_bytes
     Bytes of those files.
 budget_used_bytes  budgets.used_bytes
-    What is used of what is bounded: rows in memory (buffer), unread messages (lines), disk (segments).
+    What is used of what is bounded: rows in memory (buffer), unread messages (lines), disk (segments), keyed state in memory (state).
 budget_limit_bytes  budgets.limit_bytes
     The bounds of these.
+state_keys  state.keys
+    Keys whose state this server holds.
+state_files  state.files
+    Files of keyed state that a store needs, of all servers on the ledger.
+state_file_bytes  state.file_bytes
+    Bytes of those files.
+state_snapshots_total  state.snapshots
+    How often a process got the state of a store: when a shard was opened, or a worker replaced.
+state_snapshot_seconds_total  state.snapshot_seconds
+    Time that reading these states took.
+state_compactions_total  state.compactions
+    How often several files of keyed state became one.
 ledger_calls_total  totals.ledger_calls
     Transactions of the ledger.
 ledger_faults_total  totals.ledger_faults

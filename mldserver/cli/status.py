@@ -41,6 +41,7 @@ EXIT_NOT_READY: Final = 3
 _WINDOWS: Final = 5
 """How many of the latest windows are shown; unfinished windows are always shown."""
 _LETTERS: Final = 3
+_STORES: Final = 5
 
 _HELP = """
 Show the status of a running server: shards with lag and position, watermark, windows, workers, Spark, dead letters, other
@@ -196,6 +197,7 @@ _TABLES: Final = {
     "shards": "id state lag_ms durable_age_seconds checkpoint_age_seconds records rows worker position peer",
     "windows": "id state revision rows_in rows_out seconds cut_ms error",
     "workers": "number pid shards resident_bytes restarts running_seconds",
+    "largest stores of keyed state": "id keys bytes files serial",
     "other servers": "id beat_age_seconds watermark_ms idle reason",
     # `mldserver dead-letters show` shows all of a letter.
     "latest dead letters": "at_ms shard sequence error",
@@ -209,12 +211,13 @@ def rows(entries: Iterable[msgspec.Struct]) -> list[dict[str, Any]]:
 
 def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
     """Return a status as text: its facts, and a table for each list that has rows."""
-    latest = status.windows.latest
+    latest, state = status.windows.latest, status.state
     older, newest = latest[:-_WINDOWS], latest[-_WINDOWS:]
     lists = {
         "shards": status.shards if shards else (),
         "windows": [*(window for window in older if window.state != "done"), *newest],
         "workers": status.workers,
+        "largest stores of keyed state": () if state is None else state.stores[:_STORES],
         "other servers": [server for server in status.servers if not server.this],
         "latest dead letters": status.dead_letters.latest[-_LETTERS:],
     }
@@ -227,14 +230,15 @@ def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
 
 def facts(status: Status) -> dict[str, Any]:
     """Return the facts of a status that are not lists, as texts or small mappings by label, in the order of the output."""
-    state = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
-    state += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
+    words = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
+    words += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
     up = format_duration((status.taken_ms - status.started_ms) / 1000)
     totals, windows, spark, letters = status.totals, status.windows, status.spark, status.dead_letters
+    state = status.state
     return {
         "pipeline": f"{status.pipeline}, {status.handler}",
         "server": f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}",
-        "state": ", ".join(state),
+        "state": ", ".join(words),
         "reasons": "\n".join(status.reasons),
         "listening": status.listening,
         "records": f"{totals.records:,} in {totals.batches:,} batches, {format_size(totals.bytes)}",
@@ -248,6 +252,14 @@ def facts(status: Status) -> dict[str, Any]:
         and {name: getattr(spark, name) for name in ("version", "master", "ready", "trouble", "jobs", "ui")},
         "dead letters": letters.waiting is not None
         and {"waiting": letters.waiting, "redriving": letters.redriving},
+        "keyed state": state
+        and {
+            "keys here": state.keys,
+            "files": state.files,
+            "size": format_size(state.file_bytes),
+            "snapshots": state.snapshots,
+            "compactions": state.compactions,
+        },
         "budgets": ", ".join(
             f"{name} {format_size(budget.used_bytes)} of {format_size(budget.limit_bytes)}"
             for name, budget in status.budgets.items()

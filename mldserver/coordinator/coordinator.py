@@ -181,7 +181,7 @@ class Coordinator:
             ask_stream=ask_stream,
             keyed=keyed,
         )
-        self.sections = Sections(self.shards, view).all
+        self.sections = Sections(self.shards, view, self.state_files).all
         """Makes the coordinator's sections of the status document."""
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
         self.cuts_all = False  # whether cycles cut every open window, due or not

@@ -1,4 +1,4 @@
-"""The coordinator's sections of the status document: shards, watermark, servers, dead letters and budgets."""
+"""The coordinator's sections of the status document: shards, watermark, servers, keyed state, dead letters and budgets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.coordinator.shards import CoordinatorIntake
+from mldserver.coordinator.state import StateFiles
 from mldserver.records import Sequence
 from mldserver.sources.source import SourceStatus
-from mldserver.status_document import Budget, DeadLetters, LetterRow, Peer, ShardRow, WatermarkSection
+from mldserver.status_document import (
+    Budget,
+    DeadLetters,
+    LetterRow,
+    Peer,
+    ShardRow,
+    State,
+    StoreRow,
+    WatermarkSection,
+)
+from mldserver.stores import StoreSize
 
 _ENDED: Final = 100
 """How many ended shards are shown, the latest."""
@@ -38,9 +49,9 @@ def waited_seconds(
 class Sections:
     """Makes the coordinator's sections from its parts."""
 
-    def __init__(self, shards: CoordinatorIntake, view: LedgerView) -> None:
+    def __init__(self, shards: CoordinatorIntake, view: LedgerView, state_files: StateFiles) -> None:
         """``shards`` shares the coordinator's parts."""
-        self._shards, self._view = shards, view
+        self._shards, self._view, self._state_files = shards, view, state_files
         self._undurable: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
         """Of each shard, what ``waited_seconds`` has seen of positions that are not durable."""
         self._unstored: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
@@ -52,9 +63,20 @@ class Sections:
         source: SourceStatus,
         worker_of: Mapping[str, int],
         *,
+        state_sizes: tuple[StoreSize, ...],
+        state_bytes: int,
         shown: Callable[[str], str],
     ) -> dict[str, Any]:
-        """Return fields of the status document. ``worker_of``: the worker of each shard. ``shown``: what is shown of errors."""
+        """Return fields of the status document.
+
+        ``worker_of``: the worker of each shard. ``state_sizes``: the keyed state that is held here (``stores.largest``), which may
+        take ``state_bytes``. ``shown``: what is shown of errors.
+        """
+        budgets, state = self._budgets(status, source), None
+        if self._shards.keyed:
+            state = self._state(state_sizes)
+            used = sum(size.bytes for size in state_sizes)
+            budgets["state"] = Budget(used_bytes=used, limit_bytes=state_bytes)
         return {
             "paused": self._shards.backpressure.paused,
             "shards": self._all_shards(source, worker_of),
@@ -67,7 +89,8 @@ class Sections:
             ),
             "dead_letters": self._dead_letters(status, shown),
             "servers": self._servers(),
-            "budgets": self._budgets(status, source),
+            "state": state,
+            "budgets": budgets,
             "stream_ended": status.stream_ended,
             "unread_shards": status.unread_shards,
         }
@@ -169,6 +192,29 @@ class Sections:
         )
         waiting = None if status.letters_elsewhere else state.dead_letters
         return DeadLetters(waiting=waiting, redriving=state.redrives, latest=latest)
+
+    def _state(self, sizes: tuple[StoreSize, ...]) -> State:
+        held, done = self._view.state, self._state_files
+        files = [file for file in held.state_files.values() if file.needed]
+        return State(
+            keys=sum(size.keys for size in sizes),
+            files=len(files),
+            file_bytes=sum(file.bytes for file in files),
+            snapshots=done.snapshots,
+            snapshot_seconds=done.snapshot_ms / 1000,
+            compactions=done.compactions,
+            stores=tuple(
+                StoreRow(
+                    id=size.store_id,
+                    keys=size.keys,
+                    bytes=size.bytes,
+                    files=sum(size.store_id in file.needed for file in files),
+                    serial=store.serial,
+                )
+                for size in sizes
+                if (store := held.stores.get(size.store_id)) is not None
+            ),
+        )
 
     def _budgets(self, status: CoordinatorStatus, source: SourceStatus) -> dict[str, Budget]:
         rules, (lines_bytes, most_lines) = self._shards.rules, source.lines

@@ -24,6 +24,7 @@ from mldserver.status_document import (
     Peer,
     ShardRow,
     Spark,
+    State,
     Status,
     WatermarkSection,
     Windows,
@@ -60,6 +61,7 @@ def status(*shards: ShardRow) -> Status:
         spark=Spark(ready=True, start_seconds=12.5, jobs=1, jvm_resident_bytes=1 << 30),
         dead_letters=DeadLetters(waiting=4),
         servers=(Peer(id="box:7", this=True),),
+        state=State(keys=5, files=2, file_bytes=700, snapshots=1, snapshot_seconds=0.25, compactions=3),
         budgets={"buffer": Budget(used_bytes=1, limit_bytes=2)},
     )
 
@@ -204,7 +206,7 @@ def test_what_is_deployed_names_metrics_that_there_are(file: str) -> None:
 
 def test_each_alert_is_tested_as_it_fires_and_as_it_does_not() -> None:
     text = (DEPLOY / "prometheus-alerts-test.yml").read_text("utf-8")
-    assert len(alerts()) == 11
+    assert len(alerts()) == 12
     assert set(re.findall(r"alertname: (\w+), exp_alerts: \[\]", text)) == alerts()
     assert set(re.findall(r"alertname: (\w+)\n +exp_alerts:\n +- exp_labels", text)) == alerts()
 

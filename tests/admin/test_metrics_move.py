@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from spark.bench import FAKE, job
-from support.serving import connect, no_aws, quick, serving
+from support.serving import connect, no_aws, quick, serving, until
 
 from mldserver.admin.endpoint import AdminEndpoint
 from mldserver.admin.gather import EventTally
@@ -29,7 +30,7 @@ from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.spark.client import make_engine
-from mldserver.testing import FakeStreams, LocalEngine
+from mldserver.testing import FakeStream, FakeStreams, LocalEngine
 
 HANDLER = '''
 """A row for each record, and what some of them ask for beside that."""
@@ -75,6 +76,14 @@ AT = 1_700_000_000
 """Seconds since the epoch: a window begins."""
 STILL = {"start_time_seconds", "budget_limit_bytes", "open_files_limit"}
 """What stays as it is for as long as a server runs."""
+
+
+COUNTS = """
+from mldserver import Context
+
+def process_record(record, ctx: Context):
+    ctx.state["n"] = ctx.state.get("n", 0) + 1
+"""
 
 
 @pytest.fixture
@@ -156,11 +165,13 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def watched(settings: Settings, engine: Any = None) -> AsyncIterator[Watch]:
+async def watched(
+    settings: Settings, engine: Any = None, stream: FakeStream | None = None
+) -> AsyncIterator[Watch]:
     """Run a server whose log is counted."""
     tally = EventTally()
     with logging_to(replace(settings, log_file=Path("log")), observers=[tally]):
-        async with serving(settings, engine=engine, tally=tally) as server:
+        async with serving(settings, engine=engine, stream=stream, tally=tally) as server:
             yield Watch(server)
 
 
@@ -323,6 +334,34 @@ async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path,
         await watch.moved("workers_lost_total", "worker_restarts_total")
         await one.batch({"wish": "grow"})
         await watch.moved("workers_replaced_total")
+
+
+async def test_keyed_state_moves_from_its_first_key_to_the_compaction_of_its_files(
+    tmp_path: Path, handler: str
+) -> None:
+    (tmp_path / "counting.py").write_text(COUNTS)
+    stream = FakeStream(1)
+    (shard_id,) = stream.shards
+    settings = quick(tmp_path / "out", "counting", state_bytes="1 MiB")
+    async with watched(settings, stream=stream) as watch, child(watch, shard_id) as one:
+        await watch.moved("state_snapshots_total", "state_snapshot_seconds_total")
+        await one.batch({"second": 1})
+        await watch.moved("state_keys", "state_files", "state_file_bytes")
+        status = watch.server.document()
+        (store,) = status.state.stores if status.state is not None else ()
+        assert (store.id, store.keys, store.files, store.serial) == (shard_id, 1, 1, 1)
+
+        def flushed(serial: int) -> bool:
+            state = watch.server.document().state
+            return state is not None and state.stores[0].serial >= serial
+
+        used = status.budgets["state"]
+        assert (used.used_bytes, used.limit_bytes) == (store.bytes, 1 << 20)
+        for serial in range(2, 30):
+            await one.batch({"second": 1})
+            async with asyncio.timeout(240):
+                await until(partial(flushed, serial))
+        await watch.moved("state_compactions_total")
 
 
 async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str) -> None:

@@ -65,6 +65,7 @@ def test_one_look_shows_everything_that_a_person_on_call_asks_for(
     assert line(text, "Spark").endswith("version 4.0.1, master local[2], trouble no executor")
     assert line(text, "dead letters").endswith("waiting 2")
     assert line(text, "budgets").endswith("buffer 12 MiB of 256 MiB")
+    assert line(text, "keyed state").endswith("keys here 1,234, files 3, size 2.0 MiB, snapshots 2")
     assert line(text, "shardId-0").split()[1:4] == ["connected", "1.5", "s"]
     assert "495:2" in line(text, "shardId-0")
     assert "1 min 30 s" in line(text, "shardId-1")

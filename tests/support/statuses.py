@@ -18,7 +18,9 @@ from mldserver.status_document import (
     Peer,
     ShardRow,
     Spark,
+    State,
     Status,
+    StoreRow,
     Totals,
     WatermarkSection,
     WindowRow,
@@ -68,6 +70,17 @@ def healthy(at_ms: int = NOW) -> Status:
         ),
         dead_letters=DeadLetters(waiting=0),
         servers=(Peer(id="ingest-3-4711", this=True),),
+        state=State(
+            keys=84_210,
+            files=11,
+            file_bytes=9 << 20,
+            stores=tuple(
+                StoreRow(
+                    id=f"shardId-{n:012}", keys=11_000 - 500 * n, bytes=(6 << 20) - n, files=9, serial=5_470
+                )
+                for n in range(8)
+            ),
+        ),
         budgets=_budgets(0.21, 0.02, 0.34),
         resident_bytes=212 << 20,
     )
