@@ -35,6 +35,7 @@ from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.ledger.format import FORMAT
 from mldserver.output.layout import LEDGER, OWNER, SEGMENTS
 from mldserver.records import Sequence
+from mldserver.stores import StoreClaim
 from mldserver.testing import FakeMLD, FakeStream
 from tests.ledger.dynamodb_fake import FakeDynamo, flush, start
 from tests.ledger.samples import letter
@@ -167,12 +168,15 @@ async def test_segments_have_the_columns_of_those_that_were_kept(out: Path, tmp_
 
 @pytest.mark.parametrize("kept", TABLES, ids=lambda path: path.name)
 async def test_what_a_version_has_left_in_a_table_goes_on(kept: Path) -> None:
-    ledger = ledger_in(table_of(kept))
+    dynamo = table_of(kept)
+    ledger = ledger_in(dynamo)
     state = await ledger.open()
     assert state.shards["a"].position == Sequence(2)
     assert [len(window.segments) for window in state.windows.values()] == [2]
     assert [each.letter for each in await ledger.letters(limit=10)] == [letter(1), letter(2)]
     assert (await ledger.register(flush("a", 3))).registered, "and it goes on"
+    assert (await ledger.open_shard("b", store=StoreClaim(None))).store == "b", "also with keyed state"
+    assert dynamo.items["p"]["meta"]["format"] == {"N": str(FORMAT)}, "which an older version refuses"
     await ledger.close()
 
 
