@@ -96,7 +96,7 @@ class RowBuilder:
             value, kind = tuple(map(value.get, self._names)), tuple
         if kind is tuple and len(value) == self._width:
             row = value if not self._copied else self._own(value)
-            if not self._at_once:
+            if not self._at_once or self._is_certain(row):
                 return row
         elif kind is list and not (self._at_once or self._copied) and set(map(type, value)) == _TUPLES:
             # Some may be of another width, but none can change.
@@ -115,6 +115,13 @@ class RowBuilder:
         if self._at_once and (told := next(filter(None, map(self._row_fault, rows)), None)):
             raise BadRow(told)
         return rows
+
+    def _is_certain(self, row: tuple[Any, ...]) -> bool:
+        """Return whether a row has no fault, as far as that is seen quickly."""
+        for value, convert, null_fault in zip(row, self._converters, self._null_faults, strict=True):
+            if not convert.certain(value) and (value is not None or null_fault):
+                return False
+        return True
 
     def _own(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
         mine = list(row)

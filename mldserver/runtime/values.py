@@ -13,7 +13,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from types import GeneratorType
@@ -79,6 +79,8 @@ class Converter:
     """Types that Arrow takes without a change of meaning."""
     normal: Callable[[Any], Any]
     """Returns a plain value for one of another type; raises ValueError with the reason."""
+    certain: Callable[[Any], bool]
+    """Returns True only for values that Arrow takes for certain: a quick test of a single value."""
 
     def array(self, values: Sequence[Any]) -> Any:
         """Return ``values`` as an Arrow array. Raises whatever the first bad value makes Arrow or Python raise."""
@@ -123,7 +125,26 @@ def converter(sql: str, type_: Any) -> Converter:
         normal = partial(_structured, {field.name: converter("", field.type) for field in type_})
     else:
         plain, normal = next((plain, normal) for test, plain, normal in _SCALARS if test(type_))
-    return Converter(sql, type_, frozenset({*plain, type(None)}), normal)
+    return Converter(sql, type_, frozenset({*plain, type(None)}), normal, _certain(type_))
+
+
+def _certain(type_: Any) -> Callable[[Any], bool]:
+    if types.is_integer(type_):
+        limit = 1 << (type_.bit_width - 1)
+        return lambda value: type(value) is int and -limit <= value < limit
+    if types.is_string(type_):
+        return lambda value: type(value) is str and value.isascii()
+    if types.is_timestamp(type_):
+        zone = UTC if type_.tz else None
+        return lambda value: type(value) is datetime and value.tzinfo is zone
+    tests = (
+        (types.is_boolean, bool),
+        (types.is_float64, float),
+        (types.is_binary, bytes),
+        (types.is_date32, date),
+    )
+    wanted = next((kind for test, kind in tests if test(type_)), None)
+    return lambda value: type(value) is wanted
 
 
 def _refuse(_: Any) -> Any:

@@ -183,3 +183,27 @@ def test_the_bulk_and_the_single_value_agree(values: Any) -> None:
     convert = column("FLOAT")
     assert all(convert.fault(value) is None for value in values)
     assert len(convert.array(values)) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("ddl", "value"),
+    [
+        *(("BOOLEAN", True), ("TINYINT", -128), ("INT", 2**31 - 1), ("BIGINT", -(2**63)), ("DOUBLE", 1.5)),
+        *(("STRING", "text"), ("BINARY", b"a"), ("DATE", date(2020, 7, 1)), ("TIMESTAMP", NOON)),
+        ("TIMESTAMP_NTZ", NOON.replace(tzinfo=None)),
+    ],
+)
+def test_usual_values_need_no_arrow_to_be_known_as_good(ddl: str, value: Any) -> None:
+    assert column(ddl).certain(value)
+
+
+@pytest.mark.parametrize(
+    ("ddl", "value"),
+    [
+        *(("BOOLEAN", 1), ("TINYINT", 128), ("INT", True), ("BIGINT", 2**63), ("DOUBLE", 1), ("FLOAT", 1.5)),
+        *(("STRING", "\ud800"), ("BINARY", "a"), ("DATE", NOON), ("TIMESTAMP", NOON.replace(tzinfo=None))),
+        *(("TIMESTAMP_NTZ", NOON), ("ARRAY<INT>", [1]), ("DECIMAL(5,2)", Decimal(1))),
+    ],
+)
+def test_other_values_are_looked_at_by_arrow(ddl: str, value: Any) -> None:
+    assert not column(ddl).certain(value)
