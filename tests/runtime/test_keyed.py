@@ -448,6 +448,34 @@ async def test_dead_letters_that_run_once_more_count_as_outcomes(kit: Any) -> No
     assert changed(await runtime.process(ones("a", number=3, first=2))) == {"a": {"n": 3}}
 
 
+async def test_records_without_an_arrival_time_arrive_when_they_are_received(kit: Any) -> None:
+    times: list[Any] = []
+
+    def process_record(record: Any, ctx: Any) -> None:
+        times.append(ctx.now.timestamp())
+        count(record, ctx)
+
+    runtime = await opened(kit, process_record=process_record, state_ttl="3 s")
+    record = Record(shard_id=A, sequence_number="1", partition_key="a", arrival_ms=None)
+    outcome = await runtime.process(Delivery(A, Records([record]), 9_000, None))
+    [change] = unpack_changes(outcome.effects.state[0])
+    assert (times, change.expires_ms) == ([9.0], 12_000)
+
+
+async def test_the_times_of_dead_letters_that_run_once_more_expire_nothing(kit: Any) -> None:
+    runtime = await opened(kit, state_ttl="3 s")
+    await runtime.process(ones("a"))
+    await runtime.process(ones("b", first=20, redriven=True))
+    assert changed(await runtime.process(ones("a", first=2))) == {"a": {"n": 2}}
+
+
+async def test_the_times_of_a_part_are_those_of_its_records(kit: Any) -> None:
+    runtime = await opened(kit, state_ttl="3 s")
+    whole = ones("a", "a", *"bcdefg")
+    await runtime.process(structs.replace(whole, part=range(1)))
+    assert changed(await runtime.process(structs.replace(whole, part=range(1, 8))))["a"] == {"n": 2}
+
+
 async def test_condemned_records_change_nothing(kit: Any) -> None:
     runtime = await opened(kit)
     outcome = await runtime.process(structs.replace(ones("a", number=1), condemned="it killed its process"))

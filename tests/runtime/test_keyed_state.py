@@ -147,6 +147,7 @@ def test_state_expires_after_its_last_change_by_the_running_maximum_of_arrival_t
     calls.change("other", 1050, n=1)
     assert [calls.read("k", at) for at in (1099, 1100)] == [{"n": 1}, {}]
     calls.end(1100)
+    calls.end(900)
     assert calls.read("k", 1050) == {}, "a record that comes late finds what the one before it found"
     calls.change("k", 1050, m=2)
     assert calls.end(1100) == [StateChange(b"k", encode_state({"m": 2}), 1200)]
