@@ -269,6 +269,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         redriving=coordinator.redriving,
         clock=clock,
         parks=settings.on_key_failure is OnKeyFailure.PARK,
+        keyed=spec.keyed,
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
     return Parts(

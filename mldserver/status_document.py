@@ -224,6 +224,8 @@ class DeadLetters(_Part, frozen=True, kw_only=True):
     waiting: int | None = None
     """How many the ledger keeps; None: they go elsewhere."""
     redriving: int = 0
+    waits_for: str = ""
+    """Why letters that must run again wait; empty: none waits."""
     latest: tuple[LetterRow, ...] = ()
     """The latest twenty of this server, the oldest first."""
 

@@ -251,7 +251,8 @@ def facts(status: Status) -> dict[str, Any]:
         "Spark": spark
         and {name: getattr(spark, name) for name in ("version", "master", "ready", "trouble", "jobs", "ui")},
         "dead letters": letters.waiting is not None
-        and {"waiting": letters.waiting, "redriving": letters.redriving},
+        and {"waiting": letters.waiting, "redriving": letters.redriving}
+        | ({"waits for": letters.waits_for} if letters.waits_for else {}),
         "keyed state": state
         and {
             "keys here": state.keys,

@@ -14,12 +14,16 @@ import asyncio
 import contextlib
 import enum
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+from typing import Final
 
 from mldserver.records import Shard
 from mldserver.runtime.interface import Runtime
+
+_TURN_SECONDS: Final = 10.0
+"""For how long a visitor of several shards holds the handlers of some while it waits for the others."""
 
 
 class Superseded(Exception):
@@ -183,6 +187,28 @@ class Claims:
             self._superseded[shard_id].remove(claim)
         if not self._superseded[shard_id]:
             del self._superseded[shard_id]
+
+
+@contextlib.asynccontextmanager
+async def visiting_all(claims: Claims, shard_ids: Iterable[str]) -> AsyncGenerator[bool, None]:
+    """Have the handlers of several open shards at once, each between two batches; give whether that is possible now.
+
+    It is not if one of them is not open here, or works for so long that the others should not wait for it. Raises Superseded, also
+    within the block, when a consumer does not wait for visitors.
+    """
+    found = [claims.current.get(shard_id) for shard_id in sorted(shard_ids)]
+    opened = [claim for claim in found if claim is not None and claim.opened]
+    async with contextlib.AsyncExitStack() as stack:
+        possible = False
+        if opened and len(opened) == len(found):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TURN_SECONDS if len(opened) > 1 else None):
+                    for claim in opened:
+                        await stack.enter_async_context(claim.visit())
+                possible = True
+        if not possible:
+            await stack.aclose()
+        yield possible
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,7 @@ from mldserver.coordinator.core.flush import Buffer, BufferedBatch, flush_at
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.sessions import Session, Sessions
 from mldserver.coordinator.core.shape import Shape
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Destination, Flusher
@@ -48,6 +48,7 @@ from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
+from mldserver.stores import StateSnapshot
 from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
@@ -177,14 +178,19 @@ class Coordinator:
             reports=self._reports,
             flush=self.flush,
             soon=self._cycle.soon,
-            snapshot=self.state_files.snapshot,
+            snapshot=self._snapshot,
             ask_stream=ask_stream,
             keyed=keyed,
         )
-        self.sections = Sections(self.shards, view, self.state_files).all
+        self.sections = Sections(self.shards, view, self.state_files, self.redriving).all
         """Makes the coordinator's sections of the status document."""
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
         self.cuts_all = False  # whether cycles cut every open window, due or not
+
+    async def _snapshot(self, session: Session) -> StateSnapshot:
+        assert session.store is not None, "only sessions of handlers that keep state are asked"
+        await self.redriving.settle(session.store.store_id)
+        return await self.state_files.snapshot(session)
 
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 
 from mldserver.coordinator.core.flush import Buffer, buffered
 from mldserver.coordinator.core.ledger_view import LedgerView
-from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.sessions import Session, Sessions
 from mldserver.runtime.interface import BatchOutcome
+from mldserver.stores import hash_of, key_bytes
 from mldserver.windows import WindowSpec
+
+
+@dataclass(eq=False, slots=True)
+class StoreVisit:
+    """One use of a store by redriven letters, while none of its shards has a batch at the handler."""
+
+    session: Session
+    """The letters run as an outcome of this session."""
+    sessions: list[Session]
+    """All sessions of the store here."""
+    registered: bool = False
+
+    @property
+    def number(self) -> int:
+        """What ``Delivery.number`` must be."""
+        return self.session.outcomes + 1
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +40,10 @@ class RedriveIntake:
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
     sessions: Sessions
+    waits_for: str = ""
+    """Why letters of a handler that keeps state wait; empty: none waits."""
+    _unsettled: set[str] = field(init=False, default_factory=set)
+    """The stores of which a flush may register redriven letters."""
 
     @property
     def wanted(self) -> int:
@@ -33,22 +55,84 @@ class RedriveIntake:
         """Shards that another server has: that server redrives their letters."""
         return self.view.owned_elsewhere()
 
-    async def register(self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...]) -> None:
-        """Register what letters produced together with their removal; leave it out if the letters were removed before.
+    def home(self, shard_id: str, key: str | None) -> str | None:
+        """Return the store that has a key of a shard now. None: no open store, or it is not clear which.
 
-        All that the shard had accepted before is durable too when this returns. If the handler keeps state, the outcome is of the
-        shard's live session, and counts for it once it is registered.
+        It is the shard's own store until a child of the shard is open, then the open store whose range has the key.
+        """
+        state = self.view.state
+        shard = state.shards.get(shard_id)
+        own = None if shard is None else state.stores.get(shard.store)
+        if own is not None and not own.closed:
+            return own.store_id
+        hashed = hash_of(key_bytes(key or ""))
+        found = [
+            store.store_id
+            for store in state.stores.values()
+            if not store.closed and hashed in store.key_range
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def is_elsewhere(self, store_id: str) -> bool:
+        """Return whether another server has a shard of a store: that server redrives the letters."""
+        return any(self.view.state.shards[shard_id].store == store_id for shard_id in self.elsewhere)
+
+    def live(self, store_id: str) -> list[Session]:
+        """Return this server's live sessions of a store."""
+        return [session for session in self.sessions.of_store(store_id) if session.alive]
+
+    @contextlib.contextmanager
+    def visit(self, store_id: str, shard_id: str) -> Iterator[StoreVisit]:
+        """Use a store with live sessions here for letters of a shard. Unless they are registered, all its shards load it again.
+
+        The caller must keep batches of these sessions away from the handler meanwhile.
+        """
+        sessions = self.live(store_id)
+        visit = StoreVisit(
+            next((each for each in sessions if each.shard_id == shard_id), sessions[0]), sessions
+        )
+        try:
+            yield visit
+        finally:
+            if not visit.registered:
+                # The runtime may have applied the letters' changes. By one more its number could be the right one.
+                for session in self.live(store_id):
+                    session.outcomes += 2
+
+    async def settle(self, store_id: str) -> None:
+        """Return once no flush can register letters of a store: who reads the store meanwhile would not see their changes."""
+        while store_id in self._unsettled:
+            await self.flush("redrive")
+            self._unsettled.discard(store_id)
+
+    async def register(
+        self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...], visit: StoreVisit | None = None
+    ) -> None:
+        """Register what a shard's letters produced together with their removal; leave it out if they were removed before.
+
+        All that the shard had accepted before is durable too when this returns. ``visit``: of the letters' store, if the handler
+        keeps state. Then nothing is registered if a shard of the store was opened since its beginning: its copy of the store does
+        not have the letters' changes.
         """
         # Rows keep the times that they would have had; no position moves.
         batch = buffered(shard_id, 0, outcome, floor_ms=None, spec=self.spec)
         batch.last = batch.effective_ms = batch.latest_event_ms = None
         batch.redriven = ids
-        session = self.sessions.live(shard_id)
-        if session is not None and session.store is not None:
-            batch.epoch, batch.store = session.epoch, session.store.store_id
+        next_number = 0
+        if visit is not None:
+            session, next_number = visit.session, visit.number + 1
+            assert session.store is not None, "only stores of sessions are visited"
+            batch.shard_id, batch.epoch = session.shard_id, session.epoch
+            batch.store = session.store.store_id
+            if self.live(batch.store) != visit.sessions:
+                return
+            self._unsettled.add(batch.store)
         number = self.buffer.add(batch)
         try:
             await self.flush("redrive")
         finally:
             # After a cancellation the letters are redriven again, and must not be in one flush twice.
             self.buffer.remove([number])
+        if visit is not None:
+            self._unsettled.discard(batch.store)
+            visit.registered = visit.number == next_number

@@ -9,6 +9,7 @@ from typing import Any, Final
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.progress import CoordinatorStatus
+from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.coordinator.state import StateFiles
 from mldserver.records import Sequence
@@ -49,9 +50,12 @@ def waited_seconds(
 class Sections:
     """Makes the coordinator's sections from its parts."""
 
-    def __init__(self, shards: CoordinatorIntake, view: LedgerView, state_files: StateFiles) -> None:
+    def __init__(
+        self, shards: CoordinatorIntake, view: LedgerView, state_files: StateFiles, redriving: RedriveIntake
+    ) -> None:
         """``shards`` shares the coordinator's parts."""
-        self._shards, self._view, self._state_files = shards, view, state_files
+        self._shards, self._view = shards, view
+        self._state_files, self._redriving = state_files, redriving
         self._undurable: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
         """Of each shard, what ``waited_seconds`` has seen of positions that are not durable."""
         self._unstored: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
@@ -191,7 +195,9 @@ class Sections:
             for letter in status.latest_letters
         )
         waiting = None if status.letters_elsewhere else state.dead_letters
-        return DeadLetters(waiting=waiting, redriving=state.redrives, latest=latest)
+        return DeadLetters(
+            waiting=waiting, redriving=state.redrives, waits_for=self._redriving.waits_for, latest=latest
+        )
 
     def _state(self, sizes: tuple[StoreSize, ...]) -> State:
         held, done = self._view.state, self._state_files

@@ -5,6 +5,9 @@ ends or its lease moves, because no daemon waits for them. If no server has the 
 opened for them, and stop at once when a connection opens the shard. One transaction registers the results and ends the
 letters (``RedriveIntake``), so letters that run twice, after a crash or on two servers, count once.
 
+If the handler keeps state, letters run only where the state of their key is now: on a live session of the store that has it.
+Until they are registered, no batch of the store's shards runs. Letters without such a session wait.
+
 Letters run in portions: of one shard, in its order, with a limited size. The ledger returns letters in the order in which
 they were stored. That is the order of their shard, except for letters that failed again (stored behind the waiting ones) and
 letters from files. So if there is more than one page, all letters are read first without payloads, and then again in the
@@ -20,12 +23,13 @@ from itertools import groupby
 from typing import Final, TypeVar
 
 import msgspec
+import pyarrow as pa
 import structlog
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
-from mldserver.consumer.claims import Claims, Superseded, visiting
-from mldserver.coordinator.redriving import RedriveIntake
+from mldserver.consumer.claims import Claims, Superseded, visiting, visiting_all
+from mldserver.coordinator.redriving import RedriveIntake, StoreVisit
 from mldserver.deadletters.destinations import batches
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
@@ -39,15 +43,23 @@ _SECONDS: Final = 0.5
 """Between two looks at what the ledger was last seen to hold; that costs nothing."""
 
 
-def _record(letter: DeadLetter) -> Record:
+def _record(letter: DeadLetter, shard_id: str) -> Record:
     return Record(
-        shard_id=letter.shard_id,
+        shard_id=shard_id,
         sequence_number=str(letter.sequence.number),
         sub_sequence_number=letter.sequence.sub,
         data=letter.data,
         partition_key=letter.partition_key,
         arrival_ms=letter.arrival_ms,
     )
+
+
+def _of_shard(rows: pa.Table | None, shard_id: str) -> pa.Table | None:
+    """Return rows as rows of this shard: a session of another may have made them."""
+    if rows is None:
+        return None
+    at = rows.schema.get_field_index("_shard")
+    return rows.set_column(at, rows.schema.field(at), pa.array([shard_id] * len(rows), pa.string()))
 
 
 @dataclass(kw_only=True)
@@ -61,8 +73,12 @@ class Redriver:
     clock: Clock
     parks: bool = False
     """Whether a partition key is parked while it has a dead letter: its later records become dead letters too, unrun."""
+    keyed: bool = False
+    """Whether the handler keeps state."""
     why_not: str = ""
     """Why letters cannot run again with this handler, if so."""
+    _waiting: dict[str, str] = field(default_factory=dict)
+    """By shard, why letters that are wanted wait."""
     _keys_to_unpark: dict[str, set[str]] = field(default_factory=dict)
     """By shard, the keys whose letters have run: the handler gets a key's records again once the ledger has no letter of the key."""
 
@@ -72,6 +88,10 @@ class Redriver:
             await self.clock.sleep(_SECONDS)
             if not self.redriving.wanted and not self._keys_to_unpark:
                 continue
+            if (
+                self._waiting
+            ):  # for a lease or a child shard: that takes seconds, and each round reads all wanted letters
+                await self.clock.sleep(10 * _SECONDS)
             try:
                 await self.round()
             except LedgerError as error:
@@ -89,15 +109,24 @@ class Redriver:
                         await self._unpark_finished_keys(shard_id, ())
                     else:
                         del self._keys_to_unpark[shard_id]
+        before, self._waiting = self._waiting, {}
         async with contextlib.aclosing(wanted_portions(self.ledger)) as wanted:
             async for portion in wanted:
                 await self._redrive_or_refuse(portion[0].letter.shard_id, portion)
+        self.redriving.waits_for = "; ".join(sorted(self._waiting.values()))
+        for shard_id, reason in self._waiting.items():
+            if before.get(shard_id) != reason:
+                log.warning("redrive.waiting", shard=shard_id, what=reason)
 
     async def _redrive_or_refuse(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         """Run a portion of a shard's letters, unless another server has the shard. If that fails, the letters are not wanted any more."""
         try:
             if self.why_not:
                 await self._mark_unwanted(letters, PeerError(self.why_not))
+                return
+            if self.keyed:
+                for store_id, of_store in self._by_store(shard_id, letters):
+                    await self._run_in_store(store_id, shard_id, of_store)
                 return
             unclaimed = shard_id not in self.redriving.elsewhere
             # If a connection of this server has the shard, the letters run between its batches. Else open the shard for them.
@@ -111,33 +140,77 @@ class Redriver:
         except MldserverError as error:
             await self._mark_unwanted(letters, error)
 
-    async def _run_letters(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        """Run letters as one batch; store the results, and new letters for those that fail again, in one transaction."""
-        began_ms = self.clock.steady_ms()
-        letters = await self._refuse_overtaking(shard_id, letters)
-        if not letters:
+    def _by_store(
+        self, shard_id: str, letters: tuple[StoredLetter, ...]
+    ) -> Iterator[tuple[str, tuple[StoredLetter, ...]]]:
+        """Yield the letters of a shard by the store that has their keys now. The others wait."""
+        found: dict[str | None, list[StoredLetter]] = {}
+        for stored in letters:
+            home = self.redriving.home(shard_id, stored.letter.partition_key)
+            found.setdefault(home, []).append(stored)
+        for store_id, of_store in found.items():
+            if store_id is None:
+                self._waiting[shard_id] = (
+                    f"keys of {shard_id} belong to a shard that is not open yet, or not known"
+                )
+            else:
+                yield store_id, tuple(of_store)
+
+    async def _run_in_store(self, store_id: str, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        """Run letters on a live session of a store. If no server has one, they wait."""
+        redriving = self.redriving
+        sessions = redriving.live(store_id)
+        if not sessions:
+            if not redriving.is_elsewhere(store_id):
+                self._waiting[shard_id] = f"keys of {shard_id} belong to a shard that no server reads now"
             return
+        async with visiting_all(self.claims, [session.shard_id for session in sessions]) as are_open:
+            if are_open and redriving.live(store_id) == sessions:
+                await self._run_letters(shard_id, letters, store_id)
+
+    async def _run_letters(
+        self, shard_id: str, letters: tuple[StoredLetter, ...], store_id: str = ""
+    ) -> None:
+        """Run letters as one batch, on a session of the store if the handler keeps state."""
+        letters = await self._refuse_overtaking(shard_id, letters)
+        if letters and store_id:
+            with self.redriving.visit(store_id, shard_id) as visit:
+                await self._process(shard_id, letters, visit)
+        elif letters:
+            await self._process(shard_id, letters)
+
+    async def _process(
+        self, shard_id: str, letters: tuple[StoredLetter, ...], visit: StoreVisit | None = None
+    ) -> None:
+        """Store what letters produce, and new letters for those that fail again, in one transaction."""
+        began_ms = self.clock.steady_ms()
         kill_point("redrive.taken")
+        runs_on = shard_id if visit is None else visit.session.shard_id
         delivery = Delivery(
-            shard_id,
-            Records([_record(stored.letter) for stored in letters]),
+            runs_on,
+            Records([_record(stored.letter, runs_on) for stored in letters]),
             # Replaces missing arrival times: a record fails soon after it has arrived.
             received_ms=min(stored.letter.at_ms for stored in letters),
             after=None,
             redriven=True,
+            number=None if visit is None else visit.number,
         )
         outcome = await self.runtime.process(delivery)
         earlier_attempts = {stored.letter.sequence: stored.letter.attempts for stored in letters}
         failed_again = tuple(
-            replace(letter, attempts=letter.attempts + earlier_attempts[letter.sequence])
+            replace(letter, shard_id=shard_id, attempts=letter.attempts + earlier_attempts[letter.sequence])
             for letter in outcome.effects.dead_letters
         )
-        effects = msgspec.structs.replace(outcome.effects, dead_letters=failed_again)
+        rows = _of_shard(outcome.effects.rows, shard_id)
+        effects = msgspec.structs.replace(outcome.effects, rows=rows, dead_letters=failed_again)
         outcome = msgspec.structs.replace(outcome, effects=effects)
         kill_point("redrive.handled")
-        await self.redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
+        await self.redriving.register(shard_id, outcome, tuple(stored.id for stored in letters), visit)
+        if visit is not None and not visit.registered:
+            return  # the next round tries again
         kill_point("redrive.done")
-        await self._unpark_finished_keys(shard_id, (stored.letter.partition_key for stored in letters))
+        if visit is None or shard_id in {session.shard_id for session in visit.sessions}:
+            await self._unpark_finished_keys(shard_id, (stored.letter.partition_key for stored in letters))
         log.info(
             "redrive.done",
             shard=shard_id,

@@ -198,6 +198,9 @@ letter.too_large  warning  sequence bytes limit_bytes
     A dead letter is larger than its destination allows.
 redrive.done  info  letters rows dead_letters seconds
     Dead letters were redriven; those that failed again are dead letters again.
+redrive.waiting  warning
+    The handler keeps state, and no server can run these dead letters now: the shard that has their keys is not read or not known.
+    They stay wanted. Logged again if the reason changes.
 redrive.failed  error
     Dead letters could not be redriven; they remain unchanged.
 watermark.advanced  debug  watermark_ms held_by server reason
