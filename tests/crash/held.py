@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crash.stories import Letter
+from support.counted import Named, Store
 
 from mldserver.base.clock import SystemClock
 from mldserver.config.locations import DynamoPlace
@@ -28,6 +29,7 @@ class Held:
     """Paths of the files that windows are computed from."""
     revised: frozenset[str]
     """Windows that have more than one revision."""
+    state: Named = Named({}, {})  # noqa: RUF009  # a tuple that no test changes
 
 
 def in_sqlite(out: Path) -> Held:
@@ -36,11 +38,30 @@ def in_sqlite(out: Path) -> Held:
         letters = db.execute("SELECT data, shard_id, sequence FROM dead_letters").fetchall()
         segments = db.execute("SELECT path FROM segments").fetchall()
         revised = db.execute("SELECT window_id FROM windows WHERE revision > 1").fetchall()
+        stores = db.execute("SELECT store_id, first, last, closed FROM stores").fetchall()
+        files = db.execute("SELECT path, needed FROM state_files").fetchall()
     return Held(
         Counter(Letter(json.loads(data)["id"], shard, sequence) for data, shard, sequence in letters),
         frozenset(path for (path,) in segments),
         frozenset(window for (window,) in revised),
+        _named(stores, files),
     )
+
+
+def _named(stores: list[tuple[str, str, str, int]], files: list[tuple[str, str]]) -> Named:
+    found = {
+        name: Store((int(first, 16), int(last, 16)), bool(closed)) for name, first, last, closed in stores
+    }
+    needed = {
+        path: {
+            name: [found[name].hashes]
+            if ranges is None
+            else [(int(first, 16), int(last, 16)) for first, last in ranges]
+            for name, ranges in json.loads(text).items()
+        }
+        for path, text in files
+    }
+    return Named(found, needed)
 
 
 async def in_dynamodb(place: DynamoPlace, pipeline: str) -> Held:
@@ -65,4 +86,5 @@ async def in_dynamodb(place: DynamoPlace, pipeline: str) -> Held:
         ),
         frozenset(each.path for entry in windows for each in (*entry.segments, *entry.pending)),
         frozenset(entry.window_id for entry in windows if entry.revision > 1),
+        Named.of(state),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from mldserver.config.locations import DynamoPlace
 from mldserver.testing import FakeStream
 
 
@@ -23,6 +24,22 @@ class Plan:
     """What the stream lists, for a server whose settings name it."""
     hangs: bool = False
     """Whether a life hangs at its step instead of ending there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a story's servers have in common."""
+
+    dynamodb: DynamoPlace | None = None
+    """Where the ledger is, if not in a file."""
+    environ: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    pace: float = 1.0
+    """How long leases stay where they are, beside what a ledger in a file allows."""
+    timeout_seconds: float = 1.2
+    """``server_timeout``."""
+    apart: bool = False
+    """Whether they are on hosts of their own: now and then the lock of a dead server cannot be seen."""
 
 
 class Life(Protocol):

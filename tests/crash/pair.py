@@ -9,19 +9,18 @@ import random
 import signal
 import tempfile
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from crash.held import in_dynamodb, in_sqlite
-from crash.lives import Plan
+from crash.lives import Ground, Plan
 from crash.local_life import LocalLife
 from crash.stories import KINDS, OF_LETTERS, ONLY_IN, Story, check, write_handler
 from crash.world import Death, Toll
 from support.workers import NAMES, Application
 
 from mldserver.config.kinds import UnixAddress
-from mldserver.config.locations import DynamoPlace
 from mldserver.output.layout import SERVERS, server_tag
 from mldserver.server import EXIT_CLEAN, EXIT_FAULT
 from mldserver.testing import FakeStream, Habits
@@ -51,22 +50,6 @@ _HUNG_TIMEOUTS: Final = 3
 """After so many timeouts a server that hangs goes on, whether or not it was expired: stopped in a transaction it holds the
 lock of a ledger in a file, for which the other waits five seconds."""
 _ANY_STEP: Final = Death()
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What the two servers have in common."""
-
-    dynamodb: DynamoPlace | None = None
-    """Where the ledger is, if not in a file."""
-    environ: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    pace: float = 1.0
-    """How long leases stay where they are, beside what a ledger in a file allows."""
-    timeout_seconds: float = 1.2
-    """``server_timeout``."""
-    apart: bool = False
-    """Whether they are on hosts of their own: now and then the lock of a dead server cannot be seen."""
 
 
 class Movers(Application):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from support.counted import check_stored
 from support.sqlite_table import read_table
 
 from mldserver.sinks.sink import SinkSpec
@@ -154,6 +155,8 @@ class Story:
     """What must come out, in windows or in the late dataset."""
     poisoned: Counter[Letter]
     """What must be in the dead letters."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """How many records of each key count, for a handler that keeps state."""
 
 
 def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
@@ -174,7 +177,7 @@ def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
         counts[key] += what != "poison"
         stream.put(json.dumps(event).encode(), key, arrival_ms=_ms(at))
     stream.end()
-    return Story(seed, kind, stream, *_expected(stream))
+    return Story(seed, kind, stream, *_expected(stream), +counts)
 
 
 def _expected(stream: FakeStream) -> tuple[Counter[Columns], Counter[Letter]]:
@@ -264,11 +267,15 @@ def nameless(out: Path, held: Held) -> set[str]:
     """Return files of segments and attempts that nothing will ever name or delete."""
     private = out / "_mldserver"
     files = [
-        file for part in ("segments", "staging") for file in (private / part).rglob("*") if file.is_file()
+        file
+        for part in ("segments", "state", "staging")
+        for file in (private / part).rglob("*")
+        if file.is_file()
     ]
     # What a revision replaced, and attempts at it that Spark's death ended, stay for some seconds, for readers that are
     # about to list the first, or until the next start.
     kept = {file for file in files if _replaced(file.relative_to(private), held)}
+    kept |= {out / path for path in held.state.files}
     return {str(file.relative_to(out)) for file in {*files} - kept} - held.segments
 
 
@@ -277,9 +284,10 @@ def _replaced(file: Path, held: Held) -> bool:
 
     ``file``: ``staging/<window>/<attempt>/...``; deeper than that lies what a job had not finished.
     """
-    part, window, attempt, *below = file.parts
-    if part != "staging" or not below:
+    part, window, *_ = file.parts
+    if part != "staging" or len(file.parts) < 4:
         return False
+    attempt, *below = file.parts[2:]
     number = attempt.partition("-")[0]
     exchanged = (
         len(below) == 1 and file.name.startswith("part-00000-") and file.stem != f"part-00000-{number}"
@@ -307,6 +315,7 @@ def check(
     left = nameless(out, held)
     assert not left, f"left behind: {left}"
     kind = KINDS[story.kind]
+    assert check_stored(out, held.state, story.counts if kind.keyed else {}) == []
     assert kind.late or not any(row.late for row in rows)
     for row in rows:
         if not kind.batches:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import aioboto3
 import pytest
-from crash.pair import NEVER, SELDOM, Ground, Pair
+from crash.lives import Ground
+from crash.pair import NEVER, SELDOM, Pair
 from crash.stories import ONLY_IN, Story
 from crash.world import Death, Toll, play_all
 

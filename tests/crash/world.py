@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from crash.held import in_sqlite
-from crash.lives import Life, Plan
+from crash.held import in_dynamodb, in_sqlite
+from crash.lives import Ground, Life, Plan
 from crash.local_life import LocalLife
 from crash.stories import KINDS, ONLY_IN, Story, check, told, write_handler
 
@@ -95,10 +95,12 @@ class World:
         settings: dict[str, Any] | None = None,
         patience_seconds: float = 120.0,
         tables: Callable[[], Iterable[tuple[str, pa.Table]]] = tuple,
+        ground: Ground | None = None,
     ) -> None:
         """Die at most ``kills`` times of what ``toll`` holds; ``life`` makes a life armed for a step.
 
-        ``tables`` reads windows that are published elsewhere than below ``root``. No life may take longer than ``patience_seconds``: a server that hangs fails the test.
+        ``tables`` reads windows that are published elsewhere than below ``root``. ``ground`` says where the ledger is; None: in a
+        file. No life may take longer than ``patience_seconds``: a server that hangs fails the test.
         """
         self.story = story
         self._toll = toll
@@ -111,7 +113,9 @@ class World:
         # Not below ``root``: the path of a Unix socket may have 107 bytes.
         self._sockets = tempfile.TemporaryDirectory(prefix="crash-")
         address = Path(self._sockets.name) / "server"
+        self._ground = ground = ground or Ground()
         told_settings = {
+            "pipeline": f"story-{story.seed}",
             "listen": UnixAddress(address),
             "flush_interval": 0.03,
             "settle_time_ms": 80,
@@ -122,10 +126,13 @@ class World:
             "recompute_delay": 0.05,
             **KINDS[story.kind].settings,
             **(settings or {}),
+            **ground.settings,
         }
+        if ground.dynamodb is not None:
+            told_settings["ledger"] = ground.dynamodb
         handler = write_handler(root, story.kind)
         stream = story.stream if KINDS[story.kind].keyed else None
-        self._plan = Plan(self._out, handler, str(root), told_settings, stream=stream)
+        self._plan = Plan(self._out, handler, str(root), told_settings, ground.environ, stream)
         self._mld = FakeMLD(
             story.stream,
             f"unix:{address}",
@@ -156,7 +163,9 @@ class World:
                 daemon = group.create_task(self._mld.run(), name="daemon")
                 while not await self._live(daemon):
                     pass
-        check(self.story, self._out, in_sqlite(self._out), tables=self._tables())
+        place = self._ground.dynamodb
+        held = in_sqlite(self._out) if place is None else await in_dynamodb(place, f"story-{self.story.seed}")
+        check(self.story, self._out, held, tables=self._tables())
         serious = [told for told in self._mld.violations if "EOF" not in told and "reset" not in told]
         assert not serious, f"the daemon complains: {serious}"
         assert self._mld.finished, f"not every shard's end is checkpointed: {self._mld.checkpoints}"

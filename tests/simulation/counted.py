@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from simulation.outputs import Key, Outputs, key_of
-from support.counted import Run, check_counts, check_stored
+from support.counted import Named, Run, check_counts, check_stored
 
 from mldserver.ledger.contract import LedgerState
 from mldserver.records import DeadLetter
@@ -48,5 +48,8 @@ def check(outputs: Outputs, letters: Iterable[DeadLetter], state: LedgerState) -
     broken += check_counts(named, [(record, row["counted"]) for record, row in rows])
     forgotten = runs.keys() if outputs.plan.ttl_ms is not None else ()
     return broken + check_stored(
-        outputs.out, state, {key: len(found[-1]) for key, found in runs.items()}, forgotten=forgotten
+        outputs.out,
+        Named.of(state),
+        {key: len(found[-1]) for key, found in runs.items()},
+        forgotten=forgotten,
     )

@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.counted import Run, check_counts, check_stored
+from support.counted import Named, Run, check_counts, check_stored
 
 from mldserver.ledger.contract import StateFile, StoreState
 from mldserver.stores import KeyRange
@@ -100,7 +100,7 @@ def write(path: Path, *rows: tuple[str, str, int | None, int]) -> None:
 
 
 def test_the_newest_row_of_each_key_counts(out: Path, ledger: Ledger) -> None:
-    assert check_stored(out, ledger, {LOW: 3, HIGH: 7}) == []
+    assert check_stored(out, Named.of(ledger), {LOW: 3, HIGH: 7}) == []
 
 
 def change_number(out: Path, _: Ledger) -> None:
@@ -140,14 +140,14 @@ def leave_it_with_the_parent(_: Path, ledger: Ledger) -> None:
 )
 def test_other_state_is_named(out: Path, ledger: Ledger, change: Any) -> None:
     change(out, ledger)
-    assert check_stored(out, ledger, {LOW: 3, HIGH: 7})
+    assert check_stored(out, Named.of(ledger), {LOW: 3, HIGH: 7})
 
 
 def test_rows_for_which_no_store_needs_the_file_do_not_count(out: Path, ledger: Ledger) -> None:
     add_key(out, ledger)
-    assert check_stored(out, ledger, {LOW: 3, HIGH: 7}) == []
+    assert check_stored(out, Named.of(ledger), {LOW: 3, HIGH: 7}) == []
 
 
 def test_state_that_has_expired_may_be_there_or_not(out: Path, ledger: Ledger) -> None:
-    assert check_stored(out, ledger, {LOW: 3}, forgotten={HIGH}) == []
-    assert check_stored(out, ledger, {LOW: 3, HIGH: 7, "gone": 1}, forgotten={"gone"}) == []
+    assert check_stored(out, Named.of(ledger), {LOW: 3}, forgotten={HIGH}) == []
+    assert check_stored(out, Named.of(ledger), {LOW: 3, HIGH: 7, "gone": 1}, forgotten={"gone"}) == []

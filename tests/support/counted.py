@@ -1,6 +1,6 @@
 """What a handler must give that counts the records of each key in its state: the numbers 1 to N in the order of the records.
 
-The handler sets ``ctx.state["n"]`` to one more than it was, and gives it as a column of its row. An effect that is lost, doubled or
+The handler sets one value in ``ctx.state`` to one more than it was, and gives it as a column of its row. An effect that is lost, doubled or
 out of order shows in the numbers. Everything is computed from the records, the rows, and the state files that the ledger names;
 nothing of the server's code is used.
 """
@@ -108,7 +108,7 @@ def stored_counts(
                 broken.append(f"{name} has {text}, which is outside of its range")
             if text in found:
                 broken.append(f"{name} has {text}, and so has another store")
-            found[text] = msgspec.msgpack.decode(value)["n"]
+            [found[text]] = msgspec.msgpack.decode(value).values()
     return found, broken
 
 
@@ -117,16 +117,31 @@ def _lies_in(key: bytes, ranges: Iterable[Range]) -> bool:
     return any(first <= hashed <= last for first, last in ranges)
 
 
+class Named(NamedTuple):
+    """What a ledger says of keyed state."""
+
+    stores: Mapping[str, Store]
+    files: Mapping[str, Mapping[str, Iterable[Range]]]
+    """By path below the output folder, for which hashes each store needs the file."""
+
+    @classmethod
+    def of(cls, state: Any) -> Named:
+        """Take it from a ``LedgerState``."""
+        stores = state.stores.items()
+        return cls(
+            {name: Store((store.first, store.last), store.closed) for name, store in stores},
+            {path: file.needed for path, file in state.state_files.items()},
+        )
+
+
 def check_stored(
-    out: Path, state: Any, expected: Mapping[str, int], *, forgotten: Collection[str] = ()
+    out: Path, named: Named, expected: Mapping[str, int], *, forgotten: Collection[str] = ()
 ) -> list[str]:
-    """Compare the state that a ledger names (a ``LedgerState``) with the number of each key; return what is wrong.
+    """Compare the state that a ledger names with the number of each key; return what is wrong.
 
     ``forgotten``: keys whose state has expired, and may still be there.
     """
-    stores = {name: Store((store.first, store.last), store.closed) for name, store in state.stores.items()}
-    files = {path: file.needed for path, file in state.state_files.items()}
-    found, broken = stored_counts(out, stores, files)
+    found, broken = stored_counts(out, *named)
     return broken + [
         f"the state of {key} is {found.get(key)}, not {expected.get(key)}"
         for key in sorted({*found, *expected})
