@@ -72,9 +72,11 @@ def test_the_rows_of_a_file_are_in_the_order_of_their_stores_each_with_its_seria
     assert found.column("serial").to_pylist() == [7, 1, 1]
 
 
-def test_many_changes_become_arrows_in_portions() -> None:
-    found = table("s", 1, *((str(number), "v") for number in range(25_000)))
-    assert (len(found), found.column("key").num_chunks) == (25_000, 1 + 3)  # the first has none
+def test_of_more_changes_than_a_portion_the_newest_of_each_key_is_written_too() -> None:
+    """The newest are in the last blob, and its keys in others too."""
+    blobs = [blob(*((f"k{key}", f"{number}") for key in range(700))) for number in range(4)]
+    found = changes([("s", each) for each in reversed(blobs)], {"s": 1})
+    assert shown(found) == {f"k{key}": "3" for key in range(700)}
 
 
 def test_no_changes_are_a_table_without_rows() -> None:

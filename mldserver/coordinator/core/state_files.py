@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceABC
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,9 @@ import pyarrow.compute as pc
 
 from mldserver.ledger.contract import StateFile, StoreState
 from mldserver.stores import ALL_KEYS, KeyRange, StateChange, divide, hash_of, unpack_changes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 COLUMNS: Final = pa.schema(
     [
@@ -46,38 +49,54 @@ MOST_FILES: Final = 24
 """With more files than these, compaction joins the smallest, whatever their sizes are."""
 STEP_BYTES: Final = 64 * 1024 * 1024
 """The most that one step of compaction writes."""
-_PORTION: Final = 10_000
-"""Changes that become Arrow's at a time: so long does the conversion hold the interpreter."""
+_PORTION: Final = 1000
+"""Changes of a store that become Arrow's at a time."""
 
 
-def changes(blobs: Iterable[tuple[str, bytes]], serials: Mapping[str, int]) -> pa.Table:
+def changes(blobs: SequenceABC[tuple[str, bytes]], serials: Mapping[str, int]) -> pa.Table:
     """Return the changes of stores as one table in order of the stores: the last change of each key.
 
     ``blobs``: stores and their changes (``stores.pack_changes``), the newest first. ``serials``: of each store, the serial that its
     rows get.
     """
-    latest: dict[str, dict[bytes, StateChange]] = {}
+    found: dict[str, list[pa.Table]] = {store: [] for store, _ in blobs}
+    waiting: dict[str, list[StateChange]] = {store: [] for store in found}
     for store, blob in blobs:
-        known = latest.setdefault(store, {})
-        for change in unpack_changes(blob):
-            if change.key not in known:
-                known[change.key] = change
+        decoded = waiting[store]
+        decoded += unpack_changes(blob)
+        if len(decoded) >= _PORTION:
+            # Python's objects are gone at once, so that neither they nor the collector of garbage hold up the event loop.
+            found[store].append(_table(store, decoded, serials[store]))
+            waiting[store] = []
     tables = [COLUMNS.empty_table()]
-    for store in sorted(latest):
-        found = list(latest[store].values())
-        tables += [
-            _table(store, found[first : first + _PORTION], serials[store])
-            for first in range(0, len(found), _PORTION)
-        ]
+    for store in sorted(found):
+        rest = [_table(store, waiting[store], serials[store])] if waiting[store] else []
+        if portions := [*found[store], *rest]:
+            tables.append(_first(portions))
     return pa.concat_tables(tables)
 
 
 def _table(store: str, found: SequenceABC[StateChange], serial: int) -> pa.Table:
     keys, values, expiries = zip(*found, strict=True)
-    columns = ([store] * len(found), keys, expiries, values, [serial] * len(found))
-    return pa.table(
-        [pa.array(each, field.type) for each, field in zip(columns, COLUMNS, strict=True)], COLUMNS
-    )
+    columns = [
+        pa.repeat(store, len(found)),
+        pa.array(keys, pa.binary()),
+        pa.array(expiries, pa.int64()),
+        pa.array(values, pa.binary()),
+        pa.repeat(serial, len(found)),
+    ]
+    return pa.table(columns, COLUMNS)
+
+
+def _first(tables: SequenceABC[pa.Table], order: NDArray[np.int64] | None = None) -> pa.Table:
+    """Return the first row of each key, in an order of the rows (default: as they stand)."""
+    rows = pa.concat_tables(tables)
+    codes = pa.concat_arrays(rows.column("key").chunks).dictionary_encode()
+    order = np.arange(len(rows)) if order is None else order
+    first = np.empty(len(codes.dictionary), np.int64)
+    # Where an index occurs several times, NumPy keeps the last assignment.
+    first[codes.indices.to_numpy()[order[::-1]]] = order[::-1]
+    return rows.take(pa.array(first))
 
 
 def entries(
@@ -118,12 +137,7 @@ def _sortable(number: int) -> bytes:
 def newest(tables: Iterable[pa.Table]) -> pa.Table:
     """Return the row of each key with the highest serial, from rows of one store."""
     rows = pa.concat_tables([COLUMNS.empty_table(), *tables])
-    codes = pa.concat_arrays(rows.column("key").chunks).dictionary_encode()
-    order = np.argsort(rows.column("serial").to_numpy(), kind="stable")
-    latest = np.empty(len(codes.dictionary), np.int64)
-    # Where an index occurs several times, NumPy keeps the last assignment.
-    latest[codes.indices.to_numpy()[order]] = order
-    return rows.take(pa.array(latest))
+    return _first([rows], np.argsort(rows.column("serial").to_numpy(), kind="stable")[::-1])
 
 
 def _present(rows: pa.Table, expired_ms: int | None) -> pa.ChunkedArray:
