@@ -57,8 +57,8 @@ COLUMNS = pa.schema([("key", pa.binary()), ("value", pa.binary()), ("expires_ms"
 class Store:
     """Stands for the coordinator: the state and the outcomes of a store that it has accepted."""
 
-    def __init__(self, runtime: WorkerRuntime, *shards: str) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: WorkerRuntime, *shards: str, name: str = "s") -> None:
+        self._runtime, self._name = runtime, name
         self.accepted = dict.fromkeys(shards, 0)
         self.state: dict[bytes, StateChange] = {}
         self.reads = 0
@@ -78,7 +78,7 @@ class Store:
             others = {shard: number for shard, number in self.accepted.items() if shard != shard_id}
             rows = [change._asdict() for change in self.state.values()]
             entries = pa.Table.from_pylist(rows, schema=COLUMNS)
-            return StateSnapshot("s", ALL_KEYS, self.accepted[shard_id], None, entries, others)
+            return StateSnapshot(self._name, ALL_KEYS, self.accepted[shard_id], None, entries, others)
 
         return source
 
@@ -181,7 +181,7 @@ async def test_a_process_that_dies_while_it_opens_the_shard_is_followed_by_one_t
         assert store.counts() == {"x": 2}
 
 
-async def test_new_code_counts_on(made: Make, tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+async def test_new_code_counts_on(made: Make, tmp_path: Path) -> None:
     async with running(made(2)) as runtime, asyncio.timeout(800):
         store = Store(runtime, "a", "b")
         await store.open()
@@ -190,10 +190,26 @@ async def test_new_code_counts_on(made: Make, tmp_path: Path, logged: list[dict[
         (tmp_path / "mine.py").write_text(HANDLER + "\nversion = 'new'\n")
         await runtime.reload()
         assert runtime.spec.version == "new"
+        reads = store.reads
         await store.process("a", "x")
         await store.process("b", "y")
         assert store.counts() == {"x": 2, "y": 2}
-    assert named(logged, "state.moved") == []
+        assert store.reads == reads, "the new processes began with the state"
+
+
+async def test_a_search_in_one_shard_and_the_batches_of_another_with_the_same_store_count_right(
+    made: Make,
+) -> None:
+    async with running(made(attempts=1)) as runtime, asyncio.timeout(800):
+        store = Store(runtime, "a", "b")
+        await store.open()
+        async with asyncio.TaskGroup() as group:
+            search = group.create_task(store.process("a", *"xxxx", "x!", *"xxx"))
+            while not search.done():
+                await store.process("b", "y")
+        await store.process("a", "x")
+        await store.process("b", "y")
+        assert store.counts() == {"x": 8, "y": store.accepted["b"]}
 
 
 @pytest.mark.parametrize("at", [0, 3, 7])
@@ -298,7 +314,29 @@ async def test_shards_of_one_store_are_at_one_worker_and_each_is_right_after_eac
         for shard, key in ("dy", "ax", "cz"):
             await store.process(shard, key)
         assert store.counts() == {"x": 5, "y": 4, "z": 4}
+        # The connection ends with an outcome that is not accepted, while the store stays open for others.
+        await outcome_of(runtime.begin(store.delivery("d", "y")))
+        await runtime.forget("d")
+        store.accepted["d"] = 0
+        await runtime.open(Shard("d"), store.source("d"))
+        for shard, key in ("dy", "ax"):
+            await store.process(shard, key)
+        assert store.counts() == {"x": 6, "y": 5, "z": 4}
     assert len(named(logged, "state.moved")) == 1
+
+
+async def test_the_shards_of_a_store_leave_a_worker_that_failed_together_or_not_at_all(made: Make) -> None:
+    runtime = made(3)
+    for shard, store in {"a": "s", "b": "s", "kin": "t", "guilty": "t"}.items():
+        await runtime._stores.add(shard, Store(runtime, shard, name=store).source(shard))
+    runtime._plan = {"x": 0, "y": 0, "a": 2, "b": 2, "kin": 2, "guilty": 2}
+    failed = runtime._workers[2]
+    failed.opened |= {"a": 1, "b": 1, "kin": 1, "guilty": 1}
+    failed.suspects = {"guilty"}
+    failed._deaths.failures = 8
+    runtime._evade(failed)
+    assert runtime._plan == {"x": 0, "y": 0, "a": 1, "b": 1, "kin": 2, "guilty": 2}
+    assert failed.opened == {"kin": 1, "guilty": 1}
 
 
 async def test_shards_of_one_store_that_are_busy_at_the_same_time_count_right(made: Make) -> None:
