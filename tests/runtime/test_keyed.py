@@ -420,6 +420,14 @@ async def test_a_batch_that_goes_on_after_one_of_another_shard_begins_again(kit:
     assert called == [1, 2, 7, 1, 2]
 
 
+async def test_a_batch_that_is_abandoned_before_it_goes_on_is_taken_back(kit: Any) -> None:
+    runtime = await opened(kit, at_once=True)
+    rest = runtime.begin(batch(("a", b""), ("b", b"fail"), number=1))
+    assert not isinstance(rest, BatchOutcome)
+    rest.close()  # type: ignore[union-attr]  # a coroutine
+    assert changed(await outcome_of(runtime.begin(ones("a", number=1)))) == {"a": {"n": 1}}
+
+
 async def test_a_batch_waits_for_one_of_another_shard_that_waits_for_its_next_attempt(kit: Any) -> None:
     _, source, _ = snapshots()
     clock = VirtualClock()

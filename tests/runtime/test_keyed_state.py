@@ -277,14 +277,10 @@ def test_a_snapshot_becomes_the_copy_of_its_shard_and_of_its_siblings() -> None:
     "value",
     [
         *(None, True, 0, -(2**63), 2**64 - 1, 1.5, "text", b"bytes", [1, [2]], {"a": {"b": []}}, {}),
-        *(Decimal("1.10"), Decimal("NaN").copy_abs, datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC)),
+        *(Decimal("1.10"), datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC)),
     ],
 )
 def test_values_come_back_as_they_were_stored(value: Any) -> None:
-    if callable(value):
-        back = decode_state(encode_state({"v": value()}))["v"]
-        assert back.is_nan()
-        return
     back = decode_state(encode_state({"v": value, "list": [value]}))
     assert back == {"v": value, "list": [value]}
     assert type(back["v"]) is type(value)
@@ -297,6 +293,7 @@ def test_what_python_has_in_several_forms_comes_back_in_one() -> None:
     assert back == {"pair": [1, [2, Decimal(3)]], "at": datetime(2026, 1, 1, tzinfo=UTC)}
     assert back["at"].tzinfo is UTC
     assert isnan(decode_state(encode_state({"v": float("nan")}))["v"])
+    assert decode_state(encode_state({"v": Decimal("NaN")}))["v"].is_nan()
 
 
 def test_bytes_that_did_not_change_are_the_same_object() -> None:
