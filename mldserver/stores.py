@@ -78,17 +78,37 @@ class StateChange(NamedTuple):
     """From this time on the state counts as absent (``state_ttl``); None: it stays."""
 
 
-_CHANGES: Final = msgspec.msgpack.Decoder(list[StateChange])
+class ChangeColumns(NamedTuple):
+    """The changes of a batch, at most one for each key. The three lists are parallel: they take a third of the time of tuples."""
+
+    keys: list[bytes]
+    values: list[bytes | None]
+    expiries: list[int | None]
+
+
+_COLUMNS: Final = msgspec.msgpack.Decoder(ChangeColumns)
+
+
+def pack_columns(columns: ChangeColumns) -> bytes:
+    """Return changes as one blob."""
+    return msgspec.msgpack.encode(columns)
+
+
+def unpack_columns(blob: bytes) -> ChangeColumns:
+    """Return the changes in a blob. Raises msgspec.DecodeError for other bytes."""
+    return _COLUMNS.decode(blob)
 
 
 def pack_changes(changes: Iterable[StateChange]) -> bytes:
-    """Return the changes of a batch, at most one for each key, as one blob."""
-    return msgspec.msgpack.encode(list(changes))
+    """Return changes, at most one for each key, as one blob."""
+    rows = list(changes)
+    keys, values = [row.key for row in rows], [row.value for row in rows]
+    return pack_columns(ChangeColumns(keys, values, [row.expires_ms for row in rows]))
 
 
 def unpack_changes(blob: bytes) -> list[StateChange]:
-    """Return the changes in a blob. Raises msgspec.DecodeError for other bytes."""
-    return _CHANGES.decode(blob)
+    """Return the changes in a blob one by one. Raises msgspec.DecodeError for other bytes."""
+    return list(map(StateChange, *unpack_columns(blob)))
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 from mldserver.errors import KeyElsewhere, StateFull, StateTooLarge
 from mldserver.handler.context import Context, no_key, time_at
 from mldserver.runtime.state_values import MAX_STATE_BYTES, decode_state, encode_state
-from mldserver.stores import ALL_KEYS, KeyRange, StateChange, StateSnapshot, hash_of, key_bytes, pack_changes
+from mldserver.stores import (
+    ALL_KEYS,
+    ChangeColumns,
+    KeyRange,
+    StateSnapshot,
+    hash_of,
+    key_bytes,
+    pack_columns,
+)
 
 if TYPE_CHECKING:
     from mldserver.records import RecordMethods
@@ -155,18 +163,21 @@ class KeyedState:
         ``latest_ms``: the latest arrival time of its records. ``counts``: whether it is an outcome of the shard's session
         (and not a part of one). ``moves``: whether its records come in the shard's order, so that they move its clock.
         """
-        changes = []
-        for key, before in self._before.items():
-            now = self._entries.get(key)
-            if now != before:
-                changes.append(StateChange(key_bytes(key), *(now or (None,))))
+        changed = [
+            (key, now or (None, None))
+            for key, before in self._before.items()
+            if (now := self._entries.get(key)) != before
+        ]
         self._before.clear()
         if counts:
             self.applied[self._shard_id] = self.applied.get(self._shard_id, 0) + 1
         if moves and latest_ms is not None:
             self.clocks[self._shard_id] = max(self._clock_ms, latest_ms)
             self._sweep()
-        return (pack_changes(changes),) if changes else ()
+        if not changed:
+            return ()
+        keys, values = [key_bytes(key) for key, _ in changed], [entry[0] for _, entry in changed]
+        return (pack_columns(ChangeColumns(keys, values, [entry[1] for _, entry in changed])),)
 
     def forget(self, shard_id: str) -> None:
         """Forget a shard that is not open any more."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mldserver.ledger.contract import StateFile, StoreState
-from mldserver.stores import ALL_KEYS, KeyRange, StateChange, divide, hash_of, unpack_changes
+from mldserver.stores import ALL_KEYS, ChangeColumns, KeyRange, divide, hash_of, unpack_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,30 +60,31 @@ def changes(blobs: SequenceABC[tuple[str, bytes]], serials: Mapping[str, int]) -
     rows get.
     """
     found: dict[str, list[pa.Table]] = {store: [] for store, _ in blobs}
-    waiting: dict[str, list[StateChange]] = {store: [] for store in found}
+    waiting = {store: ChangeColumns([], [], []) for store in found}
     for store, blob in blobs:
-        decoded = waiting[store]
-        decoded += unpack_changes(blob)
-        if len(decoded) >= _PORTION:
+        decoded, more = waiting[store], unpack_columns(blob)
+        decoded.keys.extend(more.keys)
+        decoded.values.extend(more.values)
+        decoded.expiries.extend(more.expiries)
+        if len(decoded.keys) >= _PORTION:
             # Python's objects are gone at once, so that neither they nor the collector of garbage hold up the event loop.
             found[store].append(_table(store, decoded, serials[store]))
-            waiting[store] = []
+            waiting[store] = ChangeColumns([], [], [])
     tables = [COLUMNS.empty_table()]
     for store in sorted(found):
-        rest = [_table(store, waiting[store], serials[store])] if waiting[store] else []
+        rest = [_table(store, waiting[store], serials[store])] if waiting[store].keys else []
         if portions := [*found[store], *rest]:
             tables.append(_first(portions))
     return pa.concat_tables(tables)
 
 
-def _table(store: str, found: SequenceABC[StateChange], serial: int) -> pa.Table:
-    keys, values, expiries = zip(*found, strict=True)
+def _table(store: str, found: ChangeColumns, serial: int) -> pa.Table:
     columns = [
-        pa.repeat(store, len(found)),
-        pa.array(keys, pa.binary()),
-        pa.array(expiries, pa.int64()),
-        pa.array(values, pa.binary()),
-        pa.repeat(serial, len(found)),
+        pa.repeat(store, len(found.keys)),
+        pa.array(found.keys, pa.binary()),
+        pa.array(found.expiries, pa.int64()),
+        pa.array(found.values, pa.binary()),
+        pa.repeat(serial, len(found.keys)),
     ]
     return pa.table(columns, COLUMNS)
 
@@ -196,7 +197,7 @@ class Compaction:
             if store in self.whole:
                 rows = rows.filter(_present(rows, expired_ms.get(store)))
             if not len(rows):
-                rows = _table(store, [StateChange(b"", None)], 0)
+                rows = _table(store, ChangeColumns([b""], [None], [None]), 0)
             found.append(rows.set_column(0, COLUMNS.field(0), pa.array([store] * len(rows), pa.string())))
         return pa.concat_tables(found)
 
