@@ -42,6 +42,10 @@ async def process_record(record):
         except asyncio.CancelledError:
             pathlib.Path("refused").touch()
 """
+KEEPS_STATE = """
+def process_record(record, ctx):
+    ctx.state["n"] = ctx.state.get("n", 0) + 1
+"""
 INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}\n'
 BATCH = (
     b'{"action":"processRecords","records":[{"data":"","partitionKey":"k","sequenceNumber":"1",'
@@ -90,6 +94,33 @@ def entries(log_file: Path) -> list[dict[str, Any]]:
 
 def told(log_file: Path) -> list[str]:
     return [entry["event"] for entry in entries(log_file)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "what", "advice"),
+    [
+        ([], "keeps state for each partition key, but no stream is named", "--stream NAME"),
+        (
+            [
+                *("--region", "eu-west-1"),
+                *("--stream", "arn:aws:dynamodb:eu-west-1:123456789012:table/orders/stream/2026"),
+            ],
+            "is a DynamoDB stream that daemons read",
+            "--source dynamodb:TABLE",
+        ),
+    ],
+    ids=["no stream", "a DynamoDB stream through daemons"],
+)
+async def test_a_handler_that_keeps_state_needs_the_ranges_of_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: list[str], what: str, advice: str
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    async with serving(tmp_path, KEEPS_STATE, "--workers", "inline", *stream) as (process, log_file):
+        assert await process.wait() == 2
+    (failed,) = [entry for entry in entries(log_file) if entry["event"] == "server.failed"]
+    assert what in failed["what"]
+    assert advice in failed["advice"]
 
 
 @pytest.mark.parametrize(
