@@ -87,3 +87,23 @@ async def test_no_record_overtakes_a_dead_letter_of_its_key(
         assert letters(settings) == [(b"bad", 1)]
         assert {"a2", "a3", "a4"} < set(seen())
     assert {"b1", "b2", "b3"} < set(seen())
+
+
+async def test_no_record_overtakes_a_dead_letter_that_its_key_has_in_a_parent_shard(
+    tmp_path: Path, handler: str
+) -> None:
+    stream = FakeStream(1)
+    settings = quick(tmp_path / "out", handler, attempts=1, on_key_failure="park")
+    stream.put(b"bad", "a")
+    async with asyncio.timeout(800), serving(settings, stream=stream) as server, asyncio.TaskGroup() as group:
+        daemon = FakeMLD(stream, await server.listening())
+        playing = group.create_task(daemon.run())
+        await until(lambda: server.status().dead_letters == 1)
+        stream.split(stream.open_shards[0])
+        stream.put(b"a2", "a")
+        stream.put(b"b1", "b")
+        stream.end()
+        await playing
+        await server.finished()
+    assert letters(settings) == [(b"bad", 1), (b"a2", 0)]
+    assert (tmp_path / "seen.txt").read_text().split() == ["bad", "b1"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from mldserver.coordinator.core.flush import Buffer, buffered
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.sessions import Session, Sessions
+from mldserver.ledger.contract import with_ancestors
 from mldserver.runtime.interface import BatchOutcome
 from mldserver.stores import hash_of, key_bytes
 from mldserver.windows import WindowSpec
@@ -54,6 +55,10 @@ class RedriveIntake:
     def elsewhere(self) -> frozenset[str]:
         """Shards that another server has: that server redrives their letters."""
         return self.view.owned_elsewhere()
+
+    def line(self, shard_id: str) -> frozenset[str]:
+        """Return a shard and its ancestors, as far as the ledger has them."""
+        return with_ancestors(self.view.state.shards, shard_id)
 
     def home(self, shard_id: str, key: str | None) -> str | None:
         """Return the store that has a key of a shard now. None: no open store, or it is not clear which.

@@ -120,6 +120,7 @@ class Redriver:
 
     async def _redrive_or_refuse(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         """Run a portion of a shard's letters, unless another server has the shard. If that fails, the letters are not wanted any more."""
+        self._look_at_descendants(shard_id, letters)
         try:
             if self.why_not:
                 await self._mark_unwanted(letters, PeerError(self.why_not))
@@ -255,7 +256,22 @@ class Redriver:
         still_parked = await self.ledger.parked_keys(shard_id)
         for key in candidates.difference(still_parked):
             await self.runtime.unpark(shard_id, key)
-        del self._keys_to_unpark[shard_id]
+        candidates &= still_parked.keys()
+        if not (candidates and self.redriving.wanted):
+            del self._keys_to_unpark[shard_id]
+
+    def _look_at_descendants(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        """Note that descendants of a shard which are open here may have to unpark its letters' keys, whichever server runs these.
+
+        A server that never finds the letters wanted keeps such a key parked until it opens the shard again: its later records
+        are dead letters, and wait.
+        """
+        keys = {key for stored in letters if (key := stored.letter.partition_key) is not None}
+        if not self.parks or not keys:
+            return
+        for open_id in self.claims.current.keys() - {shard_id}:
+            if shard_id in self.redriving.line(open_id):
+                self._keys_to_unpark.setdefault(open_id, set()).update(keys)
 
     async def _mark_unwanted(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         """Log why letters of a shard cannot run, and keep them in the ledger without the operator's wish to redrive them."""

@@ -57,6 +57,17 @@ class ShardState:
         return self.ended_ms is not None
 
 
+def with_ancestors(shards: Mapping[str, ShardState], shard_id: str) -> frozenset[str]:
+    """Return a shard and its ancestors, as far as ``shards`` has them."""
+    line: set[str] = set()
+    waiting = [shard_id]
+    while waiting:
+        line.add(each := waiting.pop())
+        parents = shards[each].parents if each in shards else ()
+        waiting += [parent for parent in parents if parent not in line]
+    return frozenset(line)
+
+
 @dataclass(frozen=True, slots=True)
 class StoreState:
     """What the ledger knows of a store of keyed state (``mldserver/stores.py``)."""

@@ -42,7 +42,7 @@ from mldserver.base.clock import Clock
 from mldserver.errors import InternalError, LedgerError
 from mldserver.ledger import row_rules
 from mldserver.ledger.book import Book, Draft
-from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter
+from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter, with_ancestors
 from mldserver.ledger.dynamodb_journal import Journal
 from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Table, Value, version_key
 from mldserver.ledger.format import pack_changes
@@ -211,13 +211,13 @@ class DynamoLedger(Ledger):
         return tuple(letters)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the keys of a shard's dead letters, each with the sequence of the first."""
+        """Return the keys of the dead letters of a shard and its ancestors, each with the sequence of the first."""
         async with self._up_to_date() as journal:
-            letters = journal.book.letters.copy()
+            letters, line = journal.book.letters.copy(), with_ancestors(journal.book.shards, shard_id)
             self._readers += 1
         try:
             # Beside the turns of others: there may be many letters, and each shard that is opened asks.
-            return await journal.parked_keys(letters, shard_id) if letters else {}
+            return await journal.parked_keys(letters, line) if letters else {}
         finally:
             self._readers -= 1
             self._read.set()

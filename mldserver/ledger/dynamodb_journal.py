@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Final
 
@@ -270,8 +271,10 @@ class Journal:
             self._applied(Changes(), len(nothing.data), snapshot)
         return done
 
-    async def parked_keys(self, letters: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
-        """Return the parked keys of a shard among these letters.
+    async def parked_keys(
+        self, letters: Mapping[str, LetterItem], shard_ids: AbstractSet[str]
+    ) -> dict[str, Sequence]:
+        """Return the parked keys of shards among these letters.
 
         May run during other calls. ``letters``: from the book; letters deleted meanwhile are skipped. Keys are a
         separate attribute: a page of a query returns the keys of a thousand items without their payloads. Only if the
@@ -284,7 +287,7 @@ class Journal:
             for version, keys in packed:
                 gone = letters[version].gone
                 for place, key in enumerate(unpack_keys(keys)):
-                    if key is not None and key[0] == shard_id and not gone >> place & 1:
+                    if key is not None and key[0] in shard_ids and not gone >> place & 1:
                         parked[key[1]] = min(key[2], parked.get(key[1], key[2]))
             packed.clear()
 

@@ -420,7 +420,8 @@ class Ledger(abc.ABC):
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the partition keys of a shard's stored dead letters, each with the sequence of the first.
 
-        The first in the shard's order, not in that of storage: a letter that failed again is stored as a new letter.
+        The letters of its ancestors count too, as far as the ledger has them: a child goes on with its parent's keys. The first
+        in the shard's order, not in that of storage: a letter that failed again is stored as a new letter.
 
         Later records of these keys wait (``on_key_failure = park``). Letters without a key park nothing.
         """

@@ -24,7 +24,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError
 from mldserver.ledger import row_rules, rules, sqlite_file
 from mldserver.ledger.book import Book, Changes, Draft, segments_of
-from mldserver.ledger.contract import StoredLetter
+from mldserver.ledger.contract import StoredLetter, with_ancestors
 from mldserver.ledger.format import changes_of, letter_of, letter_row, rows_of
 from mldserver.ledger.operations import Ledger, Transaction
 from mldserver.ledger.sqlite_file import JSON_COLUMNS, TABLES
@@ -192,14 +192,16 @@ class SqliteStore:
         return tuple(letters)
 
     def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the keys of a shard's letters, each with the sequence of the first."""
+        """Return the keys of the letters of a shard and its ancestors, each with the sequence of the first."""
         with self._transaction("BEGIN") as db:
+            line = with_ancestors(self.book.shards, shard_id)
             rows = db.execute(
                 # SQLite takes the other columns from the row that has the minimum: of texts that sort as the numbers do.
                 "SELECT partition_key, sequence, sub_sequence,"
                 " min(printf('%03d%s%020d', length(sequence), sequence, sub_sequence)) FROM dead_letters"
-                " WHERE shard_id = ? AND partition_key IS NOT NULL GROUP BY partition_key",
-                (shard_id,),
+                " WHERE shard_id IN (SELECT value FROM json_each(?)) AND partition_key IS NOT NULL"
+                " GROUP BY partition_key",
+                (orjson.dumps(list(line)).decode(),),
             ).fetchall()
         return {key: Sequence(int(number), sub) for key, number, sub, _ in rows}
 

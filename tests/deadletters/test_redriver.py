@@ -188,6 +188,31 @@ async def test_a_key_that_still_has_letters_stays_parked(house: House) -> None:
     assert house.handler.calls[1:] == [("unpark", "a", "other")]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_key_that_was_parked_by_its_parents_letters_is_unparked_in_the_child(
+    house: House, elsewhere: bool
+) -> None:
+    """Also when another server runs the letters of the parent."""
+    house.store.open_shard("child", ("a",))
+    house.claims.take("child").opened = True
+    house.claims.take("stranger").opened = True
+    owner = "two" if elsewhere else None
+    shards = {"a": ShardState("a", 1, owner=owner), "child": ShardState("child", 1, parents=("a",))}
+    house.redriving.view.state = LedgerState(redrives=3, shards=shards)
+    redriver = house.redriver(parks=True)
+    await redriver.round()
+    if elsewhere:
+        await redriver.round()
+        assert house.handler.calls == [], "the letters are still there"
+        house.store.purge(tuple(each.id for each in house.store.letters(limit=9)))
+    await redriver.round()
+    unparked = sorted(call for call in house.handler.calls if call[1] == "child")
+    assert unparked == [("unpark", "child", "k"), ("unpark", "child", "other")]
+    before = len(house.handler.calls)
+    await redriver.round()
+    assert len(house.handler.calls) == before, "once"
+
+
 @pytest.mark.parametrize("parks", [True, False])
 async def test_what_waits_behind_a_letter_that_fails_again_does_not_overtake_it(
     house: House, parks: bool

@@ -156,6 +156,19 @@ async def test_the_keys_of_a_shards_dead_letters_are_parked_behind_the_first_of_
         assert await ledger.parked_keys("another") == {}
 
 
+async def test_a_child_goes_on_with_the_parked_keys_of_all_its_ancestors(ledger_factory: Factory) -> None:
+    letters = (letter(5), letter(2, shard_id="b"), letter(3, shard_id="b", partition_key="other"))
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("b", ("a",))
+        await ledger.open_shard("c", ("b", "pruned"))
+        await ledger.register(Flush((), effects=Effects(dead_letters=letters)))
+        key = letters[0].partition_key
+        assert await ledger.parked_keys("c") == {key: letters[1].sequence, "other": letters[2].sequence}
+        assert await ledger.parked_keys("a") == {key: letters[0].sequence}, (
+            "a parent has none of its children's"
+        )
+
+
 async def test_no_text_of_a_handler_keeps_a_dead_letter_out(ledger_factory: Factory) -> None:
     odd = letter(1, error="E: \udc80\x00", traceback="\ud800", partition_key="k\udfff", handler="\udcfe.py")
     async with opened(ledger_factory) as (ledger, _):
