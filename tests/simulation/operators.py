@@ -56,6 +56,10 @@ class Operator:
             state = await self.ledger.peek()
             if _is_done(state):
                 return state
+            if self.plan.keyed and all(shard.ended for shard in state.shards.values()):
+                # Letters of a handler that keeps state run on the sessions of their keys' shards: no session will come.
+                wanted = await self.ledger.letters(limit=_PAGE, wanted=True)
+                await self.ledger.redrive(tuple(each.id for each in wanted), wanted=False)
             await self._mend(state)
 
     async def _visit(self) -> None:

@@ -253,7 +253,6 @@ def _counting(plan: Plan) -> Plan:
         table=plan.latency < 0.1 and dice.random() < 0.4,
         # Of a parked record nobody can see from outside whether it has counted, unless it gives a row.
         rowless=0.0 if plan.parks else plan.rowless,
-        redrives=0.0,
     )
     if plan.form is not Form.V1 and not plan.parks and dice.random() < 0.3:
         # Redriven records write at a time that does not follow from the stream.

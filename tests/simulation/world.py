@@ -315,6 +315,7 @@ class World:
         broken = self.positions.broken + self.outputs.check(letters, self.operator.purged)
         if self.plan.keyed:
             broken += counted.check(self.outputs, letters, state)
+            self.faults.told["counted late"] = len(self.outputs.letters_ever & self.outputs.rows)
             self.faults.told["inherited"] = sum(store.closed for store in state.stores.values())
         self.faults.told["revised"] = self.outputs.revisions
         exact = self.plan.form is not Form.V1 or not self.plan.clocks_differ
