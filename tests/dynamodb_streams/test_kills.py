@@ -1,7 +1,7 @@
 """Two server processes share a stream and a ledger, and either is killed at any instant: what comes out is what was put.
 
-Six deaths by day, fifty-two in the long lane, and twelve on a ledger in DynamoDB, whose emulator is slow. ``CRASH_SEED``
-plays the same again.
+Six deaths by day, fifty-two in the long lane, and twelve on a ledger in DynamoDB, whose emulator is slow. The same again with a
+handler that counts the changes of each item in its state, over more generations of shards. ``CRASH_SEED`` plays the same again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from crash.held import Held, in_dynamodb, in_sqlite
 from crash.lives import Plan
 from crash.local_life import LocalLife
 from crash.seeds import crash_seed
 from crash.test_two_servers import CREDENTIALS, Ground, a_file, a_table
+from support.counted import Named, Run, check_counts, check_stored
 
 from mldserver.testing import FakeStreams
 
@@ -37,6 +39,21 @@ windows = tumbling("2 seconds")
 def process_record(record):
     return int(record.json()["dynamodb"]["NewImage"]["n"]["N"]),
 """
+COUNTING = """
+from mldserver import tumbling
+
+schema = "n BIGINT NOT NULL, counted BIGINT NOT NULL, key STRING NOT NULL"
+windows = tumbling("2 seconds")
+
+
+def process_record(record, ctx):
+    ctx.state["n"] = counted = ctx.state.get("n", 0) + 1
+    return int(record.json()["dynamodb"]["NewImage"]["n"]["N"]), counted, ctx.key
+"""
+ITEMS = 50
+GENERATIONS = 4
+"""Of shards, at least, in streams that a handler with state reads."""
+PIPELINE = "numbers"
 NAMES = ("left", "right")
 STEPS = (
     "shard.opened",
@@ -45,6 +62,9 @@ STEPS = (
     "batch.handled",
     "batch.buffered",
     "flush.registered",
+    "state.loaded",
+    "state.written",
+    "state.compacted",
 )
 """Of the life of a shard: some servers end at the first of these, others at any instant."""
 
@@ -62,7 +82,7 @@ class Table:
         """Write until cancelled."""
         while True:
             for _ in range(self.dice.randrange(30)):
-                self.fake.put({"id": self.numbers % 50, "n": self.numbers})
+                self.fake.put({"id": self.numbers % ITEMS, "n": self.numbers})
                 self.numbers += 1
             if self.dice.random() < 0.02:
                 children = self.dice.choice((1, 1, 2)) if len(self.fake.open_shards) < 6 else 1
@@ -70,11 +90,42 @@ class Table:
                 self.fake.split(shard, children=children, visible_after=self.dice.random())
             await asyncio.sleep(0.02 + self.dice.random() * 0.05)
 
-    def check(self, out: Path) -> None:
-        """Compare what was published, and is late, with the stream itself: each record once, in its lineage's order."""
+    def next_generation(self) -> None:
+        """Give every open shard a child, or two while there are few."""
+        for shard in self.fake.open_shards:
+            children = 2 if len(self.fake.open_shards) < 6 else 1
+            self.fake.split(shard, children=children, visible_after=self.dice.random())
+
+    @property
+    def generations(self) -> int:
+        """How many shards the longest lineage has."""
+        depths: dict[str | None, int] = {None: 0}
+        for shard in self.fake.shards.values():
+            depths[shard.id] = depths[shard.parent] + 1
+        return max(depths.values())
+
+    def rows(self, out: Path) -> list[dict[str, Any]]:
+        """Return what was published, and is late, in its order."""
         files = [*out.glob("window=*/*.parquet"), *out.glob("_late/window=*/*.parquet")]
         rows = [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
-        rows.sort(key=lambda row: (row["_time"], row["_clock"]))
+        return sorted(rows, key=lambda row: (row["_time"], row["_clock"]))
+
+    def check_counts(self, out: Path, named: Named) -> None:
+        """Compare the numbers of each item's changes, and the state in the end, with what was put."""
+        rows = self.rows(out)
+        items = {f'{{"id":{{"N":"{item}"}}}}': range(item, self.numbers, ITEMS) for item in range(ITEMS)}
+        assert {row["key"] for row in rows} <= items.keys()
+        runs = [Run(key, numbers) for key, numbers in items.items()]
+        assert check_counts(runs, [(row["n"], row["counted"]) for row in rows]) == []
+        stored = {key: len(numbers) for key, numbers in items.items() if numbers}
+        assert check_stored(out, named, stored) == []
+        roots = {shard.id for shard in self.fake.shards.values() if shard.parent is None}
+        assert named.stores.keys() <= roots, "a store is not that of a family"
+        assert self.generations >= GENERATIONS
+
+    def check(self, out: Path) -> None:
+        """Compare what came out with the stream itself: each record once, in its lineage's order."""
+        rows = self.rows(out)
         shards = self.fake.shards.values()
         put = {
             shard.id: [int(each["dynamodb"]["SequenceNumber"]) for each in shard.records] for shard in shards
@@ -107,8 +158,11 @@ class Table:
 class Servers:
     """Two lives at a time, on one ledger."""
 
-    def __init__(self, root: Path, url: str, ground: Ground, dice: random.Random) -> None:
-        (root / "numbers_of_items.py").write_text(HANDLER)
+    def __init__(
+        self, root: Path, url: str, ground: Ground, dice: random.Random, *, runtime: str | None
+    ) -> None:
+        (root / "numbers_of_items.py").write_text(HANDLER if runtime is None else COUNTING)
+        self._workers = 1 if runtime == "in a worker process" else None
         self._root, self._url, self._ground, self._dice = root, url, ground, dice
         self._lives: dict[str, LocalLife] = {}
         self._count = 0
@@ -128,6 +182,8 @@ class Servers:
             "settle_time_ms": 300,
             "recompute_delay": 0.1,
             "server_timeout": self._ground.timeout_seconds,
+            "workers": self._workers,
+            "pipeline": PIPELINE,
             "server_id": self._dice.choice([name, f"{name}-{self._count}"]),
             "log_file": self._root / f"{name}.log",
             "log_format": "json",
@@ -161,6 +217,11 @@ class Servers:
             codes[name] = code
         assert set(codes.values()) == {0}, {name: self.told(name) for name in codes}
 
+    async def held(self) -> Held:
+        """Return what the ledger holds."""
+        place = self._ground.dynamodb
+        return in_sqlite(self.out) if place is None else await in_dynamodb(place, PIPELINE)
+
     def was_expired(self, name: str) -> bool:
         """Whether a server ended because the other took it for dead: an emulator may answer too late."""
         return "raise the time-out" in self.told(name).rpartition("server.starting")[2]
@@ -174,16 +235,20 @@ class Servers:
 
 
 @pytest.mark.parametrize(
-    ("grounds", "kills_by_day", "kills_in_all"),
+    ("runtime", "grounds", "kills_by_day", "kills_in_all"),
     [
-        pytest.param(a_file, 4, 50, id="sqlite"),
-        pytest.param(a_table, 10, 10, id="dynamodb", marks=pytest.mark.long),
+        pytest.param(None, a_file, 4, 50, id="sqlite"),
+        pytest.param(None, a_table, 10, 10, id="dynamodb", marks=pytest.mark.long),
+        pytest.param("inside the server", a_file, 3, 40, id="keyed, sqlite"),
+        pytest.param("in a worker process", a_file, 4, 20, id="keyed, worker", marks=pytest.mark.long),
+        pytest.param("inside the server", a_table, 10, 10, id="keyed, dynamodb", marks=pytest.mark.long),
     ],
 )
 async def test_two_servers_on_one_stream_survive_kill_9_of_either_at_any_instant(
     tmp_path: Path,
     long: bool,
     monkeypatch: pytest.MonkeyPatch,
+    runtime: str | None,
     grounds: Callable[[], AbstractAsyncContextManager[Ground]],
     kills_by_day: int,
     kills_in_all: int,
@@ -193,12 +258,14 @@ async def test_two_servers_on_one_stream_survive_kill_9_of_either_at_any_instant
     seed, began = crash_seed(), time.monotonic()
     kills, dice, table = kills_in_all if long else kills_by_day, random.Random(seed), Table(seed)
     async with grounds() as ground, table.fake.serving() as url:
-        servers = Servers(tmp_path, url, ground, dice)
+        servers = Servers(tmp_path, url, ground, dice, runtime=runtime)
         writing = asyncio.ensure_future(table.write())
         for name in NAMES:
             await servers.start(name)
         for _ in range(kills):
             await asyncio.sleep(ground.pace * (0.3 + dice.random() * 2.0))
+            if runtime is not None and table.generations <= GENERATIONS + dice.randrange(6):
+                table.next_generation()
             victim = dice.choice(NAMES)
             await servers.kill(victim)
             await asyncio.sleep(dice.choice((0.0, 0.5, ground.timeout_seconds * 1.5)))
@@ -212,8 +279,11 @@ async def test_two_servers_on_one_stream_survive_kill_9_of_either_at_any_instant
             shard.closed = True
         async with asyncio.timeout(800):
             await servers.finish()
+        held = None if runtime is None else await servers.held()
     table.check(servers.out)
+    if held is not None:
+        table.check_counts(servers.out, held.state)
     print(
         f"{kills + len(NAMES)} kills, {table.numbers} records of {len(table.fake.shards)} shards, "
-        f"opened {servers.opened()} times, {time.monotonic() - began:.0f} s"
+        f"{table.generations} generations, opened {servers.opened()} times, {time.monotonic() - began:.0f} s"
     )
