@@ -73,13 +73,16 @@ class OpenStores:
         self, process: WorkerProcess, shard: Shard, parked: Mapping[str, Sequence] | None
     ) -> None:
         """Open a shard in a process, with its store as it is now. Raises WorkerGone, HandlerHalted, and as the source does."""
-        if (source := self._sources.get(shard.id)) is None:
-            await process.open(shard, parked)
-            return
-        snapshot = self._first.pop(shard.id, None) or await source()
-        changes = Effects.without_rows([part.effects for part in self._parts.get(shard.id, ())]).state
+        await process.open(shard, parked, *await self._sent(shard.id))
+
+    async def _sent(self, shard_id: str) -> tuple[()] | tuple[wire.SentStore, int]:
+        """Return what a process is sent of the shard's store, and a file: here only the file keeps the entries."""
+        if (source := self._sources.get(shard_id)) is None:
+            return ()
+        snapshot = self._first.pop(shard_id, None) or await source()
+        changes = Effects.without_rows([part.effects for part in self._parts.get(shard_id, ())]).state
         file, size = await _file_of(snapshot.entries)
-        await process.open(shard, parked, wire.sent_of(snapshot, size, changes), file)
+        return wire.sent_of(snapshot, size, changes), file
 
 
 async def _file_of(entries: pa.Table) -> tuple[int, int]:

@@ -32,12 +32,12 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
 from mldserver.runtime.keyed_state import STATE_BYTES
 from mldserver.runtime.outcome import halted
-from mldserver.runtime.plan import BatchPlan
 from mldserver.status_document import WorkerRow
 from mldserver.stores import SnapshotSource, StoreSize, largest, nearly_full
 from mldserver.workers import wire
 from mldserver.workers.open_stores import OpenStores
 from mldserver.workers.reload import Reload
+from mldserver.workers.search import search_parts
 from mldserver.workers.shared_memory import Held
 from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.worker import Limits, WorkerSlot, place, spread
@@ -50,8 +50,6 @@ _SURELY: Final = 10
 _SHARE_SECONDS: Final = 1.0
 _MOVES: Final = 3
 """How often in a row a batch may find another state than the one that it follows: each opening reads the state again."""
-_ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
-"""The policy of a search: each part is tried once, because the whole batch has had its attempts already."""
 ARENA_BYTES: Final = 64 << 20
 """Size of each worker's arena. Only touched pages use memory: as much as the lines that were in flight at a time."""
 _T = TypeVar("_T")
@@ -329,43 +327,25 @@ class WorkerRuntime:
         raise after
 
     async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
-        """Find the records that kill their process, by halving the batch.
+        """Process a batch that ends its process, except the records that do so (see ``search_parts``)."""
+        shard_id = delivery.shard_id
 
-        Each death is a failed call of the batch's plan. These records fail for good; the others are processed.
-        """
-        parts = [await self._surely(replace(delivery, part=range(0)), held)]
-        with self._stores.searching(delivery.shard_id, parts):
+        async def once(part: Delivery) -> BatchOutcome:
+            return await self._tried(shard_id, partial(self._sent, part, held), 1, alone=True)
+
+        async def surely(part: Delivery) -> BatchOutcome:
+            return await self._surely(part, held)
+
+        parts = [await surely(replace(delivery, part=range(0)))]
+        with self._stores.searching(shard_id, parts):
             try:
-                await self._search_parts(delivery, held, died, parts)
+                await search_parts(delivery, died, parts, once=once, surely=surely)
             finally:
                 if delivery.number is not None:
                     # The process's state is ahead by parts of a batch: no delivery can follow it.
                     for worker in self._workers:
-                        worker.opened.pop(delivery.shard_id, None)
+                        worker.opened.pop(shard_id, None)
         return wire.joined(parts)
-
-    async def _search_parts(
-        self, delivery: Delivery, held: Held, died: str, parts: list[BatchOutcome]
-    ) -> None:
-        """Process the parts of a batch one after another, and add their outcomes to ``parts``."""
-        outline = parts[0].outline
-        fresh = range(outline.records - outline.duplicates) if delivery.part is None else delivery.part
-        # It looks at none of the records: no age and no key makes a difference here.
-        plan = BatchPlan(fresh, _ONCE, (), ())
-        while (step := plan.step()) is not None:
-            # Steps of halving never leave a record out.
-            part = replace(delivery, part=range(step.indices[0], step.indices[-1] + 1))
-            if not died:  # the whole has failed already
-                try:
-                    work = partial(self._sent, part, held)
-                    parts.append(await self._tried(delivery.shard_id, work, 1, alone=True))
-                except WorkerGone as gone:
-                    died = gone.died
-            if died:
-                plan.failed(step, Failure(died), 0)
-                if len(step.indices) == 1:
-                    parts.append(await self._surely(replace(part, condemned=died), held))
-            died = ""
 
     async def _surely(self, delivery: Delivery, held: Held) -> BatchOutcome:
         """Send a request that does not call the handler; send it again if other requests kill the process.
