@@ -181,7 +181,7 @@ class HandlerLost(HandlerError):
 
 
 class NoKey(HandlerError):
-    """A record without a partition key was to have keyed state."""
+    """The handler asked for the key or the state of a record that has no partition key. The call fails."""
 
 
 class StateTooLarge(HandlerError):
@@ -189,7 +189,7 @@ class StateTooLarge(HandlerError):
 
 
 class StateFull(HandlerError):
-    """A store has reached ``state_bytes``: a call that writes state of a new key fails."""
+    """Keyed state takes as much memory as ``state_bytes`` allows. A call that writes the state of a new key fails."""
 
 
 class KeyElsewhere(HandlerError):

@@ -77,9 +77,9 @@ class Context:
         Values: None, bool, int of 64 bits, float, str, bytes, Decimal, aware datetime, and lists, tuples and dicts with text
         keys of these. Tuples come back as lists. An empty dict deletes the key's state.
 
-        Raises NoKey if the record has no key, KeyElsewhere if the key does not belong to the record's shard. After the call,
-        a value of another type is a TypeError of the call, state of more than 256 KiB is StateTooLarge, and a new key in a
-        full store is StateFull.
+        Raises NoKey if the record has no key, KeyElsewhere if the key does not belong to the record's shard. The server checks
+        the state after the call. The call fails with TypeError for a value of another type, with StateTooLarge for more than
+        256 KiB, and with StateFull for a new key when the server has no memory left for state.
         """
         self.key  # noqa: B018  # raises NoKey
         return self._state

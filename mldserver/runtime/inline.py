@@ -349,7 +349,7 @@ class InlineRuntime:
         return None
 
     async def _load(self, opened: _OpenHandler, snapshot: SnapshotSource | None) -> None:
-        """Give a shard that was opened its store, read anew for all shards that share it."""
+        """Load the store of a shard that was opened. Its other open shards use the new copy, too."""
         taken = None if snapshot is None else await snapshot()
         store_id = opened.shard.id if taken is None else taken.store_id
         store = self._stores.get(store_id) or _Store(KeyedState(store_id))
