@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
@@ -31,11 +32,12 @@ from mldserver import cli
 from mldserver.base.clock import SystemClock
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_OPERATOR, LedgerVersionError
+from mldserver.ledger.contract import Flush, PositionUpdate, StateFile, StoreState, StoreUpdate
 from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.ledger.format import FORMAT
 from mldserver.output.layout import LEDGER, OWNER, SEGMENTS
 from mldserver.records import Sequence
-from mldserver.stores import StoreClaim
+from mldserver.stores import KeyRange, StoreClaim
 from mldserver.testing import FakeMLD, FakeStream
 from tests.ledger.dynamodb_fake import FakeDynamo, flush, start
 from tests.ledger.samples import letter
@@ -46,17 +48,18 @@ KEPT, TABLES = (
     for pattern in ("*.tar.gz", "*.table.json")
 )
 HANDLER = '''
-"""A row for each record; some are poison."""
+"""A row for each record, which is counted by its key; some are poison."""
 from mldserver import tumbling
 
 schema = "id BIGINT NOT NULL, at TIMESTAMP"
 windows = tumbling("10 seconds", on="at")
 
 
-def process_record(record):
+def process_record(record, ctx):
     event = record.json()
     if event["id"] % 10 == 3:
         raise ValueError("poison")
+    ctx.state["n"] = ctx.state.get("n", 0) + 1
     return event["id"], event["at"]
 '''
 BEFORE, RECORDS = 40, 60
@@ -89,11 +92,21 @@ async def write(out: Path) -> None:
 
 
 async def write_table() -> dict[str, Any]:
-    """Return the items of a ledger in DynamoDB: two flushes with segments and a letter each, and what tells of them."""
+    """Return the items of a ledger in DynamoDB: two flushes with segments and a letter each, and two with keyed state."""
     dynamo = FakeDynamo()
     ledger = await start(ledger_in(dynamo), "a")
     for number in (1, 2):
         await ledger.register(flush("a", number, letters=(letter(number),)))
+    for shard, parents, key_range in (("p", (), KeyRange(0, 99)), ("c", ("p",), KeyRange(0, 9))):
+        opened = await ledger.open_shard(shard, parents, store=StoreClaim(key_range))
+        serial = (await ledger.peek()).stores[shard].serial
+        await ledger.register(
+            Flush(
+                (PositionUpdate(shard, opened.epoch, None, None, None),),
+                stores=(StoreUpdate(shard, serial, (shard,)),),
+                state_file=StateFile(f"state {shard}", {shard: (key_range,)}, 1, 9),
+            )
+        )
     await ledger.leave()
     await ledger.close()
     return dynamo.items
@@ -117,6 +130,16 @@ def _bytes(value: dict[str, Any]) -> Any:
 def ids(out: Path) -> Counter[int]:
     files = [str(path) for path in out.glob("window=*/*.parquet")]
     return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
+
+
+def keys_with_state(out: Path) -> set[bytes]:
+    """Return the keys in the state files that a store needs, each of which was counted once."""
+    store = SqliteStore(out / LEDGER, pipeline="story", server_id="tool")
+    files = [out / path for path, file in store.peek().state_files.items() if file.needed]
+    store.close()
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert all(msgspec.msgpack.decode(row["value"]) == {"n": 1} for row in rows)
+    return {row["key"] for row in rows}
 
 
 def segments(out: Path) -> list[Path]:
@@ -144,6 +167,8 @@ def test_what_this_version_leaves_is_kept_for_those_to_come() -> None:
 @pytest.mark.parametrize("out", KEPT, indirect=True, ids=lambda path: path.name)
 async def test_what_a_version_has_left_goes_on_as_if_nothing_had_been(out: Path) -> None:
     assert len(set(ids(out))) == 27, "three windows were published"
+    # Format 6 had no keyed state.
+    first = 0 if keys_with_state(out) else BEFORE
     stream = stream_of(RECORDS)
     async with serving(settings_of(out), stream=stream) as server, asyncio.timeout(800):
         daemon = FakeMLD(stream, await server.listening())
@@ -157,6 +182,9 @@ async def test_what_a_version_has_left_goes_on_as_if_nothing_had_been(out: Path)
     letters = [each.letter for each in store.letters(limit=RECORDS)]
     store.close()
     assert sorted(json.loads(letter.data)["id"] for letter in letters) == list(range(3, RECORDS, 10))
+    assert keys_with_state(out) == {
+        b"key-%d" % number for number in range(first, RECORDS) if number % 10 != 3
+    }
 
 
 async def test_segments_have_the_columns_of_those_that_were_kept(out: Path, tmp_path: Path) -> None:
@@ -174,6 +202,16 @@ async def test_what_a_version_has_left_in_a_table_goes_on(kept: Path) -> None:
     assert state.shards["a"].position == Sequence(2)
     assert [len(window.segments) for window in state.windows.values()] == [2]
     assert [each.letter for each in await ledger.letters(limit=10)] == [letter(1), letter(2)]
+    if state.stores:
+        assert state.stores == {
+            "p": StoreState("p", 1, 0, 99, closed=True),
+            "c": StoreState("c", 3, 0, 9),
+        }
+        needed = {path: dict(file.needed) for path, file in state.state_files.items()}
+        assert needed == {
+            "state p": {"p": (KeyRange(10, 99),), "c": (KeyRange(0, 9),)},
+            "state c": {"c": (KeyRange(0, 9),)},
+        }
     assert (await ledger.register(flush("a", 3))).registered, "and it goes on"
     assert (await ledger.open_shard("b", store=StoreClaim(None))).store == "b", "also with keyed state"
     assert dynamo.items["p"]["meta"]["format"] == {"N": str(FORMAT)}, "which an older version refuses"
@@ -207,6 +245,9 @@ def test_what_a_newer_version_has_left_is_refused_in_a_sentence(
 ) -> None:
     assert callable(age)
     sentence = age(out)
+    # A handler with state needs a stream in AWS.
+    without = HANDLER.replace(", ctx", "").replace('    ctx.state["n"] = ctx.state.get("n", 0) + 1\n', "")
+    (out.parent / "story.py").write_text(without)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
     options = ["--out", str(out), "--listen", "127.0.0.1:0", "--workers", "inline"]
     assert cli.run(["serve", "story", *options]) == EXIT_OPERATOR
