@@ -20,7 +20,7 @@ import structlog
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LedgerState
 from mldserver.ledger.operations import Ledger
-from mldserver.output.layout import LATE, OUTPUTS, OWNER, PUBLISH_LOCK, SEGMENTS, window_path, written
+from mldserver.output.layout import LATE, OUTPUTS, OWNER, PUBLISH_LOCK, SEGMENTS, STATE, window_path, written
 from mldserver.output.manifest import MANIFESTS
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ class FolderClaim:
                 "segments": len(self._segments),
                 "outputs": sum(1 for _ in self._store.files(OUTPUTS)),
                 "late files": sum(1 for _ in self._store.files(LATE)),
+                "state files": sum(1 for _ in self._store.files(STATE)),
             }
             if left := ", ".join(f"{name}: {count:,}" for name, count in counts.items() if count):
                 return _refusal(

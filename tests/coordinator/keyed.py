@@ -30,6 +30,7 @@ class Counter:
 
     session: IntakeSession
     entries: dict[str, int] = field(default_factory=dict)
+    ttl_ms: int | None = None
 
     async def load(self) -> None:
         assert self.session.snapshot is not None
@@ -39,10 +40,12 @@ class Counter:
 
     def run(self, records: list[tuple[int, str]], **named: Any) -> BatchOutcome:
         changed = {}
-        for _, key in records:
-            self.entries[key] = changed[key] = self.entries.get(key, 0) + 1
+        for number, key in records:
+            self.entries[key] = count = self.entries.get(key, 0) + 1
+            expires_ms = None if self.ttl_ms is None else number + self.ttl_ms
+            changed[key] = StateChange(key.encode(), str(count).encode(), expires_ms)
         made = outcome(self.session.shard_id, [(number, number) for number, _ in records], rows=[], **named)
-        blob = pack_changes(StateChange(key.encode(), str(count).encode()) for key, count in changed.items())
+        blob = pack_changes(changed.values())
         effects = Effects(dead_letters=made.effects.dead_letters, state=(blob,) if changed else ())
         return msgspec.structs.replace(made, effects=effects)
 

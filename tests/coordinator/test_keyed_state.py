@@ -214,6 +214,7 @@ async def test_a_store_of_which_another_server_has_a_shard_is_left_out_whole(tmp
         await pipeline.cycle()
         assert again.session.alive
     state = pipeline.state()
+    assert files(pipeline) == sorted(Path(path).name for path in state.state_files)
     assert [state.shards[name].position for name in ("b", "c", "z")] == [None, Sequence(3), Sequence(1)]
     assert (state.stores["root"].serial, state.stores["z"].serial) == (2, 1)
 
@@ -238,6 +239,42 @@ async def test_what_is_accepted_while_a_store_is_lost_moves_no_position(tmp_path
         assert late.is_set()
         await pipeline.clock.advance(3)
     assert pipeline.state().shards["c"].position is None
+
+
+async def test_a_batch_without_changes_does_not_move_a_position_past_what_was_left_out(
+    tmp_path: Path,
+) -> None:
+    pipeline = a_pipeline(tmp_path)
+    async with pipeline.life():
+        one, other = await family(pipeline)
+        await one.give((3, "x"))
+        await other.give((3, "y"))
+        await accept(other.session, outcome("c", [(4, 4)], rows=[]))
+        pipeline.ledger.store.open_shard("b", ("root",), store=FAMILY)
+        await pipeline.clock.advance(3)
+    assert pipeline.state().shards["c"].position is None
+
+
+async def test_state_expires_once_all_shards_of_the_store_have_passed_its_time(tmp_path: Path) -> None:
+    """A shard that lags reads its records at their own time, when the state was there."""
+    pipeline = a_pipeline(tmp_path)
+    async with pipeline.life():
+        one, other = await family(pipeline)
+        one.ttl_ms = 10
+        await one.give((3, "short"))
+        one.ttl_ms = None
+        await one.give((50, "x"))
+        await pipeline.cycle()
+        await other.load()
+        assert "short" in other.entries, "the sibling has read nothing yet"
+        await other.give((12, "y"))
+        await pipeline.cycle()
+        await other.load()
+        assert "short" in other.entries, "it expires at 13"
+        await other.give((13, "y"))
+        await pipeline.cycle()
+        await other.load()
+        assert "short" not in other.entries
 
 
 async def test_a_store_that_another_server_has_changed_is_lost(tmp_path: Path) -> None:
@@ -289,7 +326,8 @@ async def test_files_are_compacted_and_the_old_ones_deleted_after_their_retentio
         for number in range(1, 9):
             await counter.give((number, "x"), (number, f"k{number}"))
             await pipeline.cycle()
-        await pipeline.cycle()
+        for _ in range(2):
+            await pipeline.cycle()
         assert coordinator.state_files.compactions == 1
         state = await pipeline.ledger.peek()
         (needed,) = (file for file in state.state_files.values() if file.needed)

@@ -140,6 +140,21 @@ def test_of_a_file_of_its_own_a_store_takes_only_the_ranges_for_which_it_still_n
     assert shown(entries([(own, a_file(s=(UPPER,)))], StoreState("s"))) == {HIGH: "1"}
 
 
+def test_both_bounds_of_a_range_are_inside() -> None:
+    at = hash_of(LOW.encode())
+    parent = table("parent", 1, (LOW, "1"))
+    for inside, bounds in ((True, (at, at)), (False, (at - 1, at - 1)), (False, (at + 1, at + 1))):
+        part = KeyRange(*bounds)
+        found = entries([(parent, a_file(child=(part,)))], StoreState("child", 2, *part))
+        assert shown(found) == ({LOW: "1"} if inside else {})
+
+
+def test_of_a_file_with_its_own_rows_a_store_takes_no_others_also_where_it_needs_a_part_of_it() -> None:
+    """Two families, of whose file a part was compacted."""
+    both = pa.concat_tables([table("s", 1, (LOW, "1"), (HIGH, "1")), table("t", 1, (HIGH, "2"))])
+    assert shown(entries([(both, a_file(s=(UPPER,), t=WHOLE))], StoreState("s"))) == {HIGH: "1"}
+
+
 # Compaction.
 
 

@@ -191,6 +191,7 @@ def test_a_ledger_is_named_as_every_server_names_it(
         (f"window={FIRST}/part.parquet", "(windows: 1)"),
         (segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag="0" * 16, shape=""), "(segments: 1)"),
         ("_late/window=w/late.parquet", "(late files: 1)"),
+        ("_mldserver/state/changes.parquet", "(state files: 1)"),
     ],
 )
 async def test_a_new_ledger_beside_what_an_earlier_one_left_is_refused_with_the_ways_out(

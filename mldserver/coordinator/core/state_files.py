@@ -136,8 +136,11 @@ def _sortable(number: int) -> bytes:
 
 
 def newest(tables: Iterable[pa.Table]) -> pa.Table:
-    """Return the row of each key with the highest serial, from rows of one store."""
-    rows = pa.concat_tables([COLUMNS.empty_table(), *tables])
+    """Return the row of each key with the highest serial, from rows of one store. Each table has a key once at most."""
+    found = [table for table in tables if len(table)]
+    rows = pa.concat_tables(found or [COLUMNS.empty_table()])
+    if len(found) <= 1:
+        return rows
     return _first([rows], np.argsort(rows.column("serial").to_numpy(), kind="stable")[::-1])
 
 
@@ -253,6 +256,8 @@ def _parts(count: int) -> list[KeyRange]:
 
 def _share(file: StateFile, stores: AbstractSet[str], part: KeyRange) -> float:
     """Return the share of a file's rows that lies in a part of the hashes, as far as these stores need the file."""
+    if part == ALL_KEYS:
+        return 1.0
     ranges = [each for store in stores & file.needed.keys() for each in file.needed[store]]
     return _width(divide(ranges, part)[0]) / _width(ranges)
 
