@@ -17,6 +17,7 @@ from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.sessions import Session, Sessions
+from mldserver.errors import LedgerError
 from mldserver.ledger.contract import LedgerState, StateFile, StoreState
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import state_path
@@ -53,7 +54,7 @@ class StateFiles:
     """A compaction's file of which it is not known whether the ledger names it."""
 
     async def snapshot(self, session: Session) -> StateSnapshot:
-        """Return the state of a session's store as it is now. Raises LedgerError, and OSError when a file cannot be read."""
+        """Return the state of a session's store as it is now. Raises LedgerError, also when a file cannot be read."""
         began_ms = self.clock.steady_ms()
         while True:
             removals = self.buffer.removals
@@ -79,12 +80,17 @@ class StateFiles:
             kill_point("state.loading")
             try:
                 entries = await asyncio.to_thread(self._entries, files, store, batches, expired_ms)
-            except FileNotFoundError:
-                # A compaction may have replaced the file, and deleted it at once where nothing is retained.
+            except (OSError, pa.ArrowException) as error:
                 now = (await self.ledger.peek()).state_files
-                if all(now.get(file.path) == file for file in files):
-                    raise
-                continue
+                if any(now.get(file.path) != file for file in files):
+                    continue  # a compaction has replaced it, and where nothing is retained it is deleted at once
+                raise LedgerError(
+                    f"The state of store {store.store_id} cannot be read: {error}",
+                    did=f"Shard {session.shard_id} was not opened. The state stays as it is.",
+                    advice="Look at the storage of `out`. If a file of _mldserver/state is gone or damaged, restore it and the ledger "
+                    "from a backup, or forget the shard's state with `mldserver ledger reset --forget-state`.",
+                    shard=session.shard_id,
+                ) from error
             kill_point("state.loaded")
             break
         self.snapshots += 1

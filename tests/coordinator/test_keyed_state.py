@@ -400,13 +400,39 @@ async def test_the_sweep_deletes_state_files_that_no_ledger_entry_names(tmp_path
         assert (await opened(pipeline, start=Sequence(1))).entries == {"x": 1}
 
 
-async def test_a_state_file_that_is_gone_fails_the_snapshot_with_its_path(tmp_path: Path) -> None:
+async def test_a_snapshot_reads_the_files_that_took_the_place_of_those_deleted_meanwhile(
+    tmp_path: Path,
+) -> None:
+    pipeline = a_pipeline(tmp_path, rules=replace(RULES, retention_ms=0))
+    async with pipeline.life() as coordinator:
+        counter = await opened(pipeline)
+        for number in range(1, 9):
+            await counter.give((number, "x"))
+            await pipeline.cycle()
+        before = pipeline.ledger.store.peek()
+
+        async def stale() -> Any:
+            del pipeline.ledger.peek
+            for _ in range(3):
+                await pipeline.cycle()
+            return before
+
+        pipeline.ledger.peek = stale
+        await counter.load()
+        assert counter.entries == {"x": 8}
+        assert (coordinator.state_files.compactions, len(files(pipeline))) == (1, 1)
+
+
+async def test_a_state_file_that_is_gone_or_damaged_fails_the_snapshot_with_its_name(tmp_path: Path) -> None:
     pipeline = a_pipeline(tmp_path)
     async with pipeline.life():
         counter = await opened(pipeline)
         await counter.give((1, "x"))
         await pipeline.cycle()
         (path,) = pipeline.out.glob("_mldserver/state/*")
+        path.write_bytes(b"PAR1")
+        with pytest.raises(LedgerError, match="The state of store a cannot be read"):
+            await counter.load()
         path.unlink()
-        with pytest.raises(FileNotFoundError, match=path.name):
+        with pytest.raises(LedgerError, match=path.name):
             await counter.load()
