@@ -1,8 +1,9 @@
 """Keyed state: a count for each key, from the socket until the counts are durable, beside other programs that do the same.
 
 Every contender runs in a fresh process and gets the same lines, 500 records of about 9 bytes in each, with keys drawn at random from
-10,000 or 1,000,000. ``keyed`` and ``stateless`` are whole servers (inline), which also write a row for each record; ``worker`` is the
-keyed one with a worker process. The others read the lines from a file (``state_peers.py``) and write no rows.
+10,000 or 1,000,000, and gives a row for each record. ``keyed`` and ``stateless`` are whole servers (inline), ``worker`` is the keyed
+one with a worker process: each batch is sent when the one before is answered, and rows become Parquet. The others read the lines from
+a file and write rows as JSON lines (``state_peers.py``).
 
 ``open_seconds``: how long a restarted server takes to open the shard, and with it the store. ``busy_ms``: the longest time for which the
 event loop of the keyed server was not free, by its CPU time, with all batches and flushes in it.

@@ -1,7 +1,7 @@
 """Other programs that count the records of each key, from the same lines: ``python -m bench.state_peers NAME LINES FOLDER``.
 
-Each reads MultiLangDaemon lines from a file, decodes every record, and adds one to the number that it keeps for the record's key.
-It prints its seconds and its CPU seconds as JSON. Imports, and opening what keeps the state, are not counted.
+Each reads MultiLangDaemon lines from a file, decodes every record, adds one to the number that it keeps for the record's key, and
+writes a row of the key and the number to a file, as a line of JSON. It prints its seconds and its CPU seconds as JSON. Imports, and opening what keeps the state, are not counted.
 
 * ``dict``: a plain dict, which a crash loses. The floor.
 * ``bytewax``: Bytewax's ``stateful_map`` with recovery, which it snapshots into SQLite every 10 s (its default).
@@ -35,13 +35,18 @@ def _records(line: bytes) -> Iterator[tuple[str, bytes]]:
         yield record["partitionKey"], base64.b64decode(record["data"])
 
 
-def _dict(lines: Path, _folder: Path) -> Callable[[], int]:
+def _row(key: str, n: int) -> bytes:
+    return orjson.dumps([key, n], option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _dict(lines: Path, folder: Path) -> Callable[[], int]:
     def run() -> int:
         counts: dict[str, int] = {}
-        with lines.open("rb") as file:
+        with lines.open("rb") as file, (folder / "rows").open("wb") as rows:
             for line in file:
                 for key, _ in _records(line):
-                    counts[key] = counts.get(key, 0) + 1
+                    n = counts[key] = counts.get(key, 0) + 1
+                    rows.write(_row(key, n))
         return sum(counts.values())
 
     return run
@@ -56,11 +61,13 @@ def _quix(lines: Path, folder: Path) -> Callable[[], int]:
     def run() -> int:
         total = 0
         transaction, began = store.start_partition_transaction(0), time.monotonic()
-        with lines.open("rb") as file:
+        with lines.open("rb") as file, (folder / "rows").open("wb") as rows:
             for line in file:
                 for key, _ in _records(line):
                     state = transaction.as_state(prefix=key.encode())
-                    state.set("n", state.get("n", 0) + 1)
+                    n = state.get("n", 0) + 1
+                    state.set("n", n)
+                    rows.write(_row(key, n))
                     total += 1
                 if time.monotonic() - began >= _COMMIT_SECONDS:
                     transaction.prepare()
@@ -109,13 +116,20 @@ def _bytewax(lines: Path, folder: Path) -> Callable[[], int]:
             return Lines(resume_state or 0)
 
     class Rows(StatelessSinkPartition[Any]):
-        """Counts the rows that come out, and drops them."""
+        """Counts the rows that come out, and writes them."""
+
+        def __init__(self) -> None:
+            self._file = (folder / "rows").open("wb")
 
         def write_batch(self, items: list[Any]) -> None:
             nonlocal written
             written += len(items)
+            self._file.writelines([_row(key, n) for key, n in items])
 
-    class Dropped(DynamicSink[Any]):
+        def close(self) -> None:
+            self._file.close()
+
+    class OneSink(DynamicSink[Any]):
         """One partition of ``Rows`` for each worker."""
 
         def build(self, _step_id: str, _index: int, _count: int) -> Rows:
@@ -126,7 +140,7 @@ def _bytewax(lines: Path, folder: Path) -> Callable[[], int]:
 
     flow = Dataflow("counts")
     rows = op.stateful_map("count", op.input("lines", flow, OneFile()), counted)
-    op.output("rows", rows, Dropped())
+    op.output("rows", rows, OneSink())
     init_db_dir(folder, 1)
 
     def run() -> int:
