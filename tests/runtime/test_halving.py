@@ -9,6 +9,7 @@ from coordinator.outcomes import dead_letter, outcome
 
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.workers.open_stores import OpenStores
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker_process import WorkerGone
 
@@ -32,6 +33,7 @@ class Processes(WorkerRuntime):
 
     def __init__(self, count: int, bad: set[int]) -> None:
         self._policy = POLICY
+        self._stores = OpenStores()
         self._count = count
         self._bad = bad
 
