@@ -76,7 +76,7 @@ class StateFiles:
             clock_ms = self.lineage.nodes[session.shard_id].effective_ms
             if clock_ms is None:
                 clock_ms = self.lineage.floor_ms(session.shard_id)
-            expired_ms = _expired_ms(state).get(store.store_id)
+            expired_ms = all_expired_ms(state).get(store.store_id)
             kill_point("state.loading")
             try:
                 entries = await asyncio.to_thread(self._entries, files, store, batches, expired_ms)
@@ -141,7 +141,7 @@ class StateFiles:
         kill_point("state.compacting")
         path = state_path(state.clock, self.unique(), tag=self.view.tag)
         try:
-            file = await asyncio.to_thread(self._compacted, step, stores, _expired_ms(state), path)
+            file = await asyncio.to_thread(self._compacted, step, stores, all_expired_ms(state), path)
         except (OSError, pa.ArrowException) as error:
             # The files stay as they are. A shard that is opened reports one that cannot be read, and a flush a failing disk.
             log.warning("state.compaction_failed", error=f"{type(error).__name__}: {error}")
@@ -187,7 +187,7 @@ class StateFiles:
         self.store.for_each(self.store.delete, paths)
 
 
-def _expired_ms(state: LedgerState) -> dict[str, int]:
+def all_expired_ms(state: LedgerState) -> dict[str, int]:
     """Return for each store the time at or before which entries have expired for all of its shards.
 
     State expires by the time of records. So a shard that reads its records again finds what it found the first time.

@@ -316,7 +316,7 @@ def test_a_screen_reader_finds_landmarks_names_and_a_health_that_speaks(
         )
         assert all(pictures)
         tables = [name for role, name in found if role == "table"]
-        assert len(tables) == 4
+        assert len(tables) == 5
         assert all(tables)
         assert browser.text("#spoken") == "Needs a look. Lag, Memory and disk"
         spoken = browser.run("return [spoken.getAttribute('role'), spoken.getAttribute('aria-live')]")
