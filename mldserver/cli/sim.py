@@ -170,6 +170,10 @@ def sim(
         )
         report = uvloop.run(simulation.run(progress))
     facts = _run_facts(simulation, report, folder)
+    if spec.keyed:
+        facts["state"] = f"mldserver state show --out {shlex.quote(str(folder))}"
+        if key_field is None:
+            facts["keys"] = "a different one for each record: --key-field NAME takes them from a field"
     # The rows of each published file, the earliest window first.
     tables = (pq.ParquetFile(file).read() for file in sorted(folder.glob("window=*/*.parquet")))
     facts["first rows"] = "\n".join(row_lines(first_rows(tables)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
+from rich.console import RenderableType
 
 from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, ledger_settings, open_ledger
 from mldserver.cli.render import AsJson, details, format_size, print_result, table
@@ -72,24 +73,26 @@ def show_state(
         )
     rows.sort(key=lambda row: (-row["bytes"], row["key"]))
     files = [file for file in state.state_files.values() if file.needed]
+    file_bytes = sum(file.bytes for file in files)
     document = {
         "pipeline": settings.pipeline,
         "keys": len(rows),
         "stores": len({row["store"] for row in rows}),
         "files": len(files),
-        "file_bytes": sum(file.bytes for file in files),
+        "file_bytes": file_bytes,
         "entries": rows[:limit],
     }
     if key is not None:
         print_result(as_json, document, details(rows[0] | {"value": json.dumps(rows[0]["value"])}))
         return
-    text = f"{len(rows):,} keys in {document['stores']:,} stores; {len(files):,} files, {format_size(document['file_bytes'])}"
+    text = f"{len(rows):,} keys in {document['stores']:,} stores; {len(files):,} files, {format_size(file_bytes)}"
     if not state.stores:
         text = f"The pipeline {settings.pipeline} has no keyed state: no handler that takes `ctx` has opened a shard."
     elif len(rows) > limit:
         text += f" ({len(rows) - limit:,} keys not shown)"
     shown = [row | {"value": json.dumps(row["value"])[:_VALUE_LENGTH]} for row in rows[:limit]]
-    print_result(as_json, document, *([table(shown, "key store bytes expires_ms value"), ""] if shown else []), text)
+    lines: list[RenderableType] = [table(shown, "key store bytes expires_ms value"), ""] if shown else []
+    print_result(as_json, document, *lines, text)
 
 
 def _entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterator[dict[str, Any]]:

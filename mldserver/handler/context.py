@@ -35,6 +35,14 @@ def no_key() -> NoKey:
     )
 
 
+def replace_state(state: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Give a state another content, as ``ctx.state = …`` and ``ctx.state |= …`` do."""
+    if new is not state:
+        content = dict(new)
+        state.clear()
+        state.update(content)
+
+
 class Context:
     """The context of one call. It is valid during the call only."""
 
@@ -75,7 +83,7 @@ class Context:
         """The state of the record's key: an empty dict for a new key. Changes count when the call succeeds.
 
         Values: None, bool, int of 64 bits, float, str, bytes, Decimal, aware datetime, and lists, tuples and dicts with text
-        keys of these. Tuples come back as lists. An empty dict deletes the key's state.
+        keys of these. Tuples come back as lists. An empty dict deletes the key's state. Assign a dict to replace it.
 
         Raises NoKey if the record has no key, KeyElsewhere if the key does not belong to the record's shard. The server checks
         the state after the call. The call fails with TypeError for a value of another type, with StateTooLarge for more than
@@ -83,3 +91,7 @@ class Context:
         """
         self.key  # noqa: B018  # raises NoKey
         return self._state
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        replace_state(self.state, state)

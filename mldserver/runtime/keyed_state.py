@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import KeyElsewhere, StateFull, StateTooLarge
-from mldserver.handler.context import Context, no_key, time_at
+from mldserver.handler.context import Context, no_key, replace_state, time_at
 from mldserver.runtime.state_values import MAX_STATE_BYTES, decode_state, encode_state
 from mldserver.stores import (
     ALL_KEYS,
@@ -259,6 +259,10 @@ class CallContext(Context):
             self.live = self.store.read(self.key if key is None else key, self.at_ms)
         live: dict[str, Any] = self.live
         return live
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        replace_state(self.state, state)
 
     def begin(self, record: RecordMethods, at_ms: int) -> RecordMethods:
         """Begin a call with a record, whose effective time is ``at_ms``; return the record."""

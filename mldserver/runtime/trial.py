@@ -230,7 +230,10 @@ def report(
         text = text.removeprefix(f"{relative(file)}:{line}: ")
         found = Finding(text, relative(file) if file else "", line)
         return TrialReport((found,), traceback=where.get("traceback", ""))
-    return TrialReport(tuple(findings), _summary(spec) if spec else (), trial=tried)
+    summary = _summary(spec) if spec else ()
+    if tried and spec and spec.keyed and spec.changes is None and not keys:
+        summary += (("keys", "a different one for each record: --key-field NAME takes them from a field"),)
+    return TrialReport(tuple(findings), summary, trial=tried)
 
 
 async def _try(spec: HandlerSpec, lines: Sequence[bytes], keys: Sequence[str]) -> Trial:
@@ -289,6 +292,10 @@ def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
             "" if spec.state_ttl_ms is None else f", for {span_text(spec.state_ttl_ms)} after its last change"
         )
         lines.append(("state", f"kept for each partition key{ttl}"))
+        if spec.changes is None:
+            lines.append(
+                ("", "start the server with --stream NAME: the stream's listing says which keys a shard has")
+            )
     if spec.concurrency > 1:
         lines.append(
             ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")

@@ -121,6 +121,9 @@ def test_records_get_the_partition_keys_that_a_field_names(tmp_path: Path) -> No
     done = run(tmp_path, "mine", "--input", "in.jsonl", "--key-field", "carrier")
     assert (done.returncode, done.stderr) == (0, "")
     assert "state    kept for each partition key, for 1 d after its last change\n" in done.stdout
+    assert "         start the server with --stream NAME" in done.stdout
+    assert "\nkeys" not in done.stdout
     assert "c   n\nUA  1\nB6  1\nUA  2\n" in done.stdout
     done = run(tmp_path, "mine", "--input", "in.jsonl")
     assert "c      n\nkey-1  1\nkey-2  1\nkey-3  1\n" in done.stdout
+    assert "\nkeys     a different one for each record: --key-field NAME takes" in done.stdout

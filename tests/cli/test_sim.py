@@ -162,7 +162,7 @@ def test_a_row_is_late_when_its_record_comes_late_by_the_datas_own_time(
 
 
 def test_a_handler_that_keeps_state_counts_each_key_through_splits_merges_and_crashes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "counts.py").write_text(
@@ -178,6 +178,10 @@ def test_a_handler_that_keeps_state_counts_each_key_through_splits_merges_and_cr
             counts.setdefault(row["carrier"], []).append(row["n"])
     assert len(counts) > 5
     assert all(sorted(numbers) == [*range(1, len(numbers) + 1)] for numbers in counts.values())
+    assert re.search(r"^state +mldserver state show --out out$", capsys.readouterr().out, re.MULTILINE)
+    assert run(["state", "show", "--out", "out", "--json", "--limit", "1000"]) == 0
+    stored = {entry["key"]: entry["value"]["n"] for entry in json.loads(capsys.readouterr().out)["entries"]}
+    assert stored == {key: len(numbers) for key, numbers in counts.items()}
 
 
 def test_dead_letters_are_told_by_class_with_an_example_and_are_no_success(

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from msgspec import structs
 
+from mldserver import Context
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError, StateMoved
 from mldserver.records import Record, Retry, Shard
 from mldserver.runtime import work
@@ -563,3 +564,21 @@ async def test_a_handler_without_a_context_has_no_store(kit: Any) -> None:
     runtime = await opened(kit, source=source, process_record=lambda record: None)
     outcome = await runtime.process(ones("a", number=17))
     assert (read, outcome.effects.state) == ([], ())
+
+
+async def test_a_state_may_be_replaced_or_merged_as_a_whole(kit: Any) -> None:
+    def process_record(record: Any, ctx: Any) -> None:
+        if record.data == b"merge":
+            ctx.state |= {"b": 2}
+        else:
+            ctx.state = {"n": ctx.state.get("n", 0) + 1}
+
+    runtime = await opened(kit, process_record=process_record)
+    outcome = await runtime.process(batch(("k", b""), ("k", b"merge")))
+    assert changed(outcome) == {"k": {"n": 1, "b": 2}}
+    assert changed(await runtime.process(batch(("k", b""), first=3))) == {"k": {"n": 2}}
+    context = Context("k", state={"a": 1})
+    context.state |= {"b": 2}
+    assert context.state == {"a": 1, "b": 2}
+    context.state = {}
+    assert context.state == {}
