@@ -42,9 +42,11 @@ class OpenStores:
         self.remove(shard_id)
         if source is not None and snapshot is not None:
             self._of[shard_id], self._sources[shard_id] = snapshot.store_id, source
-            if not self.is_shared(shard_id):
-                # Until a process opens the shard, no batch changes the store.
-                self._first[shard_id] = snapshot
+            # Until a process opens the shard, no batch changes the store, unless it has other shards.
+            self._first[shard_id] = snapshot
+            for each in self._of if self.is_shared(shard_id) else ():
+                if self._of[each] == snapshot.store_id:
+                    self._first.pop(each, None)
 
     def remove(self, shard_id: str) -> None:
         """Forget a shard, if it is known."""
@@ -80,7 +82,9 @@ class OpenStores:
         if (source := self._sources.get(shard_id)) is None:
             return ()
         snapshot = self._first.pop(shard_id, None) or await source()
-        changes = Effects.without_rows([part.effects for part in self._parts.get(shard_id, ())]).state
+        # Of any shard of the store: opening one of them replaces what the process has of all.
+        searched = [parts for each, parts in self._parts.items() if self.of(each) == snapshot.store_id]
+        changes = Effects.without_rows([part.effects for parts in searched for part in parts]).state
         file, size = await _file_of(snapshot.entries)
         return wire.sent_of(snapshot, size, changes), file
 

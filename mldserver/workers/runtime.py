@@ -400,15 +400,15 @@ class WorkerRuntime:
         deaths = moves = 0
         while True:
             worker = self._worker(shard_id)
-            is_open = worker.opened.get(shard_id) == worker.generation
-            # An opening replaces the whole store: a batch of another shard must not change it between reading and replacing.
-            alone = alone or (not is_open and self._stores.is_shared(shard_id))
             pass_ = await worker.gate.enter(alone=alone)
             try:
                 process = await worker.process()
                 if self._worker(shard_id) is not worker:
                     continue  # it has moved on meanwhile
                 if worker.opened.get(shard_id) != worker.generation:
+                    if not alone and self._stores.is_shared(shard_id):
+                        alone = True  # an opening replaces the store: no batch of another shard may change it meanwhile
+                        continue
                     await self._ensure_open(worker, process, shard_id)
                 return await work(process)
             except StateMoved:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ class Store:
         self.state: dict[bytes, StateChange] = {}
         self.reads = 0
         self.rows: dict[str, list[int]] = defaultdict(list)
+        self.expected: Counter[str] = Counter()
+        self.letters: Counter[str | None] = Counter()
 
     async def open(self) -> None:
         """Open all shards of the store."""
@@ -95,6 +98,7 @@ class Store:
                     self.state.pop(change.key, None)
                 else:
                     self.state[change.key] = change
+        self.letters.update(letter.partition_key for letter in outcome.effects.dead_letters)
         if (rows := outcome.effects.rows) is not None:
             for row in rows.to_pylist():
                 self.rows[row["key"]].append(row["n"])
@@ -197,19 +201,25 @@ async def test_new_code_counts_on(made: Make, tmp_path: Path) -> None:
         assert store.reads == reads, "the new processes began with the state"
 
 
-async def test_a_search_in_one_shard_and_the_batches_of_another_with_the_same_store_count_right(
-    made: Make,
+async def test_another_shard_of_the_store_that_is_opened_during_a_search_takes_nothing_from_it(
+    made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(made(attempts=1)) as runtime, asyncio.timeout(800):
         store = Store(runtime, "a", "b")
         await store.open()
-        async with asyncio.TaskGroup() as group:
-            search = group.create_task(store.process("a", *"xxxx", "x!", *"xxx"))
-            while not search.done():
+        surely = runtime._surely
+
+        async def condemned(part: Delivery, held: Held) -> BatchOutcome:
+            outcome = await surely(part, held)
+            if part.condemned:
                 await store.process("b", "y")
+            return outcome
+
+        monkeypatch.setattr(runtime, "_surely", condemned)
+        await store.process("a", *"xxxx", "x!", *"xxx")
         await store.process("a", "x")
         await store.process("b", "y")
-        assert store.counts() == {"x": 8, "y": store.accepted["b"]}
+        assert store.counts() == {"x": 8, "y": 2}
 
 
 @pytest.mark.parametrize("at", [0, 3, 7])
@@ -401,3 +411,53 @@ async def test_workers_share_the_memory_that_state_may_take(
         )
         failed = [letter.error.partition(":")[0] for letter in outcome.effects.dead_letters]
         assert set(failed) == {"StateFull"}
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_troubles_of_shards_that_share_stores(
+    made: Make, seed: int, long: bool, logged: list[dict[str, Any]]
+) -> None:
+    """Batches whose outcomes are accepted, discarded or cancelled, new sessions, records that end processes, and kills."""
+    async with running(made(2, attempts=1)) as runtime, asyncio.timeout(800):
+        dice = random.Random(seed)
+        stores = [Store(runtime, *shards, name=shards) for shards in ("abc", "de", "f")]
+        for store in stores:
+            await store.open()
+
+        async def play(store: Store, shard: str) -> None:
+            for _ in range(400 if long else 40):
+                texts = [shard] * dice.randint(1, 4)
+                if (trouble := dice.random()) < 0.02:
+                    texts.insert(dice.randrange(len(texts)), f"{shard}!")
+                if 0.1 < trouble < 0.3:
+                    await given_up(
+                        runtime, store.delivery(shard, *texts), dice.choice([None, 0, 0.001, 0.01])
+                    )
+                if 0.25 < trouble < 0.35:
+                    await runtime.forget(shard)
+                    store.accepted[shard] = 0
+                    await runtime.open(Shard(shard), store.source(shard))
+                await store.process(shard, *texts)
+                store.expected[shard] += len(texts)
+
+        async def kill_now_and_then(playing: asyncio.Task[Any]) -> None:
+            for _ in range(40 if long else 4):
+                await asyncio.wait({playing}, timeout=dice.uniform(0.1, 1))
+                if (process := dice.choice(runtime._workers).ready) is not None and not playing.done():
+                    os.kill(process.pid, signal.SIGKILL)
+
+        plays = [play(store, shard) for store in stores for shard in store.accepted]
+        playing = asyncio.ensure_future(asyncio.gather(*plays))
+        await asyncio.gather(playing, kill_now_and_then(playing))
+        for store in stores:
+            # A record that is in hand alone when its process is killed is taken for the cause.
+            assert Counter(store.counts()) + store.letters == store.expected
+    assert named(logged, "state.moved") != []
+
+
+async def given_up(runtime: WorkerRuntime, batch: Delivery, seconds: float | None) -> None:
+    """Begin a batch and discard its outcome; after ``seconds`` cancel it."""
+    begun = asyncio.ensure_future(outcome_of(runtime.begin(batch)))
+    await asyncio.wait({begun}, timeout=seconds)
+    begun.cancel()
+    await asyncio.wait({begun})

@@ -67,7 +67,7 @@ async def test_a_store_whose_other_shards_are_open_is_read_when_they_are_quiet()
     await stores.add("a", reading("s"))
     await stores.add("b", reading("s"))
     assert stores.is_shared("a")
-    assert await opened(stores, "b") == [2]
+    assert await opened(stores, "a", "b") == [2, 2]
     stores.remove("b")
     assert not stores.is_shared("a")
 
