@@ -410,6 +410,13 @@ def test_a_store_that_no_session_has_any_more_begins_again_without_what_its_sess
     assert (serial_of(around), len(around.buffer)) == (6, 0)
 
 
+def test_a_flush_that_ends_while_a_shard_is_opened_counts(around: Around) -> None:
+    around.open(shard("a"), serial=4).disconnected()
+    around.sessions.registered([], [StoreUpdate("s", 4, ("a",))])
+    around.open(shard("a", 2), serial=4)
+    assert serial_of(around) == 5
+
+
 def test_a_flush_raises_the_serials_of_its_stores_and_counts_redriven_outcomes(around: Around) -> None:
     session = around.open(shard("a"), serial=4)
     around.sessions.registered([], [StoreUpdate("s", 4, ("a",))], ["a"])
@@ -432,6 +439,9 @@ def test_when_one_shard_of_a_store_is_lost_all_let_go_with_what_they_gave(around
     assert not any(session.alive for session in sessions)
     assert other.alive
     assert [batch.shard_id for batch in around.buffer.snapshot().values()] == ["other"]
+    assert around.sessions.stores() == {}
+    around.open(shard("a", 2), serial=0)
+    assert serial_of(around) == 0
 
 
 def test_the_store_of_shards_that_are_forgotten_is_forgotten(around: Around) -> None:

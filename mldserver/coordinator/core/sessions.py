@@ -201,7 +201,9 @@ class Sessions:
         others = [each for each in self.of_store(store.store_id) if each is not session]
         if any(each.alive for each in others):
             return
-        self._stores[store.store_id] = store
+        # A flush may have raised the serial since the ledger was read.
+        known = self._stores.get(store.store_id, store)
+        self._stores[store.store_id] = replace(store, serial=max(store.serial, known.serial))
         for each in others:
             self.buffer.drop_shard(each.shard_id)
 
@@ -252,7 +254,7 @@ class Sessions:
         """Return the stores of all sessions, and how a change of each is registered."""
         shards: dict[str, list[str]] = {store_id: [] for store_id in self._stores}
         for session in self._sessions.values():
-            if session.store is not None:
+            if session.store is not None and session.store.store_id in shards:
                 shards[session.store.store_id].append(session.shard_id)
         return {
             store_id: (store, StoreUpdate(store_id, store.serial, tuple(shards[store_id])))
@@ -312,6 +314,8 @@ class Sessions:
             if session is not None and session.epoch == batch.epoch:
                 session.disconnected()
         for store_id in stores - {""}:
+            # The next session reads from the ledger where the store stands: an operator may have made it forget the store.
+            self._stores.pop(store_id, None)
             for session in self.of_store(store_id):
                 session.disconnected()
                 # What was accepted meanwhile must not move a position past what was left out.
