@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from simulation.outputs import Key, Outputs, key_of
+from simulation.outputs import Expected, Key, Outputs, key_of
 from support.counted import Named, Run, check_counts, check_stored
 
 from mldserver.ledger.contract import LedgerState
@@ -25,14 +25,13 @@ def check(outputs: Outputs, letters: Iterable[DeadLetter], state: LedgerState) -
         if record in shown or (told.none and record not in stored)
     }
     runs: dict[str, list[list[Key]]] = {}
-    written_ms: dict[str, int] = {}
+    latest: dict[str, Expected] = {}
     for record, told in counts.items():
         key = told.record.partition_key or ""
-        ttl_ms = outputs.plan.ttl_ms
-        if key not in runs or (ttl_ms is not None and written_ms[key] + ttl_ms <= told.effective_ms):
+        if key not in latest or _is_absent(latest[key], told.effective_ms, outputs.plan.ttl_ms):
             runs.setdefault(key, []).append([])
         runs[key][-1].append(record)
-        written_ms[key] = told.effective_ms
+        latest[key] = told
     broken = [
         f"{record} has the key {row['key']}"
         for record, row in rows
@@ -46,10 +45,11 @@ def check(outputs: Outputs, letters: Iterable[DeadLetter], state: LedgerState) -
         for place, run in enumerate(found)
     ]
     broken += check_counts(named, [(record, row["counted"]) for record, row in rows])
-    forgotten = runs.keys() if outputs.plan.ttl_ms is not None else ()
-    return broken + check_stored(
-        outputs.out,
-        Named.of(state),
-        {key: len(found[-1]) for key, found in runs.items()},
-        forgotten=forgotten,
-    )
+    present = {key: len(found[-1]) for key, found in runs.items() if not latest[key].reset}
+    forgotten = runs if outputs.plan.ttl_ms is not None else ()
+    return broken + check_stored(outputs.out, Named.of(state), present, forgotten=forgotten)
+
+
+def _is_absent(latest: Expected, now_ms: int, ttl_ms: int | None) -> bool:
+    """Whether a key has no state any more at a time, after the latest of its records that counted."""
+    return latest.reset or (ttl_ms is not None and latest.effective_ms + ttl_ms <= now_ms)

@@ -3,7 +3,7 @@
 Of each there is one that counts the records of each key in its state (``Counting...``), and one whose state expires.
 
 A record is ``{"n": number, "at": event time in ms, "fails": calls that fail first (-1: all), "slow": seconds, "none":
-whether it gives no row}``.
+whether it gives no row, "reset": whether it deletes the state of its key}``.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def count(record: Record, ctx: Context) -> tuple[int, datetime, str, int] | None
     """Count before the call fails: then it must not have counted."""
     ctx.state["n"] = counted = ctx.state.get("n", 0) + 1
     row = make_row(record)
+    if record.json().get("reset"):
+        ctx.state.clear()
     return row and (*row, ctx.key, counted)
 
 

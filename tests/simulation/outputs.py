@@ -57,6 +57,8 @@ class Expected:
     """It gives no row."""
     effective_ms: int
     """The latest arrival time in its shard up to it, and not less than in its parents."""
+    reset: bool = False
+    """It deletes the state of its key."""
 
 
 @dataclass

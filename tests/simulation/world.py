@@ -219,7 +219,8 @@ class World:
         slow = self.dice.choice((0.0, 0.0, 0.0, 0.01, self.plan.slowest))
         fails = self._fate()
         none = not fails and self.faults.hit(self.plan.rowless)
-        return orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow, "none": none})
+        told = {"n": number, "at": at, "fails": fails, "slow": slow, "none": none}
+        return orjson.dumps(told | ({"reset": True} if self.faults.hit(self.plan.resets) else {}))
 
     # What goes wrong.
 

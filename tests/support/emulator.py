@@ -38,6 +38,7 @@ PUSH_SECONDS = 0.25
 SUBSCRIPTION_PUSHES = 40
 
 _moto_split = Stream.split_shard
+_moto_merge = Stream.merge_shards
 
 
 def _split_keeping_records(self: Stream, shard_to_split: str, new_starting_hash_key: str) -> None:
@@ -49,6 +50,17 @@ def _split_keeping_records(self: Stream, shard_to_split: str, new_starting_hash_
     _moto_split(self, shard_to_split, new_starting_hash_key)
     parent.records = kept
     assert all(not self.shards[name].records for name in set(self.shards) - known)
+
+
+def _merge_keeping_records(self: Stream, shard_to_merge: str, adjacent_shard_to_merge: str) -> None:
+    """Merge as AWS does: what was in the parents stays there, the child begins empty."""
+    parents = [self.shards[name] for name in (shard_to_merge, adjacent_shard_to_merge)]
+    kept = [parent.records for parent in parents]
+    for parent in parents:
+        parent.records = {}
+    _moto_merge(self, shard_to_merge, adjacent_shard_to_merge)
+    for parent, records in zip(parents, kept, strict=True):
+        parent.records = records
 
 
 def _open_shard_for_key(self: Stream, partition_key: str, explicit_hash_key: str) -> Shard | None:
@@ -170,6 +182,7 @@ class Emulator:
 async def main(listener: int) -> None:
     """Serve on a listening socket until killed."""
     Stream.split_shard = _split_keeping_records  # type: ignore[method-assign]  # this is what is put right
+    Stream.merge_shards = _merge_keeping_records  # type: ignore[method-assign]  # see above
     Stream.get_shard_for_key = _open_shard_for_key  # type: ignore[method-assign]  # see above
     config = Config()
     config.bind = [f"fd://{listener}"]
