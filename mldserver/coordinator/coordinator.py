@@ -307,7 +307,8 @@ class Coordinator:
         self.buffer.remove(batches)
         kill_point("flush.done")
         self._backpressure.segment_bytes += result.bytes
-        self._sessions.registered(result.positions, result.stores, result.redriven)
+        self._sessions.registered(result.positions, result.stores)
+        self.redriving.registered(result.redriven)
         self._sessions.left_out(batches.values(), result.lost_shards)
         return result.lost_shards <= self.watermark.reopened.keys()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from mldserver.coordinator.core.flush import Buffer, buffered
@@ -45,6 +45,8 @@ class RedriveIntake:
     """Why letters of a handler that keeps state wait; empty: none waits."""
     _unsettled: set[str] = field(init=False, default_factory=set)
     """The stores of which a flush may register redriven letters."""
+    _registering: StoreVisit | None = field(init=False, default=None)
+    """Counts if the next flush registers its letters; None: no visit waits for that, or not any more."""
 
     @property
     def wanted(self) -> int:
@@ -123,21 +125,30 @@ class RedriveIntake:
         batch = buffered(shard_id, 0, outcome, floor_ms=None, spec=self.spec)
         batch.last = batch.effective_ms = batch.latest_event_ms = None
         batch.redriven = ids
-        next_number = 0
         if visit is not None:
-            session, next_number = visit.session, visit.number + 1
+            session = visit.session
             assert session.store is not None, "only stores of sessions are visited"
             batch.shard_id, batch.epoch = session.shard_id, session.epoch
             batch.store = session.store.store_id
             if self.live(batch.store) != visit.sessions:
                 return
             self._unsettled.add(batch.store)
+            self._registering = visit
         number = self.buffer.add(batch)
         try:
             await self.flush("redrive")
         finally:
             # After a cancellation the letters are redriven again, and must not be in one flush twice.
             self.buffer.remove([number])
-        if visit is not None:
-            self._unsettled.discard(batch.store)
-            visit.registered = visit.number == next_number
+            self._registering = None
+        self._unsettled.discard(batch.store)
+
+    def registered(self, shard_ids: Collection[str]) -> None:
+        """Note the shards on whose sessions letters ran that a flush has registered now.
+
+        If their visit was cancelled meanwhile, nothing is counted: all shards of the store load it again, after that flush.
+        """
+        visit = self._registering
+        if visit is not None and visit.session.shard_id in shard_ids:
+            visit.session.outcomes += 1
+            visit.registered = True

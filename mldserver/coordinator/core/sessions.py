@@ -284,16 +284,9 @@ class Sessions:
             store = self._stores[update.store_id]
             self._stores[update.store_id] = replace(store, serial=update.previous + 1)
 
-    def registered(
-        self,
-        updates: Iterable[PositionUpdate],
-        stores: Iterable[StoreUpdate] = (),
-        redriven: Iterable[str] = (),
-    ) -> None:
-        """Note the positions that a flush has moved, the stores that it changed, and the shards whose letters it redrove."""
+    def registered(self, updates: Iterable[PositionUpdate], stores: Iterable[StoreUpdate] = ()) -> None:
+        """Note the positions that a flush has moved, and the stores that it changed."""
         self._changed(stores)
-        for shard_id in redriven:
-            self._sessions[shard_id].outcomes += 1
         for update in updates:
             session = self._sessions.get(update.shard_id)
             if session is not None and session.epoch == update.epoch:
