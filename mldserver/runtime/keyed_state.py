@@ -125,7 +125,7 @@ class KeyedState:
             raise KeyElsewhere(
                 f"The partition key {key!r:.100} hashes outside the range of its shard ({self.store_id}).",
                 did="The call failed: another shard has the state of this key.",
-                advice="Do not put records with explicit hash keys; for KPL aggregates see the page about state.",
+                advice="Do not put records with explicit hash keys; for aggregates see `mldserver help handlers`.",
             )
         return {}
 

@@ -21,8 +21,13 @@ from support.pages import PAGES, ROOT, Example, examples
 from mldserver.cli import command_line
 from mldserver.config.resolve import resolve
 from mldserver.dynamodb_streams import streams_api
+from mldserver.handler.inspection import load_spec
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
+from mldserver.records import Record, Shard
+from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.interface import BatchOutcome, Delivery, Records
 from mldserver.runtime.trial import report
 from mldserver.testing import FakeStreams, VirtualClock, simulation
 from mldserver.testing.playground import read_lines
@@ -39,6 +44,8 @@ RECORD = {
     "user": 7,
     "at": "2013-01-01T10:15:00Z",
     "sensor": "a7",
+    "number": 1,
+    "celsius": 21.5,
 }
 """What every handler on the pages makes a row of."""
 ORDER = {"id": {"S": "a"}, "customer": {"S": "Ada"}, "total": {"N": "7.25"}}
@@ -104,6 +111,66 @@ def makes_a_row(example: Example, record: Any, tmp_path: Path, monkeypatch: pyte
     path = f"{module}:Clicks" if "class Clicks" in example.text else module
     found = report(path, None, [json.dumps(record).encode()])
     assert (found.findings, found.trial and (found.trial.rows, found.trial.failures)) == ((), (1, ()))
+
+
+def rows_of(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *records: tuple[int, dict[str, Any]]
+) -> list[list[Any]]:
+    """Run an example with state over records of the key a7, each with its minute of arrival; return the rows' own columns."""
+    (example,) = (
+        one for one in EXAMPLES if one.page == "handlers.md" and "ctx.state" in one.text and word in one.text
+    )
+    module = f"keyed_{example.line}"
+    (tmp_path / f"{module}.py").write_text(example.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = load_spec(module)
+    made = [
+        Record(
+            shard_id="s",
+            sequence_number=str(number),
+            data=json.dumps(RECORD | payload).encode(),
+            partition_key="a7",
+            arrival_ms=60_000 * minute,
+        )
+        for number, (minute, payload) in enumerate(records, 1)
+    ]
+
+    async def run() -> BatchOutcome:
+        runtime = InlineRuntime(spec, policy=FailurePolicy(), clock=VirtualClock(), random=lambda: 0.0)
+        await runtime.start()
+        await runtime.open(Shard("s"))
+        try:
+            return await runtime.process(Delivery("s", Records(made), 0, None))
+        finally:
+            await runtime.close()
+
+    outcome = asyncio.run(run())
+    assert outcome.effects.dead_letters == ()
+    assert outcome.effects.rows is not None
+    own = [name for name in outcome.effects.rows.column_names if not name.startswith("_")]
+    return [[row[name] for name in own] for row in outcome.effects.rows.to_pylist()]
+
+
+def test_readings_that_were_seen_before_give_no_row_until_a_day_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = 24 * 60
+    given = [(minute, {"number": number}) for minute, number in ((0, 1), (1, 2), (2, 1), (3, 2), (4, 3))]
+    rows = rows_of("seen before", tmp_path, monkeypatch, *given, (5 + day, {"number": 1, "celsius": 3.5}))
+    assert rows == [["a7", 21.5]] * 3 + [["a7", 3.5]]
+
+
+def test_totals_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [(number, {"celsius": celsius}) for number, celsius in enumerate((1.0, 2.0, 6.0))]
+    assert rows_of("total", tmp_path, monkeypatch, *given) == [["a7", 1, 1.0], ["a7", 2, 1.5], ["a7", 3, 3.0]]
+
+
+def test_a_click_half_an_hour_after_the_last_begins_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of("session", tmp_path, monkeypatch, *((minute, {}) for minute in (0, 20, 45, 75, 76)))
+    minutes = [(begin.hour * 60 + begin.minute, clicks) for _, begin, clicks, _ in rows]
+    assert minutes == [(0, 1), (0, 2), (0, 3), (75, 1), (75, 2)]
 
 
 @each("python", "async def test_")

@@ -28,7 +28,7 @@ def example(page: str, language: str, word: str) -> str:
 
 @pytest.mark.slow
 def test_the_readmes_handler_is_checked_and_played_by_the_readmes_commands(tmp_path: Path) -> None:
-    (tmp_path / "departures.py").write_text(example("README.md", "python", "process_record"))
+    (tmp_path / "departures.py").write_text(example("README.md", "python", "on_window"))
     with lzma.open(FLIGHTS) as lines:
         (tmp_path / "events.jsonl").write_bytes(b"".join(next(lines) for _ in range(120)))
     said, cache = [], str(spark_cache(tmp_path).parent)
