@@ -64,6 +64,7 @@ mldserver ledger show --out out/departures
 mldserver ledger show --ledger 'dynamodb://mldserver?region=eu-central-1' --pipeline departures --json
 mldserver ledger accept-gap shardId-000000000003 --out out/departures
 mldserver ledger reset shardId-000000000003 --out out/departures
+mldserver ledger reset shardId-000000000003 --forget-state --out out/departures
 mldserver ledger forget made-up-name --out out/departures
 mldserver ledger backup /backups/departures-monday --out out/departures
 mldserver ledger restore /backups/departures-monday --out out/departures
