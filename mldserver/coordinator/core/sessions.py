@@ -296,15 +296,14 @@ class Sessions:
         """Note which shards' rows a flush has left out: their sessions let go.
 
         They may not claim those rows, neither with a checkpoint nor with the shard's end. All sessions of such a shard's store let
-        go: their runtime's copy of the store has changes that were left out.
+        go: their runtime's copy of the store has changes that were left out. A shard that was opened again meanwhile has a newer
+        session, which has accepted none of it, and read the store without it.
         """
         stores = set()
         for batch in batches:
             session = self._sessions.get(batch.shard_id)
-            if batch.shard_id not in lost_shards:
-                continue
-            stores.add(batch.store)
-            if session is not None and session.epoch == batch.epoch:
+            if batch.shard_id in lost_shards and session is not None and session.epoch == batch.epoch:
+                stores.add(batch.store)
                 session.disconnected()
         for store_id in stores - {""}:
             # The next session reads from the ledger where the store stands: an operator may have made it forget the store.
