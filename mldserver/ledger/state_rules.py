@@ -15,7 +15,14 @@ from dataclasses import replace
 
 from mldserver.errors import InternalError, PeerError
 from mldserver.ledger.book import Book, Draft
-from mldserver.ledger.contract import Flush, LedgerState, ShardState, StateFile, StoreState
+from mldserver.ledger.contract import (
+    Flush,
+    LedgerState,
+    ShardState,
+    StateFile,
+    StoreState,
+    with_ancestors,
+)
 from mldserver.stores import KeyRange, StoreClaim, divide
 
 
@@ -66,8 +73,8 @@ def _of_family(draft: Draft, shard: ShardState) -> str:
 
 
 def _take_over(draft: Draft, shard: ShardState, key_range: KeyRange) -> None:
-    """Begin a store with what the parents' stores hold of its range, and close those."""
-    parents = {store.store_id: store for store in _stores_above(draft, shard.parents)}
+    """Begin a store with what the stores above it hold of its range, and close those."""
+    parents = {store.store_id: store for store in _stores_above(draft, shard, key_range)}
     serial = max((store.serial + 1 for store in parents.values()), default=0)
     draft.stores.put(shard.shard_id, StoreState(shard.shard_id, serial, *key_range))
     for store in parents.values():
@@ -84,14 +91,24 @@ def _take_over(draft: Draft, shard: ShardState, key_range: KeyRange) -> None:
             draft.state_files.put(path, replace(file, needed=needed | {shard.shard_id: taken}))
 
 
-def _stores_above(draft: Draft, parents: Iterable[str]) -> Iterator[StoreState]:
-    """Yield the stores of the parents, or of the ancestors of a parent that has none: it may have ended unread."""
-    for parent in parents:
-        shard = draft.shards.get(parent)
-        if (store := draft.stores.get(parent)) is not None:
+def _stores_above(draft: Draft, shard: ShardState, key_range: KeyRange) -> Iterator[StoreState]:
+    """Yield the stores of a shard's parents. For a parent without one, yield each store that has state of the shard's range.
+
+    Such a parent was never opened: its records had expired, say. Its own parents may not be known, so that only the range shows
+    whose state it would have taken over. Stores of the shard's descendants do not count.
+    """
+    stores = {parent: draft.stores.get(parent) for parent in shard.parents}
+    yield from filter(None, stores.values())
+    if all(stores.values()):
+        return
+    for store_id in _needed(draft.book):
+        lies_inside = any(
+            divide(draft.book.state_files[path].needed.get(store_id, ()), key_range)[0]
+            for path in draft.book.needed_files
+        )
+        below = shard.shard_id in with_ancestors(draft.book.shards, store_id)
+        if lies_inside and not below and (store := draft.stores.get(store_id)) is not None:
             yield store
-        elif shard is not None:
-            yield from _stores_above(draft, shard.parents)
 
 
 # Flushes.

@@ -227,13 +227,40 @@ def test_a_shard_that_is_opened_again_takes_nothing_over_twice(stores: Stores) -
     assert (stores.book.stores, stores.needed()) == before
 
 
-def test_a_child_takes_the_state_of_an_ancestor_whose_child_was_never_read(stores: Stores) -> None:
+def test_a_child_takes_the_state_of_an_ancestor_whose_child_was_never_opened(stores: Stores) -> None:
     stores.open("a")
     stores.flush("a")
-    stores.end("unread")
-    stores.book.shards["unread"] = ShardState("unread", 0, parents=("a",))
+    stores.end("a", "unread")
     stores.open("low", LOW, "unread", "unknown")
-    assert stores.needed()["f"]["low"] == (LOW,)
+    assert stores.needed()["f"] == {"low": (LOW,), "a": (HIGH,)}
+    assert stores.book.stores["low"].serial == 2
+    assert stores.book.stores["a"].closed
+
+
+def test_a_merge_takes_the_state_that_a_half_of_a_split_never_took(stores: Stores) -> None:
+    stores.open("a")
+    stores.flush("a")
+    stores.open("low", LOW, "a")
+    stores.flush("low", file="g")
+    stores.open("next", KeyRange(200, 299))
+    stores.flush("next", file="h")
+    stores.open("child", KeyRange(0, 299), "low", "high")
+    assert stores.needed() == {
+        "f": {"child": (LOW, HIGH)},
+        "g": {"child": (LOW,)},
+        "h": {"child": (KeyRange(200, 299),)},
+    }
+    assert stores.book.stores["child"].serial == 4
+
+
+def test_a_shard_takes_nothing_from_its_descendants(stores: Stores) -> None:
+    stores.open("a")
+    stores.open("low", LOW, "a")
+    stores.flush("low")
+    stores(rules.release_shard, "a", 1)
+    stores(rules.reset, ["a"], NOW, forget_state=True)
+    stores.open("a", WHOLE, "unknown")
+    assert stores.needed()["f"] == {"low": (LOW,)}
 
 
 def test_a_shard_with_another_range_than_before_is_refused(stores: Stores) -> None:
