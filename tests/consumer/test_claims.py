@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from mldserver.consumer.claims import Claim, Claims, Superseded
+from mldserver.consumer import claims as claims_module
+from mldserver.consumer.claims import Claim, Claims, Superseded, visiting_all
 
 pytestmark = pytest.mark.quick
 
@@ -158,3 +159,54 @@ async def test_releasing_forgets_the_shard_but_not_the_claim_of_another() -> Non
     claims.release("s", second)
     assert not second.current
     assert claims.take("s").current
+
+
+def opened(claims: Claims, *shard_ids: str) -> list[Claim]:
+    found = [claims.take(shard_id) for shard_id in shard_ids]
+    for claim in found:
+        claim.opened = True
+    return found
+
+
+async def test_a_visitor_of_several_shards_has_all_handlers_or_none() -> None:
+    claims = Claims()
+    one, two = opened(claims, "one", "two")
+    async with visiting_all(claims, ["two", "one"]) as possible:
+        assert possible
+        assert one.lock.locked()
+        assert two.lock.locked()
+    two.opened = False
+    async with visiting_all(claims, ["one", "two"]) as possible:
+        assert not possible
+        assert not one.lock.locked()
+    async with visiting_all(claims, ["one", "unknown"]) as possible:
+        assert not possible
+
+
+async def test_a_visitor_of_several_shards_does_not_hold_the_others_while_one_works_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claims_module, "_TURN_SECONDS", 0.01)
+    claims = Claims()
+    one, two = opened(claims, "one", "two")
+    async with two.work():
+        async with visiting_all(claims, ["one", "two"]) as possible:
+            assert not possible
+            assert not one.lock.locked()
+            assert not one.visits | two.visits
+        assert two.lock.locked()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_visitor_of_several_shards_leaves_when_one_of_the_owners_wants_its_own(which: int) -> None:
+    claims = Claims()
+    both = opened(claims, "one", "two")
+
+    async def visit() -> None:
+        async with visiting_all(claims, ["one", "two"]):
+            both[which].evict()
+            await asyncio.sleep(1)
+
+    with pytest.raises(Superseded):
+        await visit()
+    assert not any(claim.lock.locked() or claim.visits for claim in both)
