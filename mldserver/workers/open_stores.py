@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class OpenStores:
-    """The stores of a runtime's open shards. A shard of a handler without keyed state counts as a store of its own."""
+    """The stores of a runtime's open shards. A shard of a handler without keyed state counts as a separate store."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}

@@ -485,7 +485,7 @@ class WorkerRuntime:
                 self._plan[shard] = number
 
     def _moved(self, shard_id: str) -> None:
-        """Let the shard be opened again: its process's state of the store lacks a batch, or has one too many."""
+        """Open the shard again before its next use: its process's state of the store lacks a batch, or has one too many."""
         self._worker(shard_id).opened.pop(shard_id, None)
 
     def _record_outcome(self, shard_id: str, outcome: BatchOutcome) -> None:

@@ -80,7 +80,7 @@ def place(
 ) -> int:
     """Return the worker for one more shard: the one that has its store, else one with the fewest stores.
 
-    ``plan``: the worker of each shard. ``store`` returns the store of a shard; the default gives each shard a store of its own.
+    ``plan``: the worker of each shard. ``store`` returns the store of a shard; the default gives each shard a separate store.
     Raises ValueError without workers.
     """
     if not workers:
