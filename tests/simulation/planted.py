@@ -22,7 +22,8 @@ from mldserver.ledger.book import Book
 from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
 from mldserver.ledger.operations import Transaction
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
-from mldserver.records import Sequence
+from mldserver.records import RecordMethods, Sequence
+from mldserver.runtime.keyed_state import CallContext, KeyedState
 from mldserver.windows import tumbling_id
 
 
@@ -215,6 +216,31 @@ class AlwaysGreen(Reports):
         pass
 
 
+class KeepsFailedCalls(CallContext):
+    """Counts what a call has changed although it failed: the next call finds it."""
+
+    def begin(self, record: RecordMethods, at_ms: int) -> RecordMethods:
+        if self.live is not None:
+            self.join()
+        return super().begin(record, at_ms)
+
+
+class ExpiresByArrival(KeyedState):
+    """Compares expiry with the record's own arrival time, whatever its shard has seen."""
+
+    def _expired(self, entry: tuple[bytes, int | None], at_ms: int) -> bool:
+        return entry[1] is not None and entry[1] <= at_ms
+
+
+class LosesParts(Flusher):
+    """Registers rows without the changes of state that belong to them, now and then."""
+
+    async def _write_state(self, planned: FlushPlan, *args: Any) -> Any:
+        if planned.state is not None and planned.clock % 3 == 0:
+            planned = replace(planned, state=planned.state.slice(1))
+        return await super()._write_state(planned, *args)
+
+
 def _on(store: type[SqliteStore]) -> type[SqliteLedger]:
     """Return a ledger whose store is another."""
 
@@ -247,3 +273,11 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "retention by a host's clock": {SqliteLedger: HostsTime},
     "readiness without a daemon": {Reports: AlwaysGreen},
 }
+"""Those that worlds without keyed state find: each some world within ``test_worlds.SOON``."""
+
+KEYED_BUGS: Mapping[str, Mapping[object, object]] = {
+    "changes of a call that failed": {CallContext: KeepsFailedCalls},
+    "expiry by arrival": {KeyedState: ExpiresByArrival},
+    "rows without their changes of state": {Flusher: LosesParts},
+}
+"""Those that worlds with keyed state find."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from simulation.plan import KEYED
-from simulation.planted import BUGS
+from simulation.planted import BUGS, KEYED_BUGS
 
 TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("SIM_SEED")
@@ -121,10 +121,15 @@ def test_the_world_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=pytest.mark.long) if bug in ELSEWHERE else bug for bug in BUGS]
+    ("first", "bug"),
+    [
+        pytest.param(first, bug, marks=pytest.mark.long if bug in ELSEWHERE else ())
+        for first, bugs in ((1, BUGS), (KEYED + 1, KEYED_BUGS))
+        for bug in bugs
+    ],
 )
-def test_a_planted_bug_is_found(bug: str, long: bool) -> None:
-    found = told(start(1, 1 + SOON, 1, bug))[-1]
+def test_a_planted_bug_is_found(first: int, bug: str, long: bool) -> None:
+    found = told(start(first, first + SOON, 1, bug))[-1]
     assert found["why"] is not None
     assert "Violated" in found["why"]
     if not long:
