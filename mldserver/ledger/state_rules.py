@@ -88,7 +88,7 @@ def _take_over(draft: Draft, shard: ShardState, key_range: KeyRange) -> None:
             if outside:
                 needed[store_id] = outside
         if taken:
-            draft.state_files.put(path, replace(file, needed=needed | {shard.shard_id: taken}))
+            draft.state_files.put(path, replace(file, needed=needed | {shard.shard_id: tuple(sorted(taken))}))
 
 
 def _stores_above(draft: Draft, shard: ShardState, key_range: KeyRange) -> Iterator[StoreState]:
