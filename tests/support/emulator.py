@@ -14,6 +14,7 @@ put right here, because the KCL (or a test that counts rows) depends on them:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -42,14 +43,28 @@ _moto_merge = Stream.merge_shards
 
 
 def _split_keeping_records(self: Stream, shard_to_split: str, new_starting_hash_key: str) -> None:
-    """Split as AWS does: what was in the parent stays there, the children begin empty."""
-    parent = self.shards[shard_to_split]
-    kept = parent.records
-    known = set(self.shards)
-    parent.records = {}
-    _moto_split(self, shard_to_split, new_starting_hash_key)
-    parent.records = kept
-    assert all(not self.shards[name].records for name in set(self.shards) - known)
+    """Split as AWS does."""
+    with _keeping_records(self, shard_to_split):
+        _moto_split(self, shard_to_split, new_starting_hash_key)
+
+
+def _merge_keeping_records(self: Stream, shard_to_merge: str, adjacent_shard_to_merge: str) -> None:
+    """Merge as AWS does."""
+    with _keeping_records(self, shard_to_merge, adjacent_shard_to_merge):
+        _moto_merge(self, shard_to_merge, adjacent_shard_to_merge)
+
+
+@contextlib.contextmanager
+def _keeping_records(stream: Stream, *parents: str) -> Iterator[None]:
+    """Leave the parents their records while children are made; the children begin empty."""
+    known = set(stream.shards)
+    kept = {name: stream.shards[name].records for name in parents}
+    for name in parents:
+        stream.shards[name].records = {}
+    yield
+    for name, records in kept.items():
+        stream.shards[name].records = records
+    assert all(not stream.shards[name].records for name in set(stream.shards) - known)
 
 
 def _merge_keeping_records(self: Stream, shard_to_merge: str, adjacent_shard_to_merge: str) -> None:
