@@ -87,6 +87,7 @@ class Redriver:
         while True:
             await self.clock.sleep(_SECONDS)
             if not self.redriving.wanted and not self._keys_to_unpark:
+                self._waiting, self.redriving.waits_for = {}, ""
                 continue
             if (
                 self._waiting

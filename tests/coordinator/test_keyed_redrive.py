@@ -58,6 +58,26 @@ async def test_a_letter_of_a_shard_that_has_split_runs_on_the_child_that_has_its
     assert {row for row in rows if row[2] == 2} == {("parent", LOW_KEY, 2), ("parent", HIGH_KEY, 2)}
 
 
+async def test_letters_that_are_withdrawn_wait_for_nothing_any_more(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    house = House(tmp_path)
+    async with house.life(), asyncio.TaskGroup() as group:
+        await house.open("parent")
+        await house.put("parent", ("a", b"bad"))
+        await house.want()
+        await house.end("parent")
+        running = group.create_task(house.redriver.run())
+        await house.pipeline.clock.advance(20)
+        assert house.redriving.waits_for
+        assert len(named(logged, "redrive.waiting")) == 1, "though each round found the same"
+        (letter,) = await house.pipeline.ledger.letters(limit=10)
+        await house.pipeline.ledger.redrive((letter.id,), wanted=False)
+        await house.pipeline.clock.advance(10)
+        assert house.redriving.waits_for == ""
+        running.cancel()
+
+
 @pytest.mark.parametrize("batches", [0, 1])
 async def test_a_visit_that_is_cancelled_when_the_handler_has_run_counts_nothing(
     tmp_path: Path, logged: list[dict[str, Any]], batches: int
