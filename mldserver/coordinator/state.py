@@ -21,13 +21,14 @@ from mldserver.errors import LedgerError
 from mldserver.ledger.contract import LedgerState, StateFile, StoreState
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import state_path
-from mldserver.stores import StateSnapshot
+from mldserver.stores import ALL_KEYS, StateSnapshot
 
 if TYPE_CHECKING:
     from mldserver.output.store import Garbage, OutputStore
 
 log = structlog.get_logger("mldserver")
 
+_DAY_MS = 24 * 3600 * 1000
 _FORGOTTEN = 500
 """How many old files are deleted in a cycle."""
 
@@ -190,7 +191,8 @@ class StateFiles:
 def all_expired_ms(state: LedgerState) -> dict[str, int]:
     """Return for each store the time at or before which entries have expired for all of its shards.
 
-    State expires by the time of records. So a shard that reads its records again finds what it found the first time.
+    State expires by the time of records. So a shard that reads its records again finds what it found the first time. A store for
+    all keys may get shards that are not open yet. Their records are at most a day older: DynamoDB Streams keep records for a day.
     """
     found: dict[str, int] = {}
     unknown = set()
@@ -201,4 +203,8 @@ def all_expired_ms(state: LedgerState) -> dict[str, int]:
             unknown.add(shard.store)
         else:
             found[shard.store] = min(found.get(shard.store, shard.effective_ms), shard.effective_ms)
-    return {store: ms for store, ms in found.items() if store not in unknown}
+    return {
+        store: ms - (_DAY_MS if state.stores[store].key_range == ALL_KEYS else 0)
+        for store, ms in found.items()
+        if store not in unknown
+    }

@@ -14,12 +14,14 @@ from coordinator.pipeline import RULES, Pipeline
 from support.shards import accept
 
 from mldserver.consumer.intake import AT_TIP
+from mldserver.coordinator.state import all_expired_ms
 from mldserver.errors import LedgerError
-from mldserver.ledger.contract import StateFile
+from mldserver.ledger.contract import LedgerState, ShardState, StateFile, StoreState
 from mldserver.records import Sequence
 from mldserver.stores import ALL_KEYS, KeyRange, StoreClaim
 
 FAMILY = StoreClaim(None)
+DAY_MS = 24 * 3600 * 1000
 RETAINED = replace(RULES, retention_ms=5000)
 
 
@@ -256,22 +258,22 @@ async def test_a_batch_without_changes_does_not_move_a_position_past_what_was_le
 
 
 async def test_state_expires_once_all_shards_of_the_store_have_passed_its_time(tmp_path: Path) -> None:
-    """A shard that lags reads its records at their own time, when the state was there."""
+    """A shard that lags reads its records at their own time, when the state was there. One that is not open yet lags by at most a day."""
     pipeline = a_pipeline(tmp_path)
     async with pipeline.life():
         one, other = await family(pipeline)
         one.ttl_ms = 10
         await one.give((3, "short"))
         one.ttl_ms = None
-        await one.give((50, "x"))
+        await one.give((DAY_MS + 50, "x"))
         await pipeline.cycle()
         await other.load()
         assert "short" in other.entries, "the sibling has read nothing yet"
-        await other.give((12, "y"))
+        await other.give((DAY_MS + 12, "y"))
         await pipeline.cycle()
         await other.load()
-        assert "short" in other.entries, "it expires at 13"
-        await other.give((13, "y"))
+        assert "short" in other.entries, "it expires at 13, a day later"
+        await other.give((DAY_MS + 13, "y"))
         await pipeline.cycle()
         await other.load()
         assert "short" not in other.entries
@@ -294,6 +296,23 @@ async def test_a_store_that_another_server_has_changed_is_lost(tmp_path: Path) -
         assert again.session.alive
         await again.load()
         assert again.entries == {"x": 2, "y": 1}
+
+
+@pytest.mark.parametrize(("key_range", "expired_ms"), [(KeyRange(0, 9), DAY_MS + 7), (ALL_KEYS, 7)])
+def test_state_that_shards_may_need_that_are_not_open_yet_has_not_expired(
+    key_range: KeyRange, expired_ms: int
+) -> None:
+    """A store for all keys may get a child that lags a day behind its siblings."""
+    stores = {"s": StoreState("s", 1, *key_range)}
+    shards = {
+        "ended": ShardState("ended", 1, effective_ms=5, ended_ms=1, store="s"),
+        "ahead": ShardState("ahead", 1, effective_ms=DAY_MS + 9, store="s"),
+        "behind": ShardState("behind", 1, effective_ms=DAY_MS + 7, store="s"),
+        "other": ShardState("other", 1, effective_ms=1),
+    }
+    assert all_expired_ms(LedgerState(shards=shards, stores=stores)) == {"s": expired_ms}
+    shards["unread"] = ShardState("unread", 1, store="s")
+    assert all_expired_ms(LedgerState(shards=shards, stores=stores)) == {}
 
 
 # Resharding on Kinesis.
