@@ -43,8 +43,6 @@ class RedriveIntake:
     sessions: Sessions
     waits_for: str = ""
     """Why letters of a handler that keeps state wait; empty: none waits."""
-    _unsettled: set[str] = field(init=False, default_factory=set)
-    """The stores of which a flush may register redriven letters."""
     _registering: StoreVisit | None = field(init=False, default=None)
     """Counts if the next flush registers its letters; None: no visit waits for that, or not any more."""
 
@@ -98,6 +96,9 @@ class RedriveIntake:
         visit = StoreVisit(
             next((each for each in sessions if each.shard_id == shard_id), sessions[0]), sessions
         )
+        if len(sessions) > 1:
+            # The letters' keys may be another shard's, and only this session's number is compared: have the store read again.
+            visit.session.outcomes += 2
         try:
             yield visit
         finally:
@@ -107,10 +108,10 @@ class RedriveIntake:
                     session.outcomes += 2
 
     async def settle(self, store_id: str) -> None:
-        """Return once no flush can register letters of a store: who reads the store meanwhile would not see their changes."""
-        while store_id in self._unsettled:
+        """Return once no flush can change a store without the reader's knowledge (``Sessions.unsettled``)."""
+        while store_id in self.sessions.unsettled:
             await self.flush("redrive")
-            self._unsettled.discard(store_id)
+            self.sessions.unsettled.discard(store_id)
 
     async def register(
         self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...], visit: StoreVisit | None = None
@@ -132,7 +133,7 @@ class RedriveIntake:
             batch.store = session.store.store_id
             if self.live(batch.store) != visit.sessions:
                 return
-            self._unsettled.add(batch.store)
+            self.sessions.unsettled.add(batch.store)
             self._registering = visit
         number = self.buffer.add(batch)
         try:
@@ -141,7 +142,7 @@ class RedriveIntake:
             # After a cancellation the letters are redriven again, and must not be in one flush twice.
             self.buffer.remove([number])
             self._registering = None
-        self._unsettled.discard(batch.store)
+        self.sessions.unsettled.discard(batch.store)
 
     def registered(self, shard_ids: Collection[str]) -> None:
         """Note the shards on whose sessions letters ran that a flush has registered now.

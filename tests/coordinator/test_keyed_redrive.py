@@ -194,3 +194,28 @@ async def test_a_shard_of_the_family_that_opens_meanwhile_loads_what_is_register
         await house.put("left", ("a", b""))
         await house.put("right", ("a", b""))
         assert await house.counts("right") == {"a": 5}
+
+
+async def test_letters_run_on_what_every_shard_of_the_family_has_done(tmp_path: Path) -> None:
+    """The letter runs on the session of one shard, which opened with a copy that lacks an outcome of the other."""
+    house = House(tmp_path, family=True)
+    async with house.life():
+        await house.open("root")
+        await house.put("root", ("a", b""), ("a", b"bad"))
+        await house.want()
+        await house.end("root")
+        shards = house.pipeline.coordinator.shards
+        read = shards.snapshot
+
+        async def read_before_the_batch(session: Any) -> Any:
+            shards.snapshot = read
+            snapshot = await read(session)
+            if "left" not in house.consumers:
+                await house.open("left", "root")
+                await house.put("left", ("a", b""))
+            return snapshot
+
+        shards.snapshot = read_before_the_batch
+        await house.open("right", "root")
+        assert await house.redrive() == 0
+        assert await house.counts("left") == {"a": 3}

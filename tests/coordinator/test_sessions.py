@@ -410,6 +410,16 @@ def test_a_store_that_no_session_has_any_more_begins_again_without_what_its_sess
     assert (serial_of(around), len(around.buffer)) == (6, 0)
 
 
+def test_a_flush_whose_answer_was_lost_raises_a_serial_once(around: Around) -> None:
+    around.open(shard("a"), serial=4).disconnected()
+    lost = StoreUpdate("s", 4, ("a",))
+    around.sessions.catch_up([], [lost])
+    assert serial_of(around) == 5
+    around.open(shard("a", 3), serial=7)
+    around.sessions.catch_up([], [lost])
+    assert serial_of(around) == 7, "another server has changed it meanwhile"
+
+
 def test_a_flush_that_ends_while_a_shard_is_opened_counts(around: Around) -> None:
     around.open(shard("a"), serial=4).disconnected()
     around.sessions.registered([], [StoreUpdate("s", 4, ("a",))])

@@ -155,6 +155,9 @@ class Sessions:
     _sessions: dict[str, Session] = field(init=False, default_factory=dict)
     _stores: dict[str, StoreState] = field(init=False, default_factory=dict)
     """Their stores. The serial is the one on which the runtime's copy of the store and the buffered changes rest."""
+    unsettled: set[str] = field(init=False, default_factory=set)
+    """The stores that the flush under way may change, with batches that are not among those of ``Buffer.of_store``. Who reads
+    such a store waits for the flush."""
 
     def live(self, shard_id: str) -> Session | None:
         """Return the session that has a shard; None if no session of this server has it."""
@@ -204,8 +207,8 @@ class Sessions:
         # A flush may have raised the serial since the ledger was read.
         known = self._stores.get(store.store_id, store)
         self._stores[store.store_id] = replace(store, serial=max(store.serial, known.serial))
-        for each in others:
-            self.buffer.drop_shard(each.shard_id)
+        if sum(self.buffer.drop_shard(each.shard_id) for each in others):
+            self.unsettled.add(store.store_id)
 
     def of_store(self, store_id: str) -> list[Session]:
         """Return the sessions of a store's shards, alive or not."""
@@ -281,8 +284,10 @@ class Sessions:
 
     def _changed(self, stores: Iterable[StoreUpdate]) -> None:
         for update in stores:
-            store = self._stores[update.store_id]
-            self._stores[update.store_id] = replace(store, serial=update.previous + 1)
+            store = self._stores.get(update.store_id)
+            # Another server may have changed it since: then it was read again.
+            if store is not None and store.serial == update.previous:
+                self._stores[update.store_id] = replace(store, serial=update.previous + 1)
 
     def registered(self, updates: Iterable[PositionUpdate], stores: Iterable[StoreUpdate] = ()) -> None:
         """Note the positions that a flush has moved, and the stores that it changed."""
