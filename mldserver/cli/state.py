@@ -98,7 +98,7 @@ def show_state(
 def _entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterator[dict[str, Any]]:
     """Yield the present entries of all stores, or of one key, as rows of the document. Raises OSError for a missing file."""
     from mldserver.coordinator.core import state_files  # noqa: PLC0415  # `--help` must not wait for Arrow
-    from mldserver.coordinator.state import all_expired_ms  # noqa: PLC0415  # see above
+    from mldserver.coordinator.store_files import all_expired_ms  # noqa: PLC0415  # see above
     from mldserver.runtime.state_values import decode_state  # noqa: PLC0415  # see above
     from mldserver.stores import key_bytes  # noqa: PLC0415  # see above
 

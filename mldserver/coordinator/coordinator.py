@@ -40,7 +40,7 @@ from mldserver.coordinator.progress import CoordinatorStatus, Reports
 from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.sections import Sections
 from mldserver.coordinator.shards import CoordinatorIntake
-from mldserver.coordinator.state import StateFiles
+from mldserver.coordinator.store_files import StateFiles
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState

@@ -11,7 +11,7 @@ from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.shards import CoordinatorIntake
-from mldserver.coordinator.state import StateFiles
+from mldserver.coordinator.store_files import StateFiles
 from mldserver.records import Sequence
 from mldserver.sources.source import SourceStatus
 from mldserver.status_document import (

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import asyncio
+from collections import Counter as Counts
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from coordinator.outcomes import outcome
-from coordinator.pipeline import Pipeline
+from coordinator.pipeline import RULES, Pipeline
 from support.shards import accept
 
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.effects import Effects
+from mldserver.errors import LedgerError
+from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome
-from mldserver.stores import ALL_KEYS, StateChange, StateSnapshot, StoreClaim, pack_changes
+from mldserver.stores import ALL_KEYS, KeyRange, StateChange, StateSnapshot, StoreClaim, hash_of, pack_changes
 
 CLAIM: Final = StoreClaim(ALL_KEYS)
 
@@ -66,3 +71,92 @@ async def opened(
     counter = Counter(await pipeline.open(shard, start, store=claim, **named))
     await counter.load()
     return counter
+
+
+# A stream whose shard splits, and what reads it.
+
+MIDDLE: Final = ALL_KEYS.last // 2
+RANGES: Final = {"a": ALL_KEYS, "b": KeyRange(0, MIDDLE), "c": KeyRange(MIDDLE + 1, ALL_KEYS.last)}
+KEYS: Final = [f"k{number}" for number in range(5)]
+QUICK: Final = replace(RULES, retention_ms=3000)
+
+
+def records() -> dict[str, list[tuple[int, str]]]:
+    """Return a parent's records, enough for compactions, and those of its two children."""
+    found: dict[str, list[tuple[int, str]]] = {
+        "a": [(n, KEYS[n % 5]) for n in range(1, 21)],
+        "b": [],
+        "c": [],
+    }
+    for n in range(21, 31):
+        key = KEYS[n % 5]
+        found["b" if hash_of(key.encode()) in RANGES["b"] else "c"].append((n, key))
+    return found
+
+
+@dataclass
+class Daemon:
+    """The KCL and a stream. It outlives the server."""
+
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    size: int = 2
+
+    async def read(self, pipeline: Pipeline, shard: str) -> Counter:
+        """Read a shard from its checkpoint to its last record, however often it must be opened for that."""
+        while True:
+            counter = await self._open(pipeline, shard)
+            await self._deliver(pipeline, counter)
+            if counter.session.alive:
+                return counter
+
+    async def _open(self, pipeline: Pipeline, shard: str) -> Counter:
+        parents = () if shard == "a" else ("a",)
+        while True:
+            at = self.checkpoints.get(shard)
+            start = Sequence(at) if at else "TRIM_HORIZON"
+            try:
+                return await opened(pipeline, shard, start, StoreClaim(RANGES[shard]), parents=parents)
+            except LedgerError:
+                await pipeline.clock.sleep(0.1)
+
+    async def _deliver(self, pipeline: Pipeline, counter: Counter) -> None:
+        """Deliver what is not checkpointed, and checkpoint what is durable."""
+        session = counter.session
+        at = self.checkpoints.get(session.shard_id, 0)
+        left = [record for record in records()[session.shard_id] if record[0] > at]
+        while left and session.alive:
+            batch, left = left[: self.size], left[self.size :]
+            after = session.after
+            fresh = [record for record in batch if after is None or Sequence(record[0]) > after]
+            await counter.give(*fresh, delivered=batch)
+            if (due := session.checkpoint_due()) is not None:
+                self.checkpoints[session.shard_id] = due.number
+                session.checkpointed(due)
+            await pipeline.clock.sleep(1.5)
+
+    async def run(self, pipeline: Pipeline) -> None:
+        """Read the stream to its end. Then each key's count must be the number of its records."""
+        while "a" not in self.ended:
+            parent = await self.read(pipeline, "a")
+            if await parent.session.end():
+                self.ended.add("a")
+        children = [await self.read(pipeline, shard) for shard in ("b", "c")]
+        await pipeline.clock.sleep(6)  # files that compaction has replaced are deleted
+        found: dict[str, int] = {}
+        for child in children:
+            assert child.session.alive
+            await child.load()
+            assert found.keys().isdisjoint(child.entries)
+            found |= child.entries
+        assert found == Counts(key for shard in records().values() for _, key in shard)
+
+
+def a_pipeline(out: Path) -> Pipeline:
+    return Pipeline(out, without_rows=True, rules=QUICK)
+
+
+async def run(pipeline: Pipeline, daemon: Daemon) -> None:
+    """Run until all is read and counted."""
+    async with asyncio.timeout(100), pipeline.life():
+        await pipeline.clock.drive(daemon.run(pipeline), step=1)

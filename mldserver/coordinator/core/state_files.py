@@ -153,7 +153,7 @@ def _present(rows: pa.Table, expired_ms: int | None) -> pa.ChunkedArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Compaction:
+class StateCompaction:
     """Files of which the rows of some stores become one new file."""
 
     files: tuple[StateFile, ...]
@@ -210,7 +210,7 @@ def compaction(
     files: Iterable[StateFile],
     stores: AbstractSet[str],
     part: KeyRange = ALL_KEYS,
-) -> Compaction:
+) -> StateCompaction:
     """Return how to make one of the chosen files, for these stores. ``files``: all files."""
     chosen = tuple(chosen)
     paths = {file.path for file in chosen}
@@ -222,10 +222,10 @@ def compaction(
         for store in here & file.needed.keys()
         if divide(file.needed[store], part)[0]
     }
-    return Compaction(chosen, tuple(sorted(here)), part, frozenset(here - partly))
+    return StateCompaction(chosen, tuple(sorted(here)), part, frozenset(here - partly))
 
 
-def choose(files: SequenceABC[StateFile], stores: AbstractSet[str]) -> Compaction | None:
+def choose(files: SequenceABC[StateFile], stores: AbstractSet[str]) -> StateCompaction | None:
     """Return the next step of compaction for stores that this server serves; None: nothing is worth a step.
 
     All files that these stores need become one when at least half of their bytes is not in the largest: as large as the largest

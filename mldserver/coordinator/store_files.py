@@ -160,7 +160,7 @@ class StateFiles:
 
     def _compacted(
         self,
-        step: state_files.Compaction,
+        step: state_files.StateCompaction,
         stores: Mapping[str, StoreState],
         expired_ms: Mapping[str, int],
         path: str,
