@@ -14,7 +14,7 @@ from coordinator.pipeline import RULES, Pipeline
 from support.shards import accept
 
 from mldserver.consumer.intake import AT_TIP
-from mldserver.coordinator.state import all_expired_ms
+from mldserver.coordinator.store_files import all_expired_ms
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import LedgerState, ShardState, StateFile, StoreState
 from mldserver.records import Sequence
