@@ -413,7 +413,7 @@ async def test_workers_share_the_memory_that_state_may_take(
         assert set(failed) == {"StateFull"}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 async def test_random_troubles_of_shards_that_share_stores(
     made: Make, seed: int, long: bool, logged: list[dict[str, Any]]
 ) -> None:
