@@ -116,6 +116,9 @@ ONLY_IN: Final = {
 }
 """Steps that some kinds of story come to, and others do not, or seldom."""
 
+OF_STATE: Final = frozenset(step for step, kinds in ONLY_IN.items() if kinds == ("keyed",))
+"""Steps that have a test of their own too: there a server dies at each of them with either runtime."""
+
 OF_LETTERS: Final = frozenset({"letters.stored", "redrive.taken", "redrive.handled", "redrive.done"})
 """Steps that no story comes to: they have a test of their own."""
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from crash.lives import Ground
-from crash.stories import ONLY_IN, Story
+from crash.stories import OF_STATE, Story
 from crash.test_two_servers import CREDENTIALS, a_table
 from crash.world import Death, Toll, World, play_all
 
 pytestmark = pytest.mark.timeout(1800)
 
-OF_STATE = sorted(step for step, kinds in ONLY_IN.items() if kinds == ("keyed",))
 OF_RECORDS = (
     "shard.opening",
     "shard.opened",
@@ -47,7 +46,7 @@ async def a_file() -> AsyncIterator[Ground]:
 
 def deaths(dice: random.Random, *, rounds: int) -> list[Death]:
     """Return a death at each step of state, and at others in the long lane, so many times each."""
-    steps = [*OF_STATE, *(OF_RECORDS if rounds > 1 else ())]
+    steps = [*sorted(OF_STATE), *(OF_RECORDS if rounds > 1 else ())]
     found = [Death(step, 1 if turn == 0 else dice.randint(2, 8)) for turn in range(rounds) for step in steps]
     dice.shuffle(found)
     return found
