@@ -92,7 +92,7 @@ def _take_over(draft: Draft, shard: ShardState, key_range: KeyRange) -> None:
 
 
 def _stores_above(draft: Draft, shard: ShardState, key_range: KeyRange) -> Iterator[StoreState]:
-    """Yield the stores of a shard's parents. For a parent without one, yield each store that has state of the shard's range.
+    """Yield the stores of a shard's parents. If a parent has none, yield each store that shares hashes with the shard.
 
     Such a parent was never opened: its records had expired, say. Its own parents may not be known, so that only the range shows
     whose state it would have taken over. Stores of the shard's descendants do not count.
@@ -101,13 +101,9 @@ def _stores_above(draft: Draft, shard: ShardState, key_range: KeyRange) -> Itera
     yield from filter(None, stores.values())
     if all(stores.values()):
         return
-    for store_id in _needed(draft.book):
-        lies_inside = any(
-            divide(draft.book.state_files[path].needed.get(store_id, ()), key_range)[0]
-            for path in draft.book.needed_files
-        )
-        below = shard.shard_id in with_ancestors(draft.book.shards, store_id)
-        if lies_inside and not below and (store := draft.stores.get(store_id)) is not None:
+    for store in draft.book.stores.values():
+        shared, _ = divide((store.key_range,), key_range)
+        if shared and shard.shard_id not in with_ancestors(draft.book.shards, store.store_id):
             yield store
 
 

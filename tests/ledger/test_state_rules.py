@@ -237,6 +237,13 @@ def test_a_child_takes_the_state_of_an_ancestor_whose_child_was_never_opened(sto
     assert stores.book.stores["a"].closed
 
 
+def test_an_ancestor_without_state_takes_no_more_changes_either(stores: Stores) -> None:
+    """A server may have changes of it that it has not registered."""
+    stores.open("a")
+    stores.open("low", LOW, "unread")
+    assert stores.flush("a").lost_shards == {"a"}
+
+
 def test_a_merge_takes_the_state_that_a_half_of_a_split_never_took(stores: Stores) -> None:
     stores.open("a")
     stores.flush("a")
