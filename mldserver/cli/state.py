@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 from rich.console import RenderableType
 
 from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, ledger_settings, open_ledger
@@ -45,7 +45,7 @@ def show_state(
     /,
     *,
     key: str | None = None,
-    limit: Annotated[int, Parameter(negative=())] = 20,
+    limit: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 20,
     where: LedgerOptions = FROM_SETTINGS,
     as_json: AsJson = False,
 ) -> None:
@@ -61,6 +61,7 @@ def show_state(
         How many keys to show at most.
     """
     from mldserver.assembly import store_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
+    from mldserver.runtime.state_values import decode_state  # noqa: PLC0415  # see above
 
     settings = ledger_settings(where if name is None else dataclasses.replace(where, pipeline=name))
     with open_ledger(settings) as (_, state, _):
@@ -72,6 +73,8 @@ def show_state(
             "with the next flush.",
         )
     rows.sort(key=lambda row: (-row["bytes"], row["key"]))
+    # Decode what is shown only: a store may have millions of keys.
+    entries = [row | {"value": msgspec.to_builtins(decode_state(row["value"]))} for row in rows[:limit]]
     files = [file for file in state.state_files.values() if file.needed]
     file_bytes = sum(file.bytes for file in files)
     document = {
@@ -80,26 +83,25 @@ def show_state(
         "stores": len({row["store"] for row in rows}),
         "files": len(files),
         "file_bytes": file_bytes,
-        "entries": rows[:limit],
+        "entries": entries,
     }
     if key is not None:
-        print_result(as_json, document, details(rows[0] | {"value": json.dumps(rows[0]["value"])}))
+        print_result(as_json, document, details(entries[0] | {"value": json.dumps(entries[0]["value"])}))
         return
     text = f"{len(rows):,} keys in {document['stores']:,} stores; {len(files):,} files, {format_size(file_bytes)}"
     if not state.stores:
         text = f"The pipeline {settings.pipeline} has no keyed state: no handler that takes `ctx` has opened a shard."
     elif len(rows) > limit:
         text += f" ({len(rows) - limit:,} keys not shown)"
-    shown = [row | {"value": json.dumps(row["value"])[:_VALUE_LENGTH]} for row in rows[:limit]]
+    shown = [row | {"value": json.dumps(row["value"])[:_VALUE_LENGTH]} for row in entries]
     lines: list[RenderableType] = [table(shown, "key store bytes expires_ms value"), ""] if shown else []
     print_result(as_json, document, *lines, text)
 
 
 def _entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the present entries of all stores, or of one key, as rows of the document. Raises OSError for a missing file."""
+    """Yield the present entries of all stores, or of one key, with encoded values. Raises OSError for a missing file."""
     from mldserver.coordinator.core import state_files  # noqa: PLC0415  # `--help` must not wait for Arrow
     from mldserver.coordinator.store_files import all_expired_ms  # noqa: PLC0415  # see above
-    from mldserver.runtime.state_values import decode_state  # noqa: PLC0415  # see above
     from mldserver.stores import key_bytes  # noqa: PLC0415  # see above
 
     files = [file for file in state.state_files.values() if file.needed]
@@ -122,5 +124,5 @@ def _entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterato
                     "store": store_id,
                     "bytes": len(entry["value"]),
                     "expires_ms": entry["expires_ms"],
-                    "value": msgspec.to_builtins(decode_state(entry["value"])),
+                    "value": entry["value"],
                 }
