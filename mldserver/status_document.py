@@ -254,7 +254,7 @@ class StoreRow(_Part, frozen=True, kw_only=True):
     """How many flushes have changed it, those of the stores before it included."""
 
 
-class State(_Part, frozen=True, kw_only=True):
+class KeyedStateSection(_Part, frozen=True, kw_only=True):
     """Keyed state: what this server's processes hold, and its files."""
 
     keys: int
@@ -316,7 +316,7 @@ class Status(_Part, frozen=True, kw_only=True):
     """None for a handler without rows."""
     dead_letters: DeadLetters = DeadLetters()
     servers: tuple[Peer, ...] = ()
-    state: State | None = None
+    state: KeyedStateSection | None = None
     """None for a handler that keeps no state."""
     budgets: dict[str, Budget] = {}
     """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk), ``state`` (keyed state in memory)."""

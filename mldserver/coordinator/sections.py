@@ -17,10 +17,10 @@ from mldserver.sources.source import SourceStatus
 from mldserver.status_document import (
     Budget,
     DeadLetters,
+    KeyedStateSection,
     LetterRow,
     Peer,
     ShardRow,
-    State,
     StoreRow,
     WatermarkSection,
 )
@@ -199,10 +199,10 @@ class Sections:
             waiting=waiting, redriving=state.redrives, waits_for=self._redriving.waits_for, latest=latest
         )
 
-    def _state(self, sizes: tuple[StoreSize, ...]) -> State:
+    def _state(self, sizes: tuple[StoreSize, ...]) -> KeyedStateSection:
         held, done = self._view.state, self._state_files
         files = [file for file in held.state_files.values() if file.needed]
-        return State(
+        return KeyedStateSection(
             keys=sum(size.keys for size in sizes),
             files=len(files),
             file_bytes=sum(file.bytes for file in files),

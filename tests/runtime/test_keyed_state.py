@@ -352,6 +352,10 @@ def test_a_context_is_that_of_its_record() -> None:
     assert context.state == {"n": 1}
     context.join()
     assert context.store.read("k", 0) == {"n": 1}
+    context.begin(record_of("k"), 0)
+    context.state = {"m": 2}
+    context.join()
+    assert context.store.read("k", 0) == {"m": 2}
     context.begin(record_of("other"), 0)
     context.join()
     assert (context.state, len(context.store)) == ({}, 1)
