@@ -21,10 +21,10 @@ from mldserver.status_document import (
     Budget,
     DeadLetters,
     Histogram,
+    KeyedStateSection,
     Peer,
     ShardRow,
     Spark,
-    State,
     Status,
     WatermarkSection,
     Windows,
@@ -61,7 +61,9 @@ def status(*shards: ShardRow) -> Status:
         spark=Spark(ready=True, start_seconds=12.5, jobs=1, jvm_resident_bytes=1 << 30),
         dead_letters=DeadLetters(waiting=4),
         servers=(Peer(id="box:7", this=True),),
-        state=State(keys=5, files=2, file_bytes=700, snapshots=1, snapshot_seconds=0.25, compactions=3),
+        state=KeyedStateSection(
+            keys=5, files=2, file_bytes=700, snapshots=1, snapshot_seconds=0.25, compactions=3
+        ),
         budgets={"buffer": Budget(used_bytes=1, limit_bytes=2)},
     )
 

@@ -18,11 +18,11 @@ import msgspec
 from mldserver.status_document import (
     Budget,
     DeadLetters,
+    KeyedStateSection,
     LetterRow,
     Peer,
     ShardRow,
     Spark,
-    State,
     Status,
     StoreRow,
     Totals,
@@ -66,7 +66,7 @@ DOCUMENT = Status(
     spark=Spark(ready=False, trouble="no executor", master="local[2]", version="4.0.1"),
     dead_letters=DeadLetters(waiting=2, latest=(LetterRow(at_ms=HOUR, shard="shardId-1", sequence="496:0", error="ValueError: bad"),)),
     servers=(Peer(id="one", this=True), Peer(id="two", this=False, beat_age_seconds=1.0, watermark_ms=9 * HOUR)),
-    state=State(keys=1_234, files=3, file_bytes=2 << 20, snapshots=2, snapshot_seconds=0.5, stores=(StoreRow(id="shardId-4", keys=1_234, bytes=5 << 20, files=3, serial=41),)),
+    state=KeyedStateSection(keys=1_234, files=3, file_bytes=2 << 20, snapshots=2, snapshot_seconds=0.5, stores=(StoreRow(id="shardId-4", keys=1_234, bytes=5 << 20, files=3, serial=41),)),
     budgets={"buffer": Budget(used_bytes=12 << 20, limit_bytes=256 << 20)},
 )  # fmt: skip
 

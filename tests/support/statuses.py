@@ -14,11 +14,11 @@ from mldserver.status_document import (
     Budget,
     DeadLetters,
     Histogram,
+    KeyedStateSection,
     LetterRow,
     Peer,
     ShardRow,
     Spark,
-    State,
     Status,
     StoreRow,
     Totals,
@@ -70,7 +70,7 @@ def healthy(at_ms: int = NOW) -> Status:
         ),
         dead_letters=DeadLetters(waiting=0),
         servers=(Peer(id="ingest-3-4711", this=True),),
-        state=State(
+        state=KeyedStateSection(
             keys=84_210,
             files=11,
             file_bytes=9 << 20,
