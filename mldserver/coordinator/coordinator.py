@@ -40,6 +40,7 @@ from mldserver.coordinator.progress import CoordinatorStatus, Reports
 from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.sections import Sections
 from mldserver.coordinator.shards import CoordinatorIntake
+from mldserver.coordinator.store_claims import StoreClaims
 from mldserver.coordinator.store_files import StateFiles
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
@@ -180,7 +181,7 @@ class Coordinator:
             soon=self._cycle.soon,
             snapshot=self._snapshot,
             ask_stream=ask_stream,
-            keyed=keyed,
+            claims=StoreClaims(view=view, clock=clock, ask_stream=ask_stream, keyed=keyed),
         )
         self.sections = Sections(self.shards, view, self.state_files, self.redriving).all
         """Makes the coordinator's sections of the status document."""

@@ -77,7 +77,7 @@ class Sections:
         take ``state_bytes``. ``shown``: what is shown of errors.
         """
         budgets, state = self._budgets(status, source), None
-        if self._shards.keyed:
+        if self._shards.claims.keyed:
             state = self._state(state_sizes)
             used = sum(size.bytes for size in state_sizes)
             budgets["state"] = Budget(used_bytes=used, limit_bytes=state_bytes)

@@ -6,16 +6,13 @@ A source asks ``CoordinatorIntake`` for a shard and gets an ``IntakeSession``: o
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 import structlog
 
-from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
 from mldserver.consumer.intake import AT_TIP, KnownShard, LedgerSnapshot, ShardListing, ShardOpening
 from mldserver.coordinator.backpressure import Backpressure
@@ -28,21 +25,17 @@ from mldserver.coordinator.core.sessions import Session, SessionPosition, Sessio
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
+from mldserver.coordinator.store_claims import StoreClaims
 from mldserver.effects import NOTHING
 from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import ShardState, StoreState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome
-from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, StoreClaim
+from mldserver.stores import SnapshotSource, StateSnapshot, StoreClaim
 from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
-
-_RANGE_SECONDS: Final = (1.0, 30.0)
-"""First and longest wait until the stream is asked again for a shard's range of keys."""
-_DYNAMODB_SHARD: Final = re.compile(r"shardId-\d{20}-[0-9a-f]{8}")
-"""How DynamoDB names a stream's shards. Kinesis names have 12 digits."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -70,10 +63,7 @@ class CoordinatorIntake:
     """See ``StateFiles``."""
     ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
-    keyed: bool = False
-    """Whether the handler keeps state, so that each shard needs a store."""
-    _ranges: Mapping[str, KeyRange | None] = field(init=False, default_factory=dict)
-    """The ranges of the shards that the stream listed last."""
+    claims: StoreClaims
     _openings: Counter[str] = field(init=False, default_factory=Counter)
     """How many connections are opening each shard now."""
     _unlisted: set[str] = field(init=False, default_factory=set)
@@ -114,7 +104,7 @@ class CoordinatorIntake:
                 now_ms = self.clock.steady_ms()
             if new:
                 self.watermark.restart_settling(now_ms)
-            return await self._open(opening, await self._store_claim(opening), new=new)
+            return await self._open(opening, await self.claims.claim(opening), new=new)
 
     @contextlib.contextmanager
     def _opening(self, shard_id: str) -> Iterator[None]:
@@ -157,36 +147,6 @@ class CoordinatorIntake:
             if not self._is_listed(shard_id) and shard_id not in self._openings:
                 self.lineage.forget(shard_id)
 
-    async def _store_claim(self, opening: ShardOpening) -> StoreClaim | None:
-        """Return which store the shard needs, once the stream says which keys the shard has. None: the handler keeps no state.
-
-        Raises PeerError for a shard of a DynamoDB stream, whose listing has no ranges.
-        """
-        shard_id, waits = opening.shard_id, Backoff(*_RANGE_SECONDS)
-        if not self.keyed or opening.store is not None:
-            return opening.store
-        if _DYNAMODB_SHARD.fullmatch(shard_id):
-            raise PeerError(
-                f"A daemon connected for shard {shard_id} of a DynamoDB stream, but the handler keeps state.",
-                did="The connection was closed, and nothing of the shard was taken.",
-                advice="Read the table's stream directly, with --source dynamodb:TABLE: only then do all shards that a shard "
-                "splits into come to one server.",
-                shard=shard_id,
-            )
-        while (key_range := self._range_of(shard_id)) is None:
-            if self.ask_stream is None:
-                return StoreClaim(None)  # a source of another kind, whose shards have no ranges
-            if not await self.ask_stream() or self._range_of(shard_id) is None:
-                delay = waits.failed()
-                log.warning("shard.range_unknown", shard=shard_id, delay_seconds=delay)
-                await self.clock.sleep(delay)
-        return StoreClaim(key_range)
-
-    def _range_of(self, shard_id: str) -> KeyRange | None:
-        """Return the range of a shard as the stream lists it, or as the ledger knows it from before."""
-        store = self.view.state.stores.get(shard_id)
-        return self._ranges.get(shard_id) or (None if store is None else store.key_range)
-
     async def _open(self, opening: ShardOpening, claim: StoreClaim | None, *, new: bool) -> IntakeSession:
         shard_id = opening.shard_id
         # The ledger keeps parents that only ListShards names, so that they order the shard after a restart too.
@@ -226,7 +186,7 @@ class CoordinatorIntake:
         """Add the shards that the stream lists; return the new ones."""
         now_ms = self.clock.steady_ms()
         self.retention.listed = frozenset(listing)
-        self._ranges = {shard_id: each.key_range for shard_id, each in listing.items()}
+        self.claims.ranges = {shard_id: each.key_range for shard_id, each in listing.items()}
         new = tuple(
             shard_id
             for shard_id, each in listing.items()
