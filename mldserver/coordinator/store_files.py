@@ -96,7 +96,7 @@ class StateFiles:
             break
         self.snapshots += 1
         self.snapshot_ms += (spent_ms := self.clock.steady_ms() - began_ms)
-        log.debug(
+        log.info(
             "state.loaded",
             shard=session.shard_id,
             store=store.store_id,

@@ -178,7 +178,7 @@ worker.garbled  error  pid
     A worker process sent a malformed message: the server kills it.
 shard.reopened  info  worker
     The shard was opened again in another worker process.
-state.loaded  debug  store keys files seconds
+state.loaded  info  store keys files seconds
     A process gets the state of a shard's store.
 state.compacted  debug  files rows bytes
     Files of keyed state became one. The old files are deleted after `retention`.
