@@ -118,7 +118,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     key_range: KeyRange
     """Keys outside this range belong to other stores."""
     accepted: int
-    """How many outcomes of the shard's present session it contains: the next delivery's ``number`` is one more."""
+    """The number of the last outcome that it contains of the shard's present session: the next delivery's ``number`` is one more."""
     clock_ms: int | None
     """The effective time of the shard's last record in it; None: it has none. State that expires at or before it is left out."""
     entries: pa.Table

@@ -350,8 +350,10 @@ class IntakeSession:
         self.store = store
         """The shard's store as it was then; None: the handler keeps no state."""
         self.store_id = "" if store is None else store.store_id
-        self.outcomes = 0
-        """How many outcomes of the runtime were accepted."""
+        self.outcomes = state.epoch << 32
+        """Rises with each accepted outcome of the runtime. Sessions of a shard have different numbers: a copy of its state that was
+        read for an earlier session never passes for that of a later one.
+        """
 
     @property
     def after(self) -> Sequence | None:

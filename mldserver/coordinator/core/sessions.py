@@ -138,7 +138,7 @@ class Session(Protocol):
     store: StoreState | None
     """The shard's store as it was when the session was opened; None: the handler keeps no state."""
     outcomes: int
-    """How many outcomes of the runtime the session has accepted. Redriven ones count once they are registered."""
+    """Rises with each outcome of the runtime that the session accepts. Redriven ones count once they are registered."""
 
     def disconnected(self) -> None:
         """Let go of the shard; nothing when it is dead already."""
