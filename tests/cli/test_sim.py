@@ -178,7 +178,7 @@ def test_a_handler_that_keeps_state_counts_each_key_through_splits_merges_and_cr
             counts.setdefault(row["carrier"], []).append(row["n"])
     assert len(counts) > 5
     assert all(sorted(numbers) == [*range(1, len(numbers) + 1)] for numbers in counts.values())
-    assert re.search(r"^state +mldserver state show --out out$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^state +mldserver state show --out /\S+/out$", capsys.readouterr().out, re.MULTILINE)
     assert run(["state", "show", "--out", "out", "--json", "--limit", "1000"]) == 0
     stored = {entry["key"]: entry["value"]["n"] for entry in json.loads(capsys.readouterr().out)["entries"]}
     assert stored == {key: len(numbers) for key, numbers in counts.items()}
