@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, ledger_settings, open_ledger
 from mldserver.cli.render import AsJson, details, format_size, print_result, table
 from mldserver.errors import OperatorError
+from mldserver.windows import counted
 
 if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState
@@ -76,11 +77,12 @@ def show_state(
     # Decode what is shown only: a store may have millions of keys.
     entries = [row | {"value": msgspec.to_builtins(decode_state(row["value"]))} for row in rows[:limit]]
     files = [file for file in state.state_files.values() if file.needed]
+    stores = len({row["store"] for row in rows})
     file_bytes = sum(file.bytes for file in files)
     document = {
         "pipeline": settings.pipeline,
         "keys": len(rows),
-        "stores": len({row["store"] for row in rows}),
+        "stores": stores,
         "files": len(files),
         "file_bytes": file_bytes,
         "entries": entries,
@@ -88,11 +90,11 @@ def show_state(
     if key is not None:
         print_result(as_json, document, details(entries[0] | {"value": json.dumps(entries[0]["value"])}))
         return
-    text = f"{len(rows):,} keys in {document['stores']:,} stores; {len(files):,} files, {format_size(file_bytes)}"
+    text = f"{counted(len(rows), 'key')} in {counted(stores, 'store')}; {counted(len(files), 'file')}, {format_size(file_bytes)}"
     if not state.stores:
         text = f"The pipeline {settings.pipeline} has no keyed state: no handler that takes `ctx` has opened a shard."
     elif len(rows) > limit:
-        text += f" ({len(rows) - limit:,} keys not shown)"
+        text += f" ({counted(len(rows) - limit, 'key')} not shown)"
     shown = [row | {"value": json.dumps(row["value"])[:_VALUE_LENGTH]} for row in entries]
     lines: list[RenderableType] = [table(shown, "key store bytes expires_ms value"), ""] if shown else []
     print_result(as_json, document, *lines, text)
