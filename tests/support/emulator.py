@@ -67,17 +67,6 @@ def _keeping_records(stream: Stream, *parents: str) -> Iterator[None]:
     assert all(not stream.shards[name].records for name in set(stream.shards) - known)
 
 
-def _merge_keeping_records(self: Stream, shard_to_merge: str, adjacent_shard_to_merge: str) -> None:
-    """Merge as AWS does: what was in the parents stays there, the child begins empty."""
-    parents = [self.shards[name] for name in (shard_to_merge, adjacent_shard_to_merge)]
-    kept = [parent.records for parent in parents]
-    for parent in parents:
-        parent.records = {}
-    _moto_merge(self, shard_to_merge, adjacent_shard_to_merge)
-    for parent, records in zip(parents, kept, strict=True):
-        parent.records = records
-
-
 def _open_shard_for_key(self: Stream, partition_key: str, explicit_hash_key: str) -> Shard | None:
     """Route a record as AWS does: by the key's MD5, to an open shard."""
     digest = md5(partition_key.encode(), usedforsecurity=False).digest()
