@@ -107,6 +107,8 @@ class Redriver:
             with contextlib.suppress(Superseded):
                 async with visiting(self.runtime, self.claims, shard_id, may_open=False) as shard_is_open:
                     if shard_is_open:
+                        # Letters of the shard that were accepted a moment ago keep their keys parked: the ledger must have them.
+                        await self.redriving.flush("redrive")
                         await self._unpark_finished_keys(shard_id, ())
                     else:
                         del self._keys_to_unpark[shard_id]

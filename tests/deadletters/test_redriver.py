@@ -14,7 +14,7 @@ from coordinator.outcomes import outcome
 from support.store import SqliteStore
 
 from mldserver.consumer.claims import Claims
-from mldserver.coordinator.core.flush import Buffer
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
@@ -23,6 +23,7 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.deadletters import redriver as wanted
 from mldserver.deadletters.redriver import Redriver, portions, wanted_portions
+from mldserver.effects import Effects
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, LedgerState, ShardState, StoredLetter
 from mldserver.protocol.batch_decoder import BatchDecoder
@@ -188,6 +189,18 @@ async def test_a_key_that_still_has_letters_stays_parked(house: House) -> None:
     assert house.handler.calls[1:] == [("unpark", "a", "other")]
 
 
+async def test_a_letter_of_the_child_that_no_flush_has_stored_yet_keeps_its_key_parked(house: House) -> None:
+    house.store.open_shard("child", ("a",))
+    house.claims.take("child").opened = True
+    shards = {"a": ShardState("a", 1), "child": ShardState("child", 1, parents=("a",))}
+    house.redriving.view.state = LedgerState(redrives=3, shards=shards)
+    redriver = house.redriver(parks=True)
+    await redriver.round()
+    house.buffer.add(BufferedBatch("child", 1, Effects(dead_letters=(letter(20, "child"),))))
+    await redriver.round()
+    assert [call for call in house.handler.calls if call[1] == "child"] == [("unpark", "child", "other")]
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_key_that_was_parked_by_its_parents_letters_is_unparked_in_the_child(
     house: House, elsewhere: bool
@@ -327,7 +340,7 @@ async def test_a_key_goes_on_also_when_the_ledger_was_away_as_its_last_letter_we
         await house.clock.advance(2)
         assert (house.handler.calls, house.left()) == ([("process", "a", [1, 2, 9])], [])
         house.redriving.view.state = LedgerState()
-        house.ledger.failing = False
+        house.ledger.failing, house.redriving.flush = False, house.flush
         if not stays:
             house.claims.release("a", claim)
         await house.clock.advance(10)
