@@ -256,8 +256,9 @@ class Coordinator:
         passed = 0.0 if windows is None else windows.passed(view.watermark_ms)
         self.shards.flush_at = flush_at(self.rules.flush_bytes, self._flusher.uncut_bytes, passed)
         await self._flusher.join_small()
-        await self.state_files.compact()
-        await self.state_files.drop()
+        if self.state_files.view.state.state_files:
+            await self.state_files.compact()
+            await self.state_files.drop()
         freed, shards, more = await self._retention.step(pressure.segment_bytes)
         pressure.segment_bytes -= freed
         self._sessions.forget(shards)
@@ -309,7 +310,8 @@ class Coordinator:
         kill_point("flush.done")
         self._backpressure.segment_bytes += result.bytes
         self._sessions.registered(result.positions, result.stores)
-        self.redriving.registered(result.redriven)
+        if result.redriven:
+            self.redriving.registered(result.redriven)
         self._sessions.left_out(batches.values(), result.lost_shards)
         return result.lost_shards <= self.watermark.reopened.keys()
 

@@ -37,15 +37,9 @@ from mldserver.records import DeadLetter
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
     refused = {(segment.kind, segment.window_id) for segment in flush.segments if _refuses(draft, segment)}
-    lost = state_rules.refused(draft, flush)
-    for update in flush.positions:
-        # It must come from the shard's latest epoch, and go on from where the shard stands.
-        shard = draft.shards.get(update.shard_id)
-        if shard is None or shard.epoch != update.epoch or shard.position != update.previous:
-            lost.add(update.shard_id)
     letters = {letter_id: _find(draft, letter_id) for letter_id in flush.redriven}
     result = FlushResult(
-        lost_shards=frozenset(lost),
+        lost_shards=frozenset(_lost_shards(draft, flush)),
         cut_windows=frozenset(window_id for kind, window_id in refused if kind is SegmentKind.WINDOW),
         expired_windows=frozenset(window_id for kind, window_id in refused if kind is SegmentKind.RECOMPUTE),
         gone_letters=frozenset(
@@ -56,7 +50,8 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     )
     if not result.registered:
         return result
-    state_rules.change(draft, flush)
+    if flush.stores or flush.state_file is not None:
+        state_rules.change(draft, flush)
     for update in flush.positions:
         _move(draft, update, now_ms)
     by_window: defaultdict[tuple[SegmentKind, str], list[Segment]] = defaultdict(list)
@@ -77,6 +72,16 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
         progress = progress.moved_on(flush.batches)
     draft.totals = replace(totals, clock=max(totals.clock, flush.clock), batch_progress=progress)
     return result
+
+
+def _lost_shards(draft: Draft, flush: Flush) -> set[str]:
+    """Return the shards that another session or another flush has moved: the flush does not go on from where they stand."""
+    lost = state_rules.refused(draft, flush) if flush.stores else set()
+    for update in flush.positions:
+        shard = draft.shards.get(update.shard_id)
+        if shard is None or shard.epoch != update.epoch or shard.position != update.previous:
+            lost.add(update.shard_id)
+    return lost
 
 
 def _refuses(draft: Draft, segment: Segment) -> bool:

@@ -125,8 +125,6 @@ def refused(draft: Draft, flush: Flush) -> set[str]:
 def change(draft: Draft, flush: Flush) -> None:
     """Raise the serials of a flush's stores, and name its file. Raises InternalError for a file of other stores or ranges."""
     file = flush.state_file
-    if file is None and not flush.stores:
-        return
     fenced = {update.shard_id for update in flush.positions}
     needed: dict[str, tuple[KeyRange, ...]] = {}
     for update in flush.stores:

@@ -102,7 +102,7 @@ async def test_windows_that_are_cut_are_taken_up_oldest_first(tmp_path: Path) ->
     pipeline.faults = Faults()
     async with pipeline.life():
         session = await pipeline.open("a")
-        pipeline.runner._go.clear()
+        pipeline.runner._not_halted.clear()
         await pipeline.give(session, [(n, 250 * n) for n in range(1, 10)])
         for _ in range(3):
             await pipeline.cycle()
