@@ -247,7 +247,8 @@ class Servers:
 @pytest.mark.parametrize(
     ("runtime", "grounds", "kills_by_day", "kills_in_all"),
     [
-        pytest.param(None, a_file, 4, 50, id="sqlite"),
+        # By day the variant with state: it checks the rows in the same way.
+        pytest.param(None, a_file, 4, 50, id="sqlite", marks=pytest.mark.long),
         pytest.param(None, a_table, 10, 10, id="dynamodb", marks=pytest.mark.long),
         pytest.param("inside the server", a_file, 3, 40, id="keyed, sqlite"),
         pytest.param("in a worker process", a_file, 4, 20, id="keyed, worker", marks=pytest.mark.long),

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "windows far ahead without a bound": "coordinator/test_future.py",
     "retention by a host's clock": "coordinator/test_clocks.py",
     "readiness without a daemon": "coordinator/test_coordinator_windows.py",
+    "expiry by arrival": "runtime/test_keyed_state.py",
 }
 """Where every day's run finds a bug. Worlds look for it in the long lane; the first of them shows each of the others."""
 
