@@ -28,6 +28,7 @@ def orders(first: int, last: int) -> list[dict[str, Any]]:
     return [{"key": f"key-{n}", "n": n} for n in range(first, last)]
 
 
+@pytest.mark.long  # by day tests/kcl/test_supervisor.py holds the ends of the JVM, and test_end_to_end.py the real one
 async def test_the_jvm_of_a_killed_server_ends_at_once_and_what_was_not_checkpointed_comes_again_when_one_is_back(
     tmp_path: Path, sample: Sample
 ) -> None:
