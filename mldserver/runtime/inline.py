@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+import pyarrow as pa
 import structlog
 from msgspec import structs
 
@@ -156,6 +157,10 @@ class InlineRuntime:
         for thread in self._threads:
             thread.start()
         spec = self._tools.spec
+        if spec.schema is not None and not self._tools.caller.watched:
+            # Arrow imports pandas with the first array of a process. That takes 0.2 s, and would block the event loop in the first
+            # batch with rows. In a worker process only the first batch waits for it.
+            pa.array((0,))
         log.info(
             "handler.loaded",
             handler=spec.path,
