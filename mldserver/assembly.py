@@ -149,6 +149,7 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
         "deadline_seconds": settings.handler_timeout_seconds,
         "concurrency": settings.concurrency,
         "state_bytes": settings.state_bytes,
+        "settings": settings.handler_settings,
     }
     runtime: InlineRuntime | WorkerRuntime
     if settings.workers is None:

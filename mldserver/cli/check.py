@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from mldserver.cli import working_directory
+from mldserver.config.kinds import pairs
 from mldserver.errors import EXIT_FAULT, ConfigError
 from mldserver.observe.log_lines import harmless
 from mldserver.windows import duration_ms
@@ -44,6 +45,7 @@ def check(
     input: Path | None = None,  # noqa: A002  # the option's name
     limit: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     key_field: str | None = None,
+    handler_settings: list[str] | None = None,
     allow_dead_letters: Annotated[bool, Parameter(negative=())] = False,
     retention: str | None = None,
     timeout: float = 60.0,
@@ -61,6 +63,8 @@ def check(
     key_field
         Fields of JSON records that make their partition keys, such as `carrier,flight`. Without it each record has a
         different key.
+    handler_settings
+        Constants that the handler reads as `ctx.settings`, such as `threshold=20`; may be repeated.
     allow_dead_letters
         Exit with 0 even if records fail; failures are still shown.
     retention
@@ -77,13 +81,19 @@ def check(
         retention_ms = None if retention is None else duration_ms(retention)
     except ValueError as error:
         raise ConfigError(f"--retention: {error}.") from error
+    try:
+        settings = pairs.parse(handler_settings or [])
+    except ValueError as error:
+        raise ConfigError(f"--handler-settings: {error}.") from error
     lines, keys = list[bytes](), list[str]()
     if input is not None:
         from mldserver.testing.playground import partition_keys, read_lines  # noqa: PLC0415  # see above
 
         lines = read_lines(input, limit=limit)
         keys = [] if key_field is None else partition_keys(lines, key_field)
-    report = check_handler(handler, retention_ms=retention_ms, timeout=timeout, lines=lines, keys=keys)
+    report = check_handler(
+        handler, retention_ms=retention_ms, timeout=timeout, lines=lines, keys=keys, settings=settings
+    )
     sys.stdout.write(render(handler, report))
     passed = report.can_run if allow_dead_letters else report.ok
     return 0 if passed else EXIT_FAULT

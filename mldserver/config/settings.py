@@ -199,6 +199,8 @@ class CallSettings:
     concurrency: int | None = setting(kinds.optional(kinds.count), None)
     """Records of one batch with different keys that `process_record` handles at a time; none: the handler's
     own value."""
+    handler_settings: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
+    """Constants that a hook with a context reads as `ctx.settings`: texts by name, such as `threshold=20`; may be repeated."""
     workers: int | None = setting(
         kinds.optional(kinds.count, word="inline"),
         Made(lambda: max(1, (os.cpu_count() or 1) - 1), "one fewer than cores, at least one"),

@@ -18,7 +18,7 @@ from typing import Any, Final
 from mldserver.errors import NoKey
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_NO_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType({})
+NO_SETTINGS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def time_at(ms: int) -> datetime:
@@ -48,17 +48,22 @@ class Context:
 
     __slots__ = ("_key", "_now", "_state", "settings")
 
-    settings: Mapping[str, Any]
-    """The constants of the handler's environment, read-only."""
+    settings: Mapping[str, str]
+    """The server's setting ``handler_settings``, read-only: constants that differ from one environment to another."""
 
     def __init__(
-        self, key: str | None = None, *, now: datetime | None = None, state: dict[str, Any] | None = None
+        self,
+        key: str | None = None,
+        *,
+        now: datetime | None = None,
+        state: dict[str, Any] | None = None,
+        settings: Mapping[str, str] = NO_SETTINGS,
     ) -> None:
         """Create a context, for example in a test of a handler. ``now`` is an aware datetime; None: the Unix epoch."""
         self._key = key
         self._now = now or _EPOCH
         self._state = {} if state is None else state
-        self.settings = _NO_SETTINGS
+        self.settings = settings
 
     @property
     def key(self) -> str:

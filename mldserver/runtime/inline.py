@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from mldserver.base.clock import Clock
 from mldserver.base.folding import Folding
 from mldserver.base.threads import ShardThreads, WorkerThread
 from mldserver.errors import HandlerInvalid, InternalError, StateMoved
+from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.failure import Failure
 from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
@@ -89,6 +91,7 @@ class InlineRuntime:
         watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
         state_bytes: int = STATE_BYTES,
+        settings: Mapping[str, str] = NO_SETTINGS,
     ) -> None:
         """Run a loaded handler. Raises HandlerInvalid when it does not support the requested lanes, or limit of times.
 
@@ -97,6 +100,7 @@ class InlineRuntime:
         time): then an asynchronous call is cancelled and has failed, and a synchronous one is logged. ``at_once``:
         call synchronous hooks on the event loop, unless the handler is ``blocking``. ``watched`` and
         ``mark``: as ``Caller`` has them. ``state_bytes``: the memory that the state of all stores may take here.
+        ``settings``: what the handler reads as ``ctx.settings``.
         """
         lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
         if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
@@ -132,6 +136,7 @@ class InlineRuntime:
         self._stores: dict[str, _Store] = {}
         self.state_bytes = state_bytes
         """The memory that the state of all stores may take here. The server changes it in a worker."""
+        self._settings = MappingProxyType(dict(settings))
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = Tools(
             spec=spec,
@@ -396,7 +401,9 @@ class InlineRuntime:
         late_rows = self._tools.late_rows
         assert late_rows is not None, "only keyed handlers have stores"
         for each in sharing.values():
-            hook = replace(each.hooks[name], context=CallContext(state, each.shard.id), unchecked=None)
+            hook = replace(
+                each.hooks[name], context=CallContext(state, each.shard.id, self._settings), unchecked=None
+            )
             unchecked = replace(hook, plain=late_rows.plain, convert=late_rows.convert)
             each.hooks[name] = replace(hook, unchecked=unchecked)
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import KeyElsewhere, StateFull, StateTooLarge
-from mldserver.handler.context import Context, no_key, replace_state, time_at
+from mldserver.handler.context import NO_SETTINGS, Context, no_key, replace_state, time_at
 from mldserver.runtime.state_values import MAX_STATE_BYTES, decode_state, encode_state
 from mldserver.stores import (
     ALL_KEYS,
@@ -231,9 +231,9 @@ class CallContext(Context):
     received_ms: int
     """When its batch was received: the time of records without an arrival time."""
 
-    def __init__(self, store: KeyedState, shard_id: str) -> None:
+    def __init__(self, store: KeyedState, shard_id: str, settings: Mapping[str, str] = NO_SETTINGS) -> None:
         """Create the context of a shard that has its state in ``store``."""
-        super().__init__()
+        super().__init__(settings=settings)
         self.store = store
         self.shard_id = shard_id
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ import structlog
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import HandlerError
+from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import is_library, load, relative
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, windows_text
@@ -145,6 +146,16 @@ class TrialReport:
         return not any(finding.is_error for finding in self.findings)
 
 
+class _Around(msgspec.Struct, frozen=True):
+    """What belongs to the records of a trial, in the order of ``check_handler``'s arguments."""
+
+    keys: list[str] = []
+    settings: dict[str, str] = {}
+
+
+_NOTHING: Final = _Around()
+
+
 def check_handler(
     path: str,
     *,
@@ -152,11 +163,12 @@ def check_handler(
     timeout: float = 60.0,
     lines: Sequence[bytes] = (),
     keys: Sequence[str] = (),
+    settings: Mapping[str, str] = NO_SETTINGS,
 ) -> TrialReport:
     """Import and check the handler at a dotted path in a fresh interpreter; takes at most ``timeout`` seconds.
 
     ``lines``: records that it is tried with, each once, as one shard's. ``keys``: their partition keys; empty: each record
-    has a different one.
+    has a different one. ``settings``: what it reads as ``ctx.settings``.
     """
     doing = "importing it and running the records" if lines else "importing it"
     with tempfile.TemporaryDirectory(prefix="mldserver-check-") as folder:
@@ -164,8 +176,8 @@ def check_handler(
         arguments = [str(result), path, "" if retention_ms is None else str(retention_ms)]
         if lines:
             Path(folder, "records").write_bytes(b"\n".join(lines))
-            Path(folder, "keys").write_bytes(msgspec.json.encode(keys))
-            arguments += [str(Path(folder, "records")), str(Path(folder, "keys"))]
+            Path(folder, "around").write_bytes(msgspec.json.encode(_Around(list(keys), dict(settings))))
+            arguments += [str(Path(folder, "records")), str(Path(folder, "around"))]
         command = [sys.executable, "-X", "faulthandler", "-m", "mldserver.runtime.trial", *arguments]
         with (
             printed.open("wb") as output,
@@ -215,14 +227,14 @@ def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Fi
 
 
 def report(
-    path: str, retention_ms: int | None, lines: Sequence[bytes] = (), keys: Sequence[str] = ()
+    path: str, retention_ms: int | None, lines: Sequence[bytes] = (), around: _Around = _NOTHING
 ) -> TrialReport:
     """Import and check the handler at ``path``, and run records through it (see ``check_handler``)."""
     tried = None
     try:
         spec, findings = inspect_handler(load(path, seconds=None), retention_ms=retention_ms)
         if spec and lines and not any(finding.is_error for finding in findings):
-            tried = asyncio.run(_try(spec, lines, keys))
+            tried = asyncio.run(_try(spec, lines, around))
     except HandlerError as error:
         where = error.where
         text = " ".join(part for part in (error.what, error.advice) if part)
@@ -231,12 +243,12 @@ def report(
         found = Finding(text, relative(file) if file else "", line)
         return TrialReport((found,), traceback=where.get("traceback", ""))
     summary = _summary(spec) if spec else ()
-    if tried and spec and spec.keyed and spec.changes is None and not keys:
+    if tried and spec and spec.keyed and spec.changes is None and not around.keys:
         summary += (("keys", "a different one for each record: --key-field NAME takes them from a field"),)
     return TrialReport(tuple(findings), summary, trial=tried)
 
 
-async def _try(spec: HandlerSpec, lines: Sequence[bytes], keys: Sequence[str]) -> Trial:
+async def _try(spec: HandlerSpec, lines: Sequence[bytes], around: _Around) -> Trial:
     """Run records through the handler, each once, as the server would. Raises HandlerHalted when it cannot be opened.
 
     They go as records that run once more: those become dead letters under every policy, while ``initialize`` halts.
@@ -247,7 +259,9 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], keys: Sequence[str]) -
 
     clock = SystemClock()
     policy = FailurePolicy(attempts=1, on_failure=OnFailure.HALT)
-    runtime = InlineRuntime(spec, policy=policy, clock=clock, random=lambda: 0.0, deadline_seconds=None)
+    runtime = InlineRuntime(
+        spec, policy=policy, clock=clock, random=lambda: 0.0, deadline_seconds=None, settings=around.settings
+    )
     shard = Shard("shardId-000000000000", "TRIM_HORIZON")
     outcomes = []
     await runtime.start()
@@ -260,7 +274,7 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], keys: Sequence[str]) -
                     shard_id=shard.id,
                     sequence_number=str(place),
                     data=line,
-                    partition_key=keys[place - 1] if keys else f"key-{place}",
+                    partition_key=around.keys[place - 1] if around.keys else f"key-{place}",
                     arrival_ms=now_ms,
                 )
                 for place, line in enumerate(lines[first : first + _BATCH], first + 1)
@@ -311,19 +325,19 @@ def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
 def main(arguments: list[str]) -> None:
     """Check the handler named by ``arguments`` and end at once.
 
-    They are the result's file, the dotted path, the retention in ms or '', and perhaps a file of records and one of their
-    keys.
+    They are the result's file, the dotted path, the retention in ms or '', and perhaps a file of records and one of what belongs
+    to them.
 
     It ends without waiting for threads that the module may have started.
     """
     result, path, retention, *files = arguments
     # What the runtime logs of a failure is in the report.
     structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
-    lines, keys = list[bytes](), list[str]()
+    lines, around = list[bytes](), _NOTHING
     if files:
         lines = Path(files[0]).read_bytes().split(b"\n")
-        keys = msgspec.json.decode(Path(files[1]).read_bytes(), type=list[str])
-    told = report(path, int(retention) if retention else None, lines, keys)
+        around = msgspec.json.decode(Path(files[1]).read_bytes(), type=_Around)
+    told = report(path, int(retention) if retention else None, lines, around)
     sys.stdout.flush()
     sys.stderr.flush()
     Path(result).write_bytes(msgspec.json.encode(told))

@@ -126,6 +126,7 @@ class Child:
                     watched=True,
                     mark=self._mark.add,
                     state_bytes=start.state_bytes,
+                    settings=start.settings,
                 )
                 await runtime.start()
             except MldserverError as error:

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.errors import HandlerLost, InternalError, OperatorError, StateMoved
+from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.failure import Failure
 from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
@@ -70,6 +71,7 @@ class WorkerRuntime:
         deadline_seconds: float | None = None,
         concurrency: int | None = None,
         state_bytes: int = STATE_BYTES,
+        settings: Mapping[str, str] = NO_SETTINGS,
         log_level: int = 20,
     ) -> None:
         """Run the handler at a dotted path. The workers import it; the server never does.
@@ -89,6 +91,7 @@ class WorkerRuntime:
             deadline_seconds=deadline_seconds,
             arena_bytes=ARENA_BYTES,
             state_bytes=state_bytes,
+            settings=dict(settings),
             log_level=log_level,
         )
         self._standby = StandbyWorkers(start, clock=clock)

@@ -46,6 +46,8 @@ class StartWorker(Message, frozen=True):
     deadline_seconds: float | None
     arena_bytes: int
     state_bytes: int
+    settings: dict[str, str]
+    """What the handler reads as ``ctx.settings``."""
     """The memory that keyed state may take in the process; StateRoom changes it."""
     log_level: int
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)

@@ -127,3 +127,14 @@ def test_records_get_the_partition_keys_that_a_field_names(tmp_path: Path) -> No
     done = run(tmp_path, "mine", "--input", "in.jsonl")
     assert "c      n\nkey-1  1\nkey-2  1\nkey-3  1\n" in done.stdout
     assert "\nkeys     a different one for each record: --key-field NAME takes" in done.stdout
+
+
+def test_the_handler_reads_the_settings_that_are_given(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("1\n")
+    (tmp_path / "mine.py").write_text(
+        "schema = 'n STRING'\ndef process_record(record, ctx):\n    return (ctx.settings['limit'],)\n"
+    )
+    done = run(tmp_path, "mine", "--input", "in.jsonl", "--handler-settings", "limit=20")
+    assert "\nn\n20\n" in done.stdout.replace("         ", "")
+    done = run(tmp_path, "mine", "--input", "in.jsonl", "--handler-settings", "limit")
+    assert (done.returncode, "--handler-settings: the pair 1 is not key=value." in done.stderr) == (2, True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import pytest
 from support.clocks import RecordingClock
 
+from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
 from mldserver.handler.spec import HandlerSpec
@@ -51,6 +52,7 @@ class Kit:
         deadline: float | None = None,
         clock: Any = None,
         at_once: bool = False,
+        settings: Mapping[str, str] = NO_SETTINGS,
         **names: Any,
     ) -> InlineRuntime:
         """Return a started runtime; it is closed at the test's end."""
@@ -61,6 +63,7 @@ class Kit:
             random=lambda: 1.0,
             deadline_seconds=deadline,
             at_once=at_once,
+            settings=settings,
         )
         await runtime.start()
         self.runtimes.append(runtime)

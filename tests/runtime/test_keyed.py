@@ -189,6 +189,19 @@ async def opened(kit: Any, *shards: str, source: Any = None, **options: Any) -> 
     return runtime
 
 
+async def test_a_handler_reads_the_settings_and_cannot_change_them(kit: Any, column: Any) -> None:
+    def process_record(record: Any, ctx: Any) -> tuple[str]:
+        if record.data:
+            ctx.settings["limit"] = "30"
+        return (ctx.settings["limit"],)
+
+    settings = {"limit": "20"}
+    runtime = await opened(kit, schema="n STRING", process_record=process_record, settings=settings)
+    outcome = await runtime.process(batch(("a", b""), ("a", b"change"), ("a", b"")))
+    assert column(outcome, "n") == ["20", "20"]
+    assert [letter.error[:9] for letter in outcome.effects.dead_letters] == ["TypeError"]
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_batch_that_is_repeated_as_a_whole_counts_once(
     kit: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ START = wire.StartWorker(
     deadline_seconds=None,
     arena_bytes=1 << 16,
     state_bytes=1 << 20,
+    settings={},
     log_level=20,
 )
 """What a process is begun with, for tests in which it loads nothing."""

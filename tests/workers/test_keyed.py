@@ -42,7 +42,7 @@ def initialize(shard):
         time.sleep(0.01)
 
 def process_record(record, ctx: Context):
-    ctx.state["n"] = ctx.state.get("n", 0) + 1
+    ctx.state["n"] = ctx.state.get("n", 0) + int(ctx.settings.get("step", "1"))
     text = record.text()
     while text.endswith("?") and not pathlib.Path("go").exists():
         pathlib.Path("begun").touch()
@@ -121,13 +121,16 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(HANDLER)
 
-    def make(workers: int = 1, state_bytes: int = STATE_BYTES, **policy: Any) -> WorkerRuntime:
+    def make(
+        workers: int = 1, state_bytes: int = STATE_BYTES, step: str = "1", **policy: Any
+    ) -> WorkerRuntime:
         return WorkerRuntime(
             "mine",
             workers=workers,
             policy=FailurePolicy(**policy),
             limits=Limits(None, None),
             state_bytes=state_bytes,
+            settings={"step": step},
         )
 
     return make
@@ -152,6 +155,16 @@ async def test_a_process_that_dies_between_two_batches_takes_no_count_with_it(ma
         await store.process("a", "x", "y")
         assert store.counts() == {"x": 3, "y": 2}
         assert store.reads == 2, "once for each process"
+
+
+async def test_each_process_gets_the_settings(made: Make) -> None:
+    async with running(made(step="10")) as runtime, asyncio.timeout(800):
+        store = Store(runtime, "a")
+        await store.open()
+        await store.process("a", "x")
+        await kill(runtime)
+        await store.process("a", "x")
+        assert store.rows == {"x": [10, 20]}
 
 
 async def test_a_batch_whose_process_dies_counts_once(made: Make, tmp_path: Path) -> None:

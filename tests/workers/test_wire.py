@@ -147,7 +147,7 @@ def test_a_policy_crosses_with_all_its_rules() -> None:
         max_ahead_ms=6,
         failure_rules=(failure_rule("a.KeyError=retry:2"),),
     )
-    start = wire.StartWorker("p", "h", ["/a"], "/b", policy, None, 1.5, 64, 1024, 20)
+    start = wire.StartWorker("p", "h", ["/a"], "/b", policy, None, 1.5, 64, 1024, {}, 20)
     assert crossed(start).policy == policy
 
 
