@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mldserver.coordinator.core.flush import Buffer, buffered
@@ -97,15 +97,14 @@ class RedriveIntake:
             next((each for each in sessions if each.shard_id == shard_id), sessions[0]), sessions
         )
         if len(sessions) > 1:
-            # The letters' keys may be another shard's, and only this session's number is compared: have the store read again.
-            visit.session.outcomes += 2
+            # The letters' keys may be another shard's, and only this session's number is compared.
+            _make_reload([visit.session])
         try:
             yield visit
         finally:
             if not visit.registered:
-                # The runtime may have applied the letters' changes. By one more its number could be the right one.
-                for session in self.live(store_id):
-                    session.outcomes += 2
+                # The runtime may have applied the letters' changes.
+                _make_reload(self.live(store_id))
 
     async def settle(self, store_id: str) -> None:
         """Return once no flush can change a store without the reader's knowledge (``Sessions.unsettled``)."""
@@ -153,3 +152,12 @@ class RedriveIntake:
         if visit is not None and visit.session.shard_id in shard_ids:
             visit.session.outcomes += 1
             visit.registered = True
+
+
+def _make_reload(sessions: Iterable[Session]) -> None:
+    """Have the runtime load the store again before the next delivery of each session.
+
+    Its copy contains the session's last outcome, or one more that was not accepted. The next number but one fits neither.
+    """
+    for session in sessions:
+        session.outcomes += 2

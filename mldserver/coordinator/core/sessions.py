@@ -243,9 +243,8 @@ class Sessions:
         """Forget the sessions of shards that are forgotten."""
         for shard_id in shard_ids:
             self._sessions.pop(shard_id, None)
-        self._stores = {
-            store_id: store for store_id, store in self._stores.items() if self.of_store(store_id)
-        }
+        left = {session.store.store_id for session in self._sessions.values() if session.store is not None}
+        self._stores = {store_id: store for store_id, store in self._stores.items() if store_id in left}
 
     # What becomes of them in the ledger.
 
