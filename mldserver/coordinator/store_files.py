@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import structlog
@@ -31,6 +31,22 @@ log = structlog.get_logger("mldserver")
 _DAY_MS = 24 * 3600 * 1000
 _FORGOTTEN = 500
 """How many old files are deleted in a cycle."""
+
+
+class _Moment(NamedTuple):
+    """What a snapshot of a store is made of, at one moment."""
+
+    store: StoreState
+    files: list[StateFile]
+    """Those that the store needs."""
+    batches: list[BufferedBatch]
+    """Accepted batches that no file has yet, in their order."""
+    accepted: int
+    siblings: dict[str, int]
+    clock_ms: int | None
+    """As in ``StateSnapshot``."""
+    expired_ms: int | None
+    """Entries that expire at or before it have expired for all shards of the store; None: none has."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -62,60 +78,63 @@ class StateFiles:
             state = await self.ledger.peek()
             if removals != self.buffer.removals:
                 continue  # batches left the buffer for a file that this state may not name
-            # No await until all is gathered: it must belong to one moment.
-            opened = session.store
-            assert opened is not None, "only sessions of handlers that keep state are asked"
-            store = state.stores.get(opened.store_id, opened)
-            files = [file for file in state.state_files.values() if store.store_id in file.needed]
-            batches = self.buffer.of_store(store.store_id)
-            accepted = session.outcomes
-            siblings = {
-                other.shard_id: other.outcomes
-                for other in self.sessions.of_store(store.store_id)
-                if other.alive and other is not session
-            }
-            clock_ms = self.lineage.nodes[session.shard_id].effective_ms
-            if clock_ms is None:
-                clock_ms = self.lineage.floor_ms(session.shard_id)
-            expired_ms = all_expired_ms(state).get(store.store_id)
+            moment = self._gather(session, state)
             kill_point("state.loading")
             try:
-                entries = await asyncio.to_thread(self._entries, files, store, batches, expired_ms)
+                entries = await asyncio.to_thread(self._entries, moment)
             except (OSError, pa.ArrowException) as error:
                 now = (await self.ledger.peek()).state_files
-                if any(now.get(file.path) != file for file in files):
+                if any(now.get(file.path) != file for file in moment.files):
                     continue  # a compaction has replaced it, and where nothing is retained it is deleted at once
-                raise LedgerError(
-                    f"The state of store {store.store_id} cannot be read: {error}",
-                    did=f"Shard {session.shard_id} was not opened. The state stays as it is.",
-                    advice="Look at the storage of `out`. If a file of _mldserver/state is gone or damaged, restore it and the ledger "
-                    "from a backup, or forget the shard's state with `mldserver ledger reset --forget-state`.",
-                    shard=session.shard_id,
-                ) from error
+                raise _unreadable(moment.store.store_id, session.shard_id, error) from error
             kill_point("state.loaded")
             break
         self.snapshots += 1
         self.snapshot_ms += (spent_ms := self.clock.steady_ms() - began_ms)
+        store = moment.store
         log.info(
             "state.loaded",
             shard=session.shard_id,
             store=store.store_id,
             keys=len(entries),
-            files=len(files),
+            files=len(moment.files),
             seconds=spent_ms / 1000,
         )
-        return StateSnapshot(store.store_id, store.key_range, accepted, clock_ms, entries, siblings)
+        return StateSnapshot(
+            store.store_id, store.key_range, moment.accepted, moment.clock_ms, entries, moment.siblings
+        )
 
-    def _entries(
-        self, files: list[StateFile], store: StoreState, batches: list[BufferedBatch], expired_ms: int | None
-    ) -> pa.Table:
+    def _gather(self, session: Session, state: LedgerState) -> _Moment:
+        """Return what a snapshot is made of. It may not await: all must belong to the moment of this state of the ledger."""
+        opened = session.store
+        assert opened is not None, "only sessions of handlers that keep state are asked"
+        store = state.stores.get(opened.store_id, opened)
+        clock_ms = self.lineage.nodes[session.shard_id].effective_ms
+        return _Moment(
+            store,
+            files=[file for file in state.state_files.values() if store.store_id in file.needed],
+            batches=self.buffer.of_store(store.store_id),
+            accepted=session.outcomes,
+            siblings={
+                other.shard_id: other.outcomes
+                for other in self.sessions.of_store(store.store_id)
+                if other.alive and other is not session
+            },
+            clock_ms=self.lineage.floor_ms(session.shard_id) if clock_ms is None else clock_ms,
+            expired_ms=all_expired_ms(state).get(store.store_id),
+        )
+
+    def _entries(self, moment: _Moment) -> pa.Table:
+        store = moment.store
         newest_first = [
-            (store.store_id, blob) for batch in reversed(batches) for blob in reversed(batch.effects.state)
+            (store.store_id, blob)
+            for batch in reversed(moment.batches)
+            for blob in reversed(batch.effects.state)
         ]
         buffered = state_files.changes(newest_first, {store.store_id: state_files.BUFFERED})
-        tables = self.store.for_each(self._read, files)
+        tables = self.store.for_each(self._read, moment.files)
         return state_files.entries(
-            zip(tables, files, strict=True), store, buffered=buffered, expired_ms=expired_ms
+            zip(tables, moment.files, strict=True), store, buffered=buffered, expired_ms=moment.expired_ms
         )
 
     def _read(self, file: StateFile) -> pa.Table:
@@ -186,6 +205,16 @@ class StateFiles:
 
     def _delete(self, paths: Iterable[str]) -> None:
         self.store.for_each(self.store.delete, paths)
+
+
+def _unreadable(store_id: str, shard_id: str, error: Exception) -> LedgerError:
+    return LedgerError(
+        f"The state of store {store_id} cannot be read: {error}",
+        did=f"Shard {shard_id} was not opened. The state stays as it is.",
+        advice="Look at the storage of `out`. If a file of _mldserver/state is gone or damaged, restore it and the ledger "
+        "from a backup, or forget the shard's state with `mldserver ledger reset --forget-state`.",
+        shard=shard_id,
+    )
 
 
 def all_expired_ms(state: LedgerState) -> dict[str, int]:
