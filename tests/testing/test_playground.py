@@ -133,7 +133,15 @@ FIXED = {"handler", "out", "listen", "flush_interval"} | {
 THE_USERS = {
     # How the handler is run, and how long what may take and how much it may be.
     *("on_failure", "on_key_failure", "failure_rules", "attempts", "max_age", "retry_base"),
-    *("answer_deadline", "handler_timeout", "concurrency", "workers", "worker_memory", "worker_kill_after"),
+    *(
+        "answer_deadline",
+        "handler_timeout",
+        "handler_settings",
+        "concurrency",
+        "workers",
+        "worker_memory",
+        "worker_kill_after",
+    ),
     *("window_on_failure", "window_attempts", "window_deadline"),
     *("window_concurrency", "flush_bytes", "buffer_bytes", "state_bytes", "segment_disk_bytes", "late"),
     *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
