@@ -200,7 +200,7 @@ class Outputs:
     def _may_close(self, name: str, window: _Window, now_ms: int) -> None:
         """A window closes once its time has come by AWS's clock, when the stream is quiet, and when it is over.
 
-        It is quiet when no rows come: records that become dead letters do not keep windows open.
+        It is quiet when no rows come. Records without a row do not keep windows open, nor do rows too far ahead of their arrival.
         """
         receipts = self.plan.form.name == "V1" and self.plan.clocks_differ
         if window.cuts or self.plan.handler == "Runs" or receipts:
@@ -211,11 +211,18 @@ class Outputs:
         due_ms += SLACK_MS if self.plan.handler == "Column" else 0
         letters = {(shard, number) for shard, (number, _) in self.letters_ever}
         times = self.positions.delivered_ms
-        last_ms = next((times[key] for key in reversed(times) if key not in letters), 0)
+        last_ms = next((times[key] for key in reversed(times) if key not in letters and self._counts(key)), 0)
         quiet = self.plan.handler == "Column" and now_ms - last_ms >= QUIET_MS
         over = all(self.stream.shards[shard].closed for shard in self.positions.delivered)
         if now_ms < due_ms and not quiet and not over:
             self._tell(f"{name}: it is cut {due_ms - now_ms} ms before its time")
+
+    def _counts(self, key: tuple[str, int]) -> bool:
+        """Whether a record has a row that shows the shard's time for certain."""
+        shard, number = key
+        records = (each for each in self.stream.shards[shard].records if each.order[0] == number)
+        told = ((each.arrival_ms, orjson.loads(each.data or b"")) for each in records)
+        return any(not each["none"] and each["at"] - arrival_ms <= AHEAD_MS for arrival_ms, each in told)
 
     def _published(self, attempts: Mapping[str, int], now_ms: int) -> None:
         for name, attempt in attempts.items():
