@@ -13,6 +13,7 @@ together; ``testing`` is a daemon to test against.
 """
 
 from mldserver.handler.context import Context
+from mldserver.handler.timers import Timer, Timers, timer
 from mldserver.records import Batch, BatchResult, Discard, Fatal, Record, Retry, Sequence, Shard
 from mldserver.windows import Window, batches, tumbling
 
@@ -26,9 +27,12 @@ __all__ = [
     "Retry",
     "Sequence",
     "Shard",
+    "Timer",
+    "Timers",
     "Window",
     "__version__",
     "batches",
+    "timer",
     "tumbling",
 ]
 

@@ -184,8 +184,12 @@ class NoKey(HandlerError):
     """The handler asked for the key or the state of a record that has no partition key. The call fails."""
 
 
+class NotATimer(HandlerError):
+    """Something that is not marked with ``timer``, or cannot be, was used as a callback of timers. The call fails."""
+
+
 class StateTooLarge(HandlerError):
-    """The state of one key, in MessagePack, is longer than the limit. The call fails."""
+    """The state of one key or the payload of a timer is longer than the limit, or a key has too many timers. The call fails."""
 
 
 class StateFull(HandlerError):

@@ -18,7 +18,7 @@ _SETTINGS = ("config.settings", "config.kinds")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What users and all parts name.
-    "": ("records", "windows", "handler.context"),
+    "": ("records", "windows", "handler.context", "handler.timers"),
     "errors": (),
     "records": (),
     "windows": (),

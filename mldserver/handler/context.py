@@ -11,19 +11,14 @@ Calls for one key never overlap, so a handler needs no lock around its state.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
 
 from mldserver.errors import NoKey
+from mldserver.handler.timers import Timers, ms_at, time_at
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 NO_SETTINGS: Final[Mapping[str, str]] = MappingProxyType({})
-
-
-def time_at(ms: int) -> datetime:
-    """Return milliseconds since the Unix epoch as an aware UTC datetime."""
-    return _EPOCH + timedelta(milliseconds=ms)
 
 
 def no_key() -> NoKey:
@@ -31,7 +26,7 @@ def no_key() -> NoKey:
     return NoKey(
         "The record has no partition key.",
         did="The call failed.",
-        advice="Give the records partition keys, or return before using ctx.key and ctx.state.",
+        advice="Give the records partition keys, or return before using ctx.key, ctx.state and ctx.timers.",
     )
 
 
@@ -46,7 +41,7 @@ def replace_state(state: dict[str, Any], new: Mapping[str, Any]) -> None:
 class Context:
     """The context of one call. It is valid during the call only."""
 
-    __slots__ = ("_key", "_now", "_state", "settings")
+    __slots__ = ("_key", "_now", "_state", "_timers", "settings")
 
     settings: Mapping[str, str]
     """The server's setting ``handler_settings``, read-only: constants that differ from one environment to another."""
@@ -61,8 +56,9 @@ class Context:
     ) -> None:
         """Create a context, for example in a test of a handler. ``now`` is an aware datetime; None: the Unix epoch."""
         self._key = key
-        self._now = now or _EPOCH
+        self._now = now or time_at(0)
         self._state = {} if state is None else state
+        self._timers = Timers(lambda: ms_at(self._now))
         self.settings = settings
 
     @property
@@ -77,7 +73,7 @@ class Context:
 
     @property
     def now(self) -> datetime:
-        """The record's arrival time: an aware UTC datetime, the same in every replay.
+        """The record's arrival time, or the timer's due time: an aware UTC datetime, the same in every replay.
 
         If the source reports no arrival times (version 1 of the protocol), it is the time of receipt.
         """
@@ -100,3 +96,12 @@ class Context:
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         replace_state(self.state, state)
+
+    @property
+    def timers(self) -> Timers:
+        """The timers of the record's key (see ``Timers``). Changes count when the call succeeds.
+
+        Raises NoKey and KeyElsewhere as ``state`` does.
+        """
+        self.key  # noqa: B018  # raises NoKey
+        return self._timers

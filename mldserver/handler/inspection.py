@@ -29,6 +29,7 @@ from mldserver.handler.spec import (
     SchemaError,
     parse_schema,
 )
+from mldserver.handler.timer_hooks import timer_hooks
 from mldserver.records import Hook
 from mldserver.windows import (
     WINDOW_COLUMNS,
@@ -108,6 +109,7 @@ class _Inspection:
         windows = self._windows(schema, retention_ms)
         concurrency, blocking = self._concurrency(record_hook)
         keyed, state_ttl_ms = self._state(hooks, record_hook, concurrency)
+        timers = timer_hooks(target, hooks.get(record_hook or ""), self._find)
         window_columns, writes_for_itself = self._output(hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
@@ -132,6 +134,7 @@ class _Inspection:
             changes,
             keyed,
             state_ttl_ms,
+            timers,
         )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:

@@ -56,6 +56,16 @@ class HookSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TimerHook:
+    """A callback of timers."""
+
+    name: str
+    is_async: bool
+    max_lateness_ms: int | None = None
+    """A timer whose first call would be later than this after its due time is skipped; None: it is called however late."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Something about a handler that a check found."""
 
@@ -103,6 +113,8 @@ class HandlerSpec:
     """Whether its record hook takes a ``Context``: it has state by partition key."""
     state_ttl_ms: int | None = None
     """How long a key's state stays after its last write (``state_ttl``); None: until the handler deletes it."""
+    timers: Mapping[str, TimerHook] = field(default_factory=dict)
+    """The callbacks of timers by name (``timer``)."""
     code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
     """File and text of the user's modules by name, as they were loaded: what runs later runs the same (``Loaded.code``)."""
 

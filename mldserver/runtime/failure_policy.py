@@ -35,7 +35,7 @@ REPEATING: Final = frozenset(
         *("_pickle.UnpicklingError", "msgspec.MsgspecError", "google.protobuf.message.DecodeError"),
         *("BadRow", "BadRows"),
         # Of StateFull there may be less later.
-        *(f"mldserver.errors.{name}" for name in ("KeyElsewhere", "NoKey", "StateTooLarge")),
+        *(f"mldserver.errors.{name}" for name in ("KeyElsewhere", "NoKey", "NotATimer", "StateTooLarge")),
     }
 )
 """Errors that the same record raises again: of data and of code. A call that raises one of them, or of a class

@@ -14,7 +14,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import KeyElsewhere, StateFull, StateTooLarge
-from mldserver.handler.context import NO_SETTINGS, Context, no_key, replace_state, time_at
+from mldserver.handler.context import NO_SETTINGS, Context, no_key, replace_state
+from mldserver.handler.timers import time_at
 from mldserver.runtime.state_values import MAX_STATE_BYTES, decode_state, encode_state
 from mldserver.stores import (
     ALL_KEYS,

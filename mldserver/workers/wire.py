@@ -23,7 +23,15 @@ from mldserver import errors
 from mldserver.children.channel import Descriptors, Message
 from mldserver.effects import NOTHING, Effects
 from mldserver.errors import InternalError, MldserverError, StateMoved
-from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, parse_schema
+from mldserver.handler.spec import (
+    Finding,
+    HandlerKind,
+    HandlerSpec,
+    HookSpec,
+    RecordHook,
+    TimerHook,
+    parse_schema,
+)
 from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
@@ -169,6 +177,7 @@ class HandlerLoaded(Message, frozen=True):
     version: str = ""
     keyed: bool = False
     state_ttl_ms: int | None = None
+    timers: dict[str, TimerHook] = msgspec.field(default_factory=dict)
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """As in ``HandlerSpec``."""
 
@@ -272,6 +281,7 @@ def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
         spec.version,
         spec.keyed,
         spec.state_ttl_ms,
+        dict(spec.timers),
         spec.code,
     )
 
@@ -291,6 +301,7 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
         version=loaded.version,
         keyed=loaded.keyed,
         state_ttl_ms=loaded.state_ttl_ms,
+        timers=loaded.timers,
         code=loaded.code,
     )
 

@@ -14,7 +14,7 @@ from mldserver import batches, tumbling
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.inspection import inspect_handler, load_spec
 from mldserver.handler.loader import Loaded, load
-from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, windows_text
+from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, TimerHook, windows_text
 from mldserver.windows import duration_ms, span_text
 
 pytestmark = pytest.mark.quick
@@ -583,3 +583,100 @@ def test_a_misspelt_state_ttl_is_told(inspect: Any) -> None:
     assert warnings(inspect("state_tll = '1 day'\ndef process_record(record, ctx): ..."))[0].endswith(
         "did you mean state_ttl?"
     )
+
+
+TIMER = "from mldserver import timer\n"
+KEYED = TIMER + "def process_record(record, ctx): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            KEYED
+            + "@timer\ndef alarm(due, ctx): ...\n@timer(max_lateness='6 hours')\ndef bell(due, ctx): ...",
+            "",
+        ),
+        (
+            """
+            from mldserver import timer
+            class Handler:
+                def process_record(self, record, ctx): ...
+                @timer
+                def alarm(self, due, ctx): ...
+                @staticmethod
+                @timer(max_lateness="6 hours")
+                def bell(due, ctx): ...
+            """,
+            "Handler",
+        ),
+        (
+            """
+            from mldserver import timer
+            class Base:
+                @timer
+                def alarm(self, due, ctx): ...
+            class Handler(Base):
+                def on_insert(self, change, ctx): ...
+                @classmethod
+                @timer(max_lateness="6 hours")
+                def bell(cls, due, ctx): ...
+            """,
+            "Handler",
+        ),
+    ],
+)
+def test_callbacks_of_timers_are_found_by_name(inspect: Any, text: str, name: str) -> None:
+    spec, findings = inspect(text, name)
+    assert findings == ()
+    assert spec.timers == {"alarm": TimerHook("alarm", False), "bell": TimerHook("bell", False, 21_600_000)}
+
+
+def test_callbacks_may_be_async(inspect: Any) -> None:
+    spec, _ = inspect(
+        TIMER + "async def process_record(record, ctx): ...\n@timer\nasync def alarm(due, ctx): ..."
+    )
+    assert spec.timers == {"alarm": TimerHook("alarm", True)}
+
+
+def test_a_handler_without_callbacks_has_no_timers(inspect: Any) -> None:
+    spec, _ = inspect(KEYED + "bell = timer\nclass Other:\n    @timer\n    def alarm(self, due, ctx): ...")
+    assert spec.timers == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            TIMER + PROCESS + "@timer\ndef alarm(due, ctx): ...",
+            "mine.py:4: alarm is never called: only a hook with ctx sets timers, such as process_record(record, ctx)",
+        ),
+        (
+            TIMER + "def process_records(batch): ...\n@timer\ndef alarm(due, ctx): ...",
+            "mine.py:4: alarm is never called: only a hook with ctx sets timers, such as process_record(record, ctx)",
+        ),
+        (
+            KEYED + "@timer\ndef alarm(due): ...",
+            "mine.py:4: alarm is called as alarm(due, ctx), but is alarm(due)",
+        ),
+        (
+            KEYED + "@timer\nasync def alarm(due, ctx): ...",
+            "mine.py:4: process_record and alarm: both are `async def`, or neither",
+        ),
+        (
+            KEYED + "@timer\nasync def alarm(due, ctx):\n    yield 1",
+            "mine.py:4: alarm is an async generator; return a list instead",
+        ),
+        (
+            KEYED + "@timer\ndef alarm(due, ctx): ...\nbell = alarm\ndel alarm",
+            "mine.py:5: the callback alarm has another name here (bell): write it under its own",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_callback_is_told(inspect: Any, text: str, found: str) -> None:
+    assert errors(inspect(text)) == [found]
+
+
+def test_a_callback_must_be_a_function_with_a_name(inspect: Any) -> None:
+    with pytest.raises(HandlerInvalid, match="<lambda> is not a callback of timers"):
+        inspect(KEYED + "alarm = timer(lambda due, ctx: None)")

@@ -19,8 +19,11 @@ from mldserver import (
     Retry,
     Sequence,
     Shard,
+    Timer,
+    Timers,
     Window,
     batches,
+    timer,
     tumbling,
 )
 from mldserver.dynamodb_streams import Change, NotAChange
@@ -39,6 +42,7 @@ A handler imports `Change` and `NotAChange` from `mldserver.dynamodb_streams`, a
 SECTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "Records": (Record, Batch, Shard, Sequence),
     "State": (Context,),
+    "Timers": (timer, Timer, Timers),
     "Failures": (Retry, Discard, Fatal, BatchResult),
     "Windows": (tumbling, batches, Window),
     "Changes of a DynamoDB table": (Change, NotAChange),
