@@ -300,11 +300,20 @@ class DeadLetter:
     then not called with it, unless ``attempts`` says so."""
     handler_version: str = ""
     """Which version of the handler it was (``HandlerSpec.version``); empty when that is not known."""
+    timer: str | None = None
+    """For a timer whose callback failed, its id: ``callback`` or ``callback/name``. Then ``data`` is its payload in MessagePack, and
+    ``sequence`` that of the last record before it (0: there was none)."""
+    due_ms: int | None = None
+    """When the timer was due; None for records."""
 
     @property
     def record(self) -> str:
-        """Which record it is, ``shard/sequence/sub-sequence``: the same however often its letter is written."""
-        return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}"
+        """Which record it is, ``shard/sequence/sub-sequence``: the same however often its letter is written.
+
+        A timer adds its due time, its id and its key.
+        """
+        of_timer = "" if self.timer is None else f"/{self.due_ms}/{self.timer}/{self.partition_key}"
+        return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}{of_timer}"
 
 
 class Hook(enum.StrEnum):

@@ -116,6 +116,17 @@ class ShardIntake(Protocol):
         """
 
     @property
+    def next_due_ms(self) -> int | None:
+        """When the first timer of the shard's store is due (ms since the epoch). None: no timers, or the state is not loaded yet."""
+
+    @property
+    def may_fire(self) -> bool:
+        """Whether timers of the shard may fire now: the session is alive, and the shard is neither throttled nor paused."""
+
+    def accept_firing(self, outcome: BatchOutcome) -> bool:
+        """Accept the effects of a portion of timers: no position moves. Return whether the shard has room for the next portion."""
+
+    @property
     def paused(self) -> bool:
         """Whether an operator has paused the shard: its batches are not acknowledged."""
 

@@ -182,6 +182,20 @@ class CoordinatorIntake:
         )
         return session
 
+    async def adopt(self, store_id: str) -> IntakeSession | None:
+        """Open a session that fires the timers of a store whose shards have all ended. None: the ledger refuses it."""
+        if any(session.alive for session in self.sessions.of_store(store_id)):
+            return None
+        state = await self.ledger.adopt_store(store_id)
+        if state is None:
+            return None
+        store = (await self.ledger.peek()).stores[store_id]
+        # No await from here on, as in ``_open``.
+        session = IntakeSession(self, state.shard_id, state, {}, store, adopted=True)
+        self.sessions.adopt(session, state, self.clock.steady_ms())
+        log.info("store.adopted", store=store_id, shard=state.shard_id, epoch=state.epoch)
+        return session
+
     def add_listing(self, listing: Mapping[str, ShardListing]) -> tuple[str, ...]:
         """Add the shards that the stream lists; return the new ones."""
         now_ms = self.clock.steady_ms()
@@ -264,6 +278,26 @@ class CoordinatorIntake:
         self.watermark.answered(shard_id, now_ms)
         return True
 
+    def accept_firing(self, session: IntakeSession, outcome: BatchOutcome) -> bool:
+        """Accept the effects of a portion of timers; return whether the shard has room for more."""
+        shard_id, due_ms = session.shard_id, outcome.outline.latest_arrival_ms
+        node = self.lineage.nodes[shard_id]
+        floor_ms = self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
+        session.outcomes += 1
+        if outcome.effects:
+            batch = buffered(shard_id, session.epoch, outcome, floor_ms=floor_ms, spec=self.spec)
+            # After a restart the shard's watermark goes on from its records, as it does now.
+            batch.last = batch.latest_event_ms = None
+            batch.store = session.store_id
+            if due_ms is not None:
+                batch.effective_ms = node.effective_ms = due_ms if floor_ms is None else max(due_ms, floor_ms)
+            self.buffer.add(batch)
+            self.rows_accepted += 0 if batch.effects.rows is None else len(batch.effects.rows)
+        has_room = not self.backpressure.is_held(session)
+        if not has_room or self.buffer.new_bytes >= self.flush_at:
+            self.soon()
+        return has_room
+
     async def admit(
         self,
         session: IntakeSession,
@@ -335,8 +369,12 @@ class IntakeSession:
         store: StoreState | None,
         *,
         within_aggregates: bool = True,
+        adopted: bool = False,
     ) -> None:
-        """Start at the ledger's position, under the epoch just raised; ``parked``: keys with dead letters."""
+        """Start at the ledger's position, under the epoch just raised; ``parked``: keys with dead letters.
+
+        ``adopted``: the shard has ended, and the session only fires timers.
+        """
         self._shards, self._watermark, self._clock = shards, shards.watermark, shards.clock
         self.shard_id = shard_id
         self.epoch = state.epoch
@@ -347,6 +385,7 @@ class IntakeSession:
         """Whether no batch follows."""
         self.ended = False
         """Whether the shard's end is durable."""
+        self.adopted = adopted
         self.store = store
         """The shard's store as it was then; None: the handler keeps no state."""
         self.store_id = "" if store is None else store.store_id
@@ -394,6 +433,20 @@ class IntakeSession:
     def accept_batch(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Accept a batch's effects; return whether the daemon may be answered without ``wait_for_room``."""
         return not self.alive or self._shards.accept(self, outcome, now_ms, received_ms)
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """See ``ShardIntake``."""
+        return self._shards.sessions.next_due_ms.get(self.store_id)
+
+    @property
+    def may_fire(self) -> bool:
+        """See ``ShardIntake``."""
+        return self.alive and not self.finishing and not self._shards.backpressure.is_held(self)
+
+    def accept_firing(self, outcome: BatchOutcome) -> bool:
+        """Accept the effects of a portion of timers; see ``ShardIntake``."""
+        return not self.alive or self._shards.accept_firing(self, outcome)
 
     @property
     def paused(self) -> bool:

@@ -82,6 +82,9 @@ class StoreState:
     """The range of hashes that it holds, both bounds inclusive."""
     closed: bool = False
     """A child has taken over its state: flushes into it are refused."""
+    next_due_ms: int | None = None
+    """When the first of its timers is due (ms), as the last flush that changed it said; None: it has no timers. A child's store
+    begins with the earliest of its parents'."""
 
     @property
     def key_range(self) -> KeyRange:
@@ -114,6 +117,8 @@ class StoreUpdate:
     whose answer was lost can be repeated without doubling its changes, also when no position moves."""
     shards: tuple[str, ...]
     """The store's shards that are open at this server: ``FlushResult.lost_shards`` names them when the update is refused."""
+    next_due_ms: int | None = None
+    """The store's from then on (``StoreState``)."""
 
 
 class SegmentKind(enum.StrEnum):

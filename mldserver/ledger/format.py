@@ -8,6 +8,7 @@ version before held, then these, so that a flush into a window of a thousand seg
 
 Format 6 had no keyed state. Format 7 reads it: a shard's row ends with its store if it has one, and ``stores`` and
 ``state_files`` are absent where nothing in them changes, so that a pipeline without keyed state writes what format 6 wrote.
+A store's row ends with the due time of its first timer if it has timers, and a letter's row with the timer and its due time.
 Bounds of ranges have up to 128 bits and are hexadecimal text. Of a file that a store needs for its whole range, where the same
 changes have the store's row, the ranges are null: that is each store of a flush.
 """
@@ -173,12 +174,13 @@ def _late(path: str, row: list[Any]) -> Segment:
 
 
 def _store_row(store: StoreState) -> list[Any]:
-    return [store.serial, f"{store.first:x}", f"{store.last:x}", store.closed]
+    row = [store.serial, f"{store.first:x}", f"{store.last:x}", store.closed]
+    return row if store.next_due_ms is None else [*row, store.next_due_ms]
 
 
 def _store(store_id: str, row: list[Any]) -> StoreState:
-    serial, first, last, closed = row
-    return StoreState(store_id, int(serial), int(first, 16), int(last, 16), bool(closed))
+    serial, first, last, closed, *next_due_ms = row
+    return StoreState(store_id, int(serial), int(first, 16), int(last, 16), bool(closed), *next_due_ms)
 
 
 def _state_file_row(file: StateFile, whole: Mapping[str, tuple[KeyRange, ...]]) -> list[Any]:
@@ -242,18 +244,21 @@ def letter_row(letter: DeadLetter) -> list[Any]:
         letter.at_ms,
         None if behind is None else str(behind),
         storable(letter.handler_version),
+        letter.timer,
+        letter.due_ms,
     ]
 
 
 def letter_of(row: Iterable[Any]) -> DeadLetter:
     """Return the dead letter that ``letter_row`` made a row of."""
     shard_id, number, sub, key, data, arrival_ms, attempts, error, *later = row
-    traceback, handler, at_ms, text, version = later
+    traceback, handler, at_ms, text, version, *of_timer = later
+    timer, due_ms = of_timer or (None, None)
     behind = None
     if text is not None:
         before, _, part = text.partition("/")
         behind = Sequence(int(before), int(part or 0))
-    failure = (attempts, error, traceback, handler, at_ms, behind, version)
+    failure = (attempts, error, traceback, handler, at_ms, behind, version, timer, due_ms)
     return DeadLetter(shard_id, Sequence(int(number), sub), key, data, arrival_ms, *failure)
 
 

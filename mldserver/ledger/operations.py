@@ -237,6 +237,15 @@ class Ledger(abc.ABC):
         """
         return await self._member(rules.open_shard, shard_id, parents, self.server_id, store)
 
+    async def adopt_store(self, store_id: str) -> ShardState | None:
+        """Raise the epoch of a store's last shard, own it, and return it, so that this server can fire the store's timers.
+
+        All shards of the store must have ended, and no other server may own one. None, without a change: that does not hold, or
+        the store has no timers, or a child has taken over its state. A child that is opened later makes flushes of the adopter
+        refused (``FlushResult.lost_shards``).
+        """
+        return await self._member(state_rules.adopt, store_id, self.server_id)
+
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
         await self._member(rules.release_shard, shard_id, epoch)

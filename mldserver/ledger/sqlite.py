@@ -44,8 +44,8 @@ _AT_ONCE: Final = 100
 """Rows of one statement. With a statement for each, the ledger's thread would let go of the interpreter, and wait for
 its turn again, as often as there are rows."""
 
-_SHARD_COLUMNS: Final = 9
-"""Of the table ``shards``, without its key. The rows of shards without a store have one value less."""
+_COLUMNS: Final = {"shards": 9, "stores": 5}
+"""Of tables, without their keys. The rows of shards without a store have one value less, and those of stores without timers."""
 
 _LOADED: Final = 1000
 """Windows read at a time: the raw rows take as much memory as the decoded windows."""
@@ -231,8 +231,7 @@ def _as_columns(kind: str, rows: Iterable[list[Any]]) -> None:
         for column in JSON_COLUMNS.get(kind, ()):
             if row[column] is not None:
                 row[column] = orjson.dumps(row[column]).decode()
-        if kind == "shards":
-            row.extend([None] * (_SHARD_COLUMNS - len(row)))
+        row.extend([None] * (_COLUMNS.get(kind, 0) - len(row)))
 
 
 def _rows(kind: str, records: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]:

@@ -48,13 +48,13 @@ constraints but its keys. A file without tables is a ledger that was never creat
     hexadecimal number with a bit for each ``place``.
 ``stores``, one row for each store of keyed state that is needed, or whose shards are known
     ``serial``: of the last flush that changed it. ``first``, ``last``: its range of hashes, hexadecimal. ``closed``: its state
-    belongs to the stores of children.
+    belongs to the stores of children. ``next_due_ms``: when its first timer is due; null without timers.
 ``state_files``, one row for each file with changes of keyed state that is not deleted
     ``gone_ms``: when the last store stopped needing it. ``needed``: by store, the ranges of hashes (``[first, last]``,
     hexadecimal) for which the store needs it; null: the store's whole range.
 ``dead_letters``, one row for each that is there
     ``version``, ``place``: its id. ``data`` is the record's payload as it came. ``parked_behind``: ``number/sub`` of the
-    letter that it waits behind.
+    letter that it waits behind. ``timer``, ``due_ms``: the timer whose callback failed; empty or null for records.
 """
 
 from __future__ import annotations
@@ -143,6 +143,13 @@ CREATE TABLE stores (store_id TEXT PRIMARY KEY, serial INTEGER, first TEXT, last
 CREATE TABLE state_files (path TEXT PRIMARY KEY, rows INTEGER, bytes INTEGER, gone_ms INTEGER, needed TEXT)
 """
 """The statements that make it one of format 7. Run in one transaction with the first, or with the first one that writes."""
+
+_TIMERS: Final = """
+ALTER TABLE stores ADD COLUMN next_due_ms INTEGER;
+ALTER TABLE dead_letters ADD COLUMN timer TEXT;
+ALTER TABLE dead_letters ADD COLUMN due_ms INTEGER
+"""
+"""The statements that give it timers: the first ledgers of format 7 had none."""
 
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
@@ -313,8 +320,8 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
         # Another server may have been here first, between the look and the lock.
         if _is_new(db, path):
             db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            _run(db, _DDL)
-            _run(db, _SINCE_6)
+            for statements in (_DDL, _SINCE_6, _TIMERS):
+                _run(db, statements)
             db.execute("INSERT INTO meta VALUES (1, ?, ?, ?)", (FORMAT, pipeline, now_ms))
         db.execute("COMMIT")
     finally:
@@ -328,11 +335,12 @@ def _run(db: sqlite3.Connection, statements: str) -> None:
 
 
 def upgrade(db: sqlite3.Connection) -> None:
-    """Make a ledger of format 6 one of the present format, in the transaction that is open; others stay as they are."""
-    if db.execute("SELECT format FROM meta").fetchone()[0] == FORMAT:
-        return
-    _run(db, _SINCE_6)
-    db.execute("UPDATE meta SET format = ?", (FORMAT,))
+    """Make an older ledger one of the present format, in the transaction that is open; others stay as they are."""
+    if db.execute("SELECT format FROM meta").fetchone()[0] != FORMAT:
+        _run(db, _SINCE_6)
+        db.execute("UPDATE meta SET format = ?", (FORMAT,))
+    if not db.execute("SELECT 1 FROM pragma_table_info('stores') WHERE name = 'next_due_ms'").fetchone():
+        _run(db, _TIMERS)
 
 
 def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None:

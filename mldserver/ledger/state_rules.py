@@ -67,16 +67,26 @@ def _of_family(draft: Draft, shard: ShardState) -> str:
     parents = (draft.shards.get(parent) for parent in shard.parents)
     known = [each.store for each in (shard, *parents) if each is not None and each.store]
     if known:
+        store, others = draft.stores.get(known[0]), _shards_of(draft, known[0])
+        if store is not None and store.next_due_ms is not None and all(each.ended for each in others):
+            # A server may have adopted it: that server's flushes are refused from now on.
+            draft.stores.put(store.store_id, replace(store, serial=store.serial + 1))
         return known[0]
     draft.stores.put(shard.shard_id, StoreState(shard.shard_id))
     return shard.shard_id
+
+
+def _shards_of(draft: Draft, store_id: str) -> list[ShardState]:
+    return [shard for shard in draft.book.shards.values() if shard.store == store_id]
 
 
 def _take_over(draft: Draft, shard: ShardState, key_range: KeyRange) -> None:
     """Begin a store with what the stores above it hold of its range, and close those."""
     parents = {store.store_id: store for store in _stores_above(draft, shard, key_range)}
     serial = max((store.serial + 1 for store in parents.values()), default=0)
-    draft.stores.put(shard.shard_id, StoreState(shard.shard_id, serial, *key_range))
+    dues = (store.next_due_ms for store in parents.values() if store.next_due_ms is not None)
+    begun = StoreState(shard.shard_id, serial, *key_range, next_due_ms=min(dues, default=None))
+    draft.stores.put(shard.shard_id, begun)
     for store in parents.values():
         draft.stores.put(store.store_id, replace(store, closed=True))
     for path in draft.book.needed_files if parents else ():
@@ -107,6 +117,20 @@ def _stores_above(draft: Draft, shard: ShardState, key_range: KeyRange) -> Itera
             yield store
 
 
+def adopt(draft: Draft, store_id: str, server_id: str) -> ShardState | None:
+    """Own the last shard of a store whose timers would have no server otherwise, under a new epoch. None: no such store."""
+    store = draft.stores.get(store_id)
+    if store is None or store.closed or store.next_due_ms is None:
+        return None
+    shards = _shards_of(draft, store_id)
+    if not shards or any(not shard.ended or shard.owner not in {None, server_id} for shard in shards):
+        return None
+    last = max(shards, key=lambda shard: (shard.ended_ms, shard.shard_id))
+    adopted = replace(last, epoch=last.epoch + 1, owner=server_id)
+    draft.shards.put(last.shard_id, adopted)
+    return adopted
+
+
 # Flushes.
 
 
@@ -134,9 +158,8 @@ def change(draft: Draft, flush: Flush) -> None:
             what = f"The flush changes the store {store.store_id}, but names the epoch of none of its shards."
             raise _bug(what, store=store.store_id)
         needed[store.store_id] = (store.key_range,)
-        draft.stores.put(
-            store.store_id, StoreState(store.store_id, store.serial + 1, store.first, store.last)
-        )
+        changed = replace(store, serial=store.serial + 1, next_due_ms=update.next_due_ms)
+        draft.stores.put(store.store_id, changed)
     if file is None or file.needed != needed:
         raise _bug("The flush's state file is not for exactly its stores and their ranges.")
     if draft.state_files.get(file.path) is not None:

@@ -32,6 +32,7 @@ class Stub:
     store: StoreState | None = None
     alive: bool = True
     outcomes: int = 0
+    adopted: bool = False
 
     def disconnected(self) -> None:
         self.alive = False

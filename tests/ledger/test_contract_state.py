@@ -82,6 +82,25 @@ async def test_of_two_servers_that_disagree_the_later_one_registers_state(ledger
     assert set((await held(ledger_factory)).state_files) == {"g"}
 
 
+async def test_the_next_server_adopts_a_store_with_timers_whose_shard_has_ended(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (one, _):
+        shard = await one.open_shard("a", store=StoreClaim(WHOLE))
+        fence = move("a", shard.epoch, None, ended=True)
+        timers = (StoreUpdate("a", 0, ("a",), next_due_ms=70),)
+        ends = Flush((fence,), stores=timers, state_file=state("f", "a", WHOLE))
+        assert (await one.register(ends)).registered
+        async with opened(ledger_factory, "two") as (two, found):
+            assert found.stores == {"a": StoreState("a", 1, *WHOLE, next_due_ms=70)}
+            assert await two.adopt_store("a") is None
+            await one.leave()
+            adopted = await two.adopt_store("a")
+            assert (await two.peek()).shards["a"] == adopted
+        assert adopted is not None
+        assert (adopted.epoch, adopted.owner) == (2, "two")
+
+
 async def test_a_tool_forgets_state_only_when_it_is_told_to(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, _):
         await keep(one)

@@ -20,6 +20,8 @@ from mldserver.ledger.contract import (
 )
 from mldserver.ledger.format import (
     changes_of,
+    letter_of,
+    letter_row,
     pack_changes,
     pack_letters,
     rows_of,
@@ -61,7 +63,11 @@ EVERYTHING = Changes(
     {"l1": late("l1"), "l2": None},
     {"7": LetterItem(3, wanted=0b100, gone=0b011), "8": None},
     {"f1": "text", "f2": None},
-    {"root": StoreState("root", 7), "part": StoreState("part", 8, 10, 2**127, closed=True), "gone": None},
+    {
+        "root": StoreState("root", 7, next_due_ms=5),
+        "part": StoreState("part", 8, 10, 2**127, closed=True),
+        "gone": None,
+    },
     {
         "p1": StateFile("p1", {"root": (ALL_KEYS,), "elsewhere": (ALL_KEYS,)}, 3, 4),
         "p2": StateFile("p2", {"part": (KeyRange(10, 11), KeyRange(13, 2**127))}, 5, 6),
@@ -109,6 +115,13 @@ def test_changes_without_keyed_state_are_rows_as_format_6_had_them() -> None:
     assert rows["shards"] == {"a": [1, None, None, None, None, (), None, False]}
 
 
+def test_a_store_without_timers_and_a_letter_without_one_are_read_as_earlier_versions_wrote_them() -> None:
+    rows = rows_of(Changes(stores={"s": StoreState("s", 1)}), {})["stores"]
+    assert rows == {"s": [1, "0", f"{2**128 - 1:x}", False]}
+    assert letter_of(letter_row(letter(1))[:-2]) == letter(1)
+    assert letter_of([*letter_row(letter(1))[:-2], None, None]) == letter(1), "as SQLite fills new columns"
+
+
 def test_a_flush_into_a_thousand_stores_names_each_range_once() -> None:
     stores = {str(n): StoreState(str(n), 1, n << 100, (n + 1 << 100) - 1) for n in range(1_000)}
     file = StateFile("f", {key: (store.key_range,) for key, store in stores.items()}, 1, 1)
@@ -137,6 +150,7 @@ def test_letters_come_back_as_they_went_in() -> None:
         letter(1),
         letter(2, partition_key=None, arrival_ms=None, data=b""),
         letter(3, data=b"\0" * 99, parked_behind=HUGE, handler_version="7"),
+        letter(4, timer="alarm/name", due_ms=7),
     )
     assert unpack_letters(pack_letters(letters)) == letters
     assert unpack_letters(pack_letters(())) == ()

@@ -64,6 +64,22 @@ class Stores:
         assert isinstance(result, FlushResult)
         return result
 
+    def flush_timers(
+        self, shard: str, *, due_ms: int | None, file: str = "f", serial: int | None = None
+    ) -> FlushResult:
+        """Register a flush that changes the timers of a shard's store: no position moves."""
+        known = self.book.shards[shard]
+        at = self.book.stores[known.store].serial if serial is None else serial
+        return self.flush(
+            shard,
+            file=file,
+            positions=(move(shard, known.epoch, known.position, previous=known.position),),
+            stores=(StoreUpdate(known.store, at, (shard,), due_ms),),
+        )
+
+    def adopt(self, store: str, server: str = "one") -> Any:
+        return self(state_rules.adopt, store, server)
+
     def needed(self) -> dict[str, Mapping[str, tuple[KeyRange, ...]]]:
         return {path: file.needed for path, file in self.book.state_files.items()}
 
@@ -185,6 +201,97 @@ def test_a_flush_without_state_writes_nothing_of_it(stores: Stores) -> None:
     assert register(draft, Flush((move("a"),)), NOW).registered
     assert not draft.changes().stores
     assert not draft.changes().state_files
+
+
+def test_a_flush_says_when_the_first_timer_of_its_store_is_due(stores: Stores) -> None:
+    stores.open("a")
+    stores.flush_timers("a", due_ms=70)
+    assert stores.book.stores["a"] == StoreState("a", 1, *WHOLE, next_due_ms=70)
+    stores.flush_timers("a", file="g", due_ms=None)
+    assert stores.book.stores["a"].next_due_ms is None
+
+
+# Timers without a server.
+
+
+def test_a_server_adopts_a_store_whose_shard_has_ended_once_no_other_server_has_it(stores: Stores) -> None:
+    stores.open("a")
+    stores.flush_timers("a", due_ms=70)
+    assert stores.adopt("a") is None, "its records may cancel timers"
+    stores.end("a")
+    assert stores.adopt("a", "two") is None, "the server that read it is alive"
+    assert stores.adopt("a").epoch == 2
+    stores(rules.leave, "one", 1)
+    adopted = stores.adopt("a", "two")
+    assert (adopted.epoch, adopted.owner) == (3, "two")
+    assert stores.book.shards["a"] == adopted
+
+
+@pytest.mark.parametrize("store", ["a", "low", "unknown"])
+def test_a_store_without_timers_or_with_a_child_is_not_adopted(stores: Stores, store: str) -> None:
+    stores.open("a")
+    stores.flush_timers("a", due_ms=70)
+    stores.open("low", LOW, "a")
+    stores.flush_timers("low", file="g", due_ms=None)
+    stores.end("a", "low")
+    assert stores.adopt(store) is None
+
+
+def test_a_store_of_which_no_shard_is_left_is_not_adopted(stores: Stores) -> None:
+    stores.book.stores["a"] = StoreState("a", next_due_ms=70)
+    assert stores.adopt("a") is None
+
+
+def test_a_child_that_comes_after_all_refuses_the_flushes_of_the_adopter(stores: Stores) -> None:
+    stores.open("a")
+    stores.flush_timers("a", due_ms=70)
+    stores.end("a")
+    adopted = stores.adopt("a")
+    assert stores.flush_timers("a", file="g", due_ms=80).registered
+    stores.open("low", LOW, "a")
+    assert stores.flush_timers("a", file="h", due_ms=90, serial=2).lost_shards == {adopted.shard_id}
+
+
+def test_a_family_is_adopted_once_all_of_its_shards_have_ended(stores: Stores) -> None:
+    stores.open("root", None)
+    stores.flush_timers("root", due_ms=70)
+    stores.end("root")
+    stores.open("child", None, "root")
+    assert stores.adopt("root") is None
+    stores(rules.end_shards, ["child"], NOW + 1)
+    assert stores.adopt("root").shard_id == "child", "the one that ended last"
+
+
+def test_a_child_in_an_adopted_family_refuses_the_flushes_of_the_adopter(stores: Stores) -> None:
+    stores.open("root", None)
+    stores.flush_timers("root", due_ms=70)
+    stores.end("root")
+    stores.adopt("root")
+    stores.open("child", None, "root")
+    assert stores.book.stores["root"].serial == 2
+    assert stores.flush_timers("root", file="g", due_ms=80, serial=1).lost_shards == {"root"}
+    stores.open("child", None, "root")
+    stores.open("other child", None, "root")
+    assert stores.book.stores["root"].serial == 2, "the child's own flushes are not refused"
+
+
+def test_a_child_begins_with_the_earliest_timer_of_its_parents(stores: Stores) -> None:
+    for shard, part, due_ms in (("low", LOW, 80), ("high", HIGH, 70)):
+        stores.open(shard, part)
+        stores.flush_timers(shard, file=shard, due_ms=due_ms)
+    stores.open("child", WHOLE, "low", "high")
+    assert stores.book.stores["child"].next_due_ms == 70
+    stores.open("half", LOW, "child")
+    stores.open("other half", HIGH, "child")
+    assert [stores.book.stores[half].next_due_ms for half in ("half", "other half")] == [70, 70]
+
+
+def test_a_shard_whose_store_has_timers_is_not_pruned(stores: Stores) -> None:
+    stores.open("a")
+    stores.flush_timers("a", due_ms=70)
+    stores.end("a")
+    assert stores.prune() == 0
+    assert stores.adopt("a") is not None
 
 
 # Opening.

@@ -139,6 +139,8 @@ class Session(Protocol):
     """The shard's store as it was when the session was opened; None: the handler keeps no state."""
     outcomes: int
     """Rises with each outcome of the runtime that the session accepts. Redriven ones count once they are registered."""
+    adopted: bool
+    """The session has no connection: its shard has ended, and the server fires the timers of its store."""
 
     def disconnected(self) -> None:
         """Let go of the shard; nothing when it is dead already."""
@@ -155,6 +157,8 @@ class Sessions:
     _sessions: dict[str, Session] = field(init=False, default_factory=dict)
     _stores: dict[str, StoreState] = field(init=False, default_factory=dict)
     """Their stores. The serial is the one on which the runtime's copy of the store and the buffered changes rest."""
+    next_due_ms: dict[str, int | None] = field(init=False, default_factory=dict)
+    """When the first timer of each store is due (ms), as its last outcome or snapshot said; None: it has no timers."""
     unsettled: set[str] = field(init=False, default_factory=set)
     """The stores that the flush under way may change, with batches that are not among those of ``Buffer.of_store``. Who reads
     such a store waits for the flush."""
@@ -171,16 +175,9 @@ class Sessions:
 
         False, and the session is dead: a newer one was taken in since it was opened.
         """
-        shard_id, old = session.shard_id, self._sessions.get(session.shard_id)
-        if old is not None and old.epoch > session.epoch:
-            session.alive = False
+        shard_id = session.shard_id
+        if not self._take(session):
             return False
-        if old is not None:
-            old.alive = False
-        self.buffer.drop_shard(shard_id)
-        self._sessions[shard_id] = session
-        if session.store is not None:
-            self._open_store(session.store, session)
         arrival_ms = self.lineage.nodes[shard_id].effective_ms = state.effective_ms
         self.lineage.connect(shard_id, now_ms)
         event_ms = state.event_ms
@@ -196,12 +193,35 @@ class Sessions:
         )
         return True
 
+    def adopt(self, session: Session, state: ShardState, now_ms: int) -> None:
+        """Give a shard that has ended to a session which only fires timers. Windows do not wait for it."""
+        self.lineage.add(session.shard_id, now_ms, ended=True)
+        self.lineage.reach(session.shard_id, state.effective_ms)
+        self._take(session)
+
+    def _take(self, session: Session) -> bool:
+        """Make a session the latest of its shard. False, and the session is dead: a newer one has the shard."""
+        old = self._sessions.get(session.shard_id)
+        if old is not None and old.epoch > session.epoch:
+            session.alive = False
+            return False
+        if old is not None:
+            old.alive = False
+        self.buffer.drop_shard(session.shard_id)
+        self._sessions[session.shard_id] = session
+        if session.store is not None:
+            self._open_store(session.store, session)
+        return True
+
     def _open_store(self, store: StoreState, session: Session) -> None:
-        """Note where a store stands, unless another session has it.
+        """Note where a store stands, unless another session has it. A session that has adopted the store gives it up.
 
         Batches of sessions that are over rest on an older copy of the store. They are dropped, and will be delivered again.
         """
         others = [each for each in self.of_store(store.store_id) if each is not session]
+        for each in others:
+            if each.adopted:
+                each.disconnected()
         if any(each.alive for each in others):
             return
         # A flush may have raised the serial since the ledger was read.
@@ -229,6 +249,8 @@ class Sessions:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""
         if self._sessions.get(session.shard_id) is not session:
             return False
+        if session.adopted:
+            return True
         self.lineage.disconnect(session.shard_id, now_ms)
         self.watermark.disconnect(session.shard_id)
         return True
@@ -245,6 +267,7 @@ class Sessions:
             self._sessions.pop(shard_id, None)
         left = {session.store.store_id for session in self._sessions.values() if session.store is not None}
         self._stores = {store_id: store for store_id, store in self._stores.items() if store_id in left}
+        self.next_due_ms = {store_id: ms for store_id, ms in self.next_due_ms.items() if store_id in left}
 
     # What becomes of them in the ledger.
 
