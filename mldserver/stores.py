@@ -3,14 +3,16 @@
 A *store* holds the state of many keys. On Kinesis each shard has a store, for the range of MD5 hashes that the shard covers. On
 DynamoDB Streams, which names no ranges, all descendants of a root shard share one store.
 
-A key's state is a dict. It travels and is stored as MessagePack. A batch's changes are one blob (``pack_changes``): the last
-value of each key that the batch changed. A later blob of the same store replaces the values of an earlier one.
+A key's state is a dict. It travels and is stored as MessagePack. A key may also have timers, each under its id
+(``callback`` or ``callback/name``). A batch's changes are one blob (``pack_changes``): the last value of each key, and of each
+timer, that the batch changed. A later blob of the same store replaces the values of an earlier one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -68,25 +70,43 @@ class StoreClaim(NamedTuple):
 
 
 class StateChange(NamedTuple):
-    """The new state of one key."""
+    """The new state of one key, or one of its timers."""
 
     key: bytes
     """See ``key_bytes``."""
     value: bytes | None
-    """The dict in MessagePack; None: the key has no state any more."""
+    """The dict in MessagePack, or of a timer ``[number, attempt, payload]``; None: it is gone."""
     expires_ms: int | None = None
-    """From this time on the state counts as absent (``state_ttl``); None: it stays."""
+    """From this time on the state counts as absent (``state_ttl``); None: it stays. Of a timer, when it is due: it never expires."""
+    timer: str = ""
+    """The timer's id, ``callback`` or ``callback/name``; empty: it is the key's state."""
 
 
 class ChangeColumns(NamedTuple):
-    """The changes of a batch, at most one for each key. The three lists are parallel: they take a third of the time of tuples."""
+    """The changes of a batch, at most one for each key and timer. The lists are parallel: they take a third of the time of tuples."""
 
     keys: list[bytes]
     values: list[bytes | None]
     expiries: list[int | None]
+    timers: Sequence[str] = ()
+    """Ids of timers; empty text: the key's state. Without items there are no timers."""
+
+
+class TimerEntry(NamedTuple):
+    """A timer that is set."""
+
+    due_ms: int
+    payload: bytes
+    """In MessagePack."""
+    attempt: int = 0
+    """How many of its calls have failed."""
+    number: int = 0
+    """Of the timers of a store, one that was set later has a higher number. Those of a key that are due together fire in this order."""
 
 
 _COLUMNS: Final = msgspec.msgpack.Decoder(ChangeColumns)
+_TIMER: Final = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def pack_columns(columns: ChangeColumns) -> bytes:
@@ -100,15 +120,29 @@ def unpack_columns(blob: bytes) -> ChangeColumns:
 
 
 def pack_changes(changes: Iterable[StateChange]) -> bytes:
-    """Return changes, at most one for each key, as one blob."""
+    """Return changes, at most one for each key and timer, as one blob."""
     rows = list(changes)
-    keys, values = [row.key for row in rows], [row.value for row in rows]
-    return pack_columns(ChangeColumns(keys, values, [row.expires_ms for row in rows]))
+    keys, values, timers = [row.key for row in rows], [row.value for row in rows], [row.timer for row in rows]
+    return pack_columns(
+        ChangeColumns(keys, values, [row.expires_ms for row in rows], timers if any(timers) else ())
+    )
 
 
 def unpack_changes(blob: bytes) -> list[StateChange]:
     """Return the changes in a blob one by one. Raises msgspec.DecodeError for other bytes."""
-    return list(map(StateChange, *unpack_columns(blob)))
+    keys, values, expiries, timers = unpack_columns(blob)
+    return list(map(StateChange, keys, values, expiries, timers or repeat("")))
+
+
+def pack_timer(entry: TimerEntry) -> bytes:
+    """Return a timer's value as state files hold it; its due time has a column of its own."""
+    return _encode((entry.number, entry.attempt, msgspec.Raw(entry.payload)))
+
+
+def unpack_timer(due_ms: int, value: bytes) -> TimerEntry:
+    """Return the timer with this due time and value. Raises msgspec.MsgspecError for other bytes."""
+    number, attempt, payload = _TIMER.decode(value)
+    return TimerEntry(due_ms, bytes(payload), attempt, number)
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
@@ -122,7 +156,8 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     clock_ms: int | None
     """The effective time of the shard's last record in it; None: it has none. State that expires at or before it is left out."""
     entries: pa.Table
-    """``key`` binary, ``value`` binary, ``expires_ms`` int64 (null: never). One row for each key, in any order."""
+    """``key`` binary, ``value`` binary, ``expires_ms`` int64 (null: never), ``timer`` string (null: the key's state; without the
+    column there are no timers). One row for each key and timer, in any order; see ``StateChange``."""
     siblings: dict[str, int] = {}
     """``accepted`` of each other shard of the store that has a session, at the same moment (families of DynamoDB Streams).
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from mldserver import Batch, Record, Sequence, Shard
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Version
+from mldserver.records import DeadLetter
 
 pytestmark = pytest.mark.quick
 
@@ -139,3 +141,9 @@ def test_a_record_cannot_be_changed() -> None:
                 setattr(made, name, 7)
             with pytest.raises(AttributeError):
                 delattr(made, name)
+
+
+def test_the_dead_letter_of_a_timer_is_told_apart_from_others_after_the_same_record() -> None:
+    letter = DeadLetter("shard", Sequence(7), "key", b"\xc0", None, 1, "OSError", "", "handler", 5)
+    assert letter.record == "shard/7/0"
+    assert replace(letter, timer="alarm/name", due_ms=9).record == "shard/7/0/9/alarm/name/key"

@@ -10,12 +10,15 @@ from mldserver.stores import (
     KeyRange,
     StateChange,
     StoreSize,
+    TimerEntry,
     hash_of,
     key_bytes,
     largest,
     nearly_full,
     pack_changes,
+    pack_timer,
     unpack_changes,
+    unpack_timer,
 )
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -45,6 +48,13 @@ def test_changes_come_back_as_they_were_packed() -> None:
         StateChange(b"\xed\xa0\x80", b"\x81", None),
     ]
     assert unpack_changes(pack_changes(changes)) == changes
+    changes += [StateChange(b"a", b"\x93", 17, "alarm"), StateChange(b"a", None, None, "alarm/name")]
+    assert unpack_changes(pack_changes(changes)) == changes
+
+
+def test_a_timer_comes_back_as_it_was_packed() -> None:
+    entry = TimerEntry(17, b"\xc7\x03\x011.5", attempt=2, number=2**40)
+    assert unpack_timer(17, pack_timer(entry)) == entry
 
 
 def test_changes_pass_between_processes_and_join_in_order_with_other_effects() -> None:

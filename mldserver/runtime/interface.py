@@ -9,12 +9,13 @@ times as long to make.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
 from mldserver.effects import NOTHING, Effects
+from mldserver.errors import InternalError
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Line, Version
 from mldserver.protocol.wire_records import DecodedBatch
@@ -65,8 +66,8 @@ class MLDLine(msgspec.Struct, frozen=True):
         return int(self.version), self.line
 
 
-_RECORDS = 0
-"""The form of ``Records``. The form of a line is its protocol version."""
+_RECORDS, _TIMERS = 0, -1
+"""The forms of ``Records`` and ``DueTimers``. The form of a line is its protocol version."""
 
 
 class Records(msgspec.Struct, frozen=True):
@@ -93,8 +94,102 @@ class Records(msgspec.Struct, frozen=True):
         return _RECORDS, msgspec.msgpack.encode((self.millis_behind_latest, plain))
 
 
+class TimerFilter(msgspec.Struct, frozen=True):
+    """Which timers to cancel: those to which all that is given applies."""
+
+    key: str | None = None
+    timer_id: str | None = None
+    """``callback``: all timers of this callback; ``callback/name``: those with this id."""
+    due_before_ms: int | None = None
+
+
+class TimerLetter(msgspec.Struct, frozen=True):
+    """A dead letter of a timer, to run once more. A timer with its id that is set now stays as it is."""
+
+    key: str
+    timer_id: str
+    due_ms: int
+    payload: bytes
+    """In MessagePack, as in ``DeadLetter.data``."""
+
+
+class DueTimers(msgspec.Struct, frozen=True):
+    """Timers of a shard's store to fire, in the order of their due times: a batch whose records are timers.
+
+    The process that has the store chooses them (``TimerTable.due``). A handler without timers cannot have this payload.
+    """
+
+    until_ms: int
+    """Fire timers that are due at or before this time."""
+    limit: int
+    """Fire, skip or cancel at most so many."""
+    cancel: TimerFilter | None = None
+    """Instead of firing timers, cancel those that match, whenever they are due."""
+    letters: tuple[TimerLetter, ...] = ()
+    """Instead of timers that are set, run these."""
+
+    @property
+    def size(self) -> int:
+        """An estimate: their number is not known before."""
+        return _TIMER_BYTES * max(self.limit, len(self.letters))
+
+    def decode(self, _decoder: BatchDecoder) -> DecodedBatch:
+        """Raise InternalError: only a store has the timers."""
+        raise InternalError(
+            "Timers are due, but the handler has none.",
+            did="The timers stay set.",
+            advice="Start the server again.",
+        )
+
+    def packed(self) -> tuple[int, Line]:
+        """Return the request in MessagePack."""
+        return _TIMERS, msgspec.msgpack.encode(self)
+
+
+_TIMER_BYTES: Final = 64
+
+
+class TimerReport(msgspec.Struct, frozen=True):
+    """What a batch did with timers, and what its store holds afterwards."""
+
+    set: int = 0
+    """Timers that calls have set, also in place of others."""
+    cancelled: int = 0
+    """Timers that calls, or a ``TimerFilter``, have cancelled."""
+    fired: int = 0
+    """Timers whose callback succeeded, or failed for good."""
+    skipped: int = 0
+    """Timers that were too late for ``max_lateness``."""
+    failed: int = 0
+    """Timers whose callback failed, and that are set again."""
+    lateness: tuple[int, ...] = ()
+    """How late first calls were: a count for each of ``base.clock.BOUNDS_MS`` and one more (see ``Durations``). Empty without
+    first calls."""
+    lateness_sum_ms: int = 0
+    pending: int = 0
+    """Timers that are set."""
+    unknown: int = 0
+    """Timers of ``pending`` whose callback the loaded handler does not have: they are held."""
+    next_due_ms: int | None = None
+    """When the first of ``pending`` is due; None without timers. The ledger keeps it."""
+    next_call_ms: int | None = None
+    """When the first is due whose callback the loaded handler has: nothing fires before."""
+
+    def joined(self, parts: Iterable[TimerReport | None]) -> TimerReport:
+        """Return the report of several parts of a batch, of which this is the last."""
+        all_ = [part for part in parts if part is not None]
+        counts = {
+            name: sum(getattr(part, name) for part in all_)
+            for name in ("set", "cancelled", "fired", "skipped", "failed", "lateness_sum_ms")
+        }
+        lateness = tuple(map(sum, zip(*(part.lateness for part in all_ if part.lateness), strict=True)))
+        return msgspec.structs.replace(self, **counts, lateness=lateness)
+
+
 def unpacked(form: int, data: Any, shard_id: str) -> Payload:
     """Return the payload whose form and bytes (or a view of them) came from another process."""
+    if form == _TIMERS:
+        return msgspec.msgpack.decode(data, type=DueTimers)
     if form != _RECORDS:
         return MLDLine(data, Version(form))
     lag, plain = msgspec.msgpack.decode(data)
@@ -175,6 +270,8 @@ class BatchOutcome(msgspec.Struct, frozen=True):
     owes: bool = False
     """Whether the handler has records that it has not checkpointed. Only the instance that has them can finish
     them."""
+    timers: TimerReport | None = None
+    """For handlers with timers only."""
 
 
 Begun: TypeAlias = "BatchOutcome | Coroutine[None, None, BatchOutcome] | asyncio.Future[BatchOutcome | Coroutine[None, None, BatchOutcome]]"

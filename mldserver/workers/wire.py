@@ -34,7 +34,7 @@ from mldserver.handler.spec import (
 )
 from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, TimerReport
 from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, StoreSize, unpack_changes
 from mldserver.windows import Batches, Tumbling
 from mldserver.workers.shared_memory import rows_from, rows_in
@@ -54,9 +54,9 @@ class StartWorker(Message, frozen=True):
     deadline_seconds: float | None
     arena_bytes: int
     state_bytes: int
+    """The memory that keyed state may take in the process; StateRoom changes it."""
     settings: dict[str, str]
     """What the handler reads as ``ctx.settings``."""
-    """The memory that keyed state may take in the process; StateRoom changes it."""
     log_level: int
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """The user's modules as the first process loaded them (``HandlerSpec.code``). Empty: load them from the disk."""
@@ -205,6 +205,7 @@ class BatchDone(Message, frozen=True):
     position: bytes | None = None
     owes: bool = False
     """Whether the handler has records that it has not checkpointed."""
+    timers: TimerReport | None = None
 
 
 class Finished(Message, frozen=True):
@@ -332,6 +333,7 @@ def done_of(
         keeps_position=outcome.keeps_position,
         position=pack_sequence(outcome.position),
         owes=outcome.owes,
+        timers=outcome.timers,
     )
 
 
@@ -365,6 +367,7 @@ def outcome_of(done: BatchDone, files: Descriptors) -> BatchOutcome:
         keeps_position=done.keeps_position,
         position=unpack_sequence(done.position) if done.keeps_position else None,
         owes=done.owes,
+        timers=done.timers,
     )
 
 
@@ -385,6 +388,7 @@ def joined(parts: list[BatchOutcome]) -> BatchOutcome:
         keeps_position=last.keeps_position,
         position=max(positions, default=None),
         owes=last.owes,
+        timers=None if last.timers is None else last.timers.joined([part.timers for part in parts]),
     )
 
 
@@ -434,12 +438,22 @@ def source_of(sent: SentStore, file: int) -> SnapshotSource:
 
 def changed(entries: pa.Table, blobs: Iterable[bytes]) -> pa.Table:
     """Return the entries of a snapshot after the changes in ``blobs`` (``pack_changes``), in order."""
-    changes = {change.key: change for blob in blobs for change in unpack_changes(blob)}
+    changes = {(change.key, change.timer): change for blob in blobs for change in unpack_changes(blob)}
     if not changes:
         return entries
-    kept = entries.filter(pc.invert(pc.is_in(entries["key"], pa.array(list(changes), pa.binary()))))
-    new = [change._asdict() for change in changes.values() if change.value is not None]
-    return pa.concat_tables([kept, pa.Table.from_pylist(new, schema=entries.schema)])
+    if "timer" not in entries.column_names:
+        entries = entries.append_column("timer", pa.nulls(len(entries), pa.string()))
+    touched = pc.is_in(entries["key"], pa.array([key for key, _ in changes], pa.binary()))
+    rows = [
+        row for row in entries.filter(touched).to_pylist() if (row["key"], row["timer"] or "") not in changes
+    ]
+    rows += [
+        change._asdict() | {"timer": change.timer or None}
+        for change in changes.values()
+        if change.value is not None
+    ]
+    untouched = entries.filter(pc.invert(touched))
+    return pa.concat_tables([untouched, pa.Table.from_pylist(rows, schema=entries.schema)])
 
 
 def failed(request: int, error: BaseException) -> Failed:

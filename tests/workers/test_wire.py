@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable
-from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mldserver import errors
 from mldserver.children.channel import WireError, decode, encode
@@ -22,7 +22,17 @@ from mldserver.effects import Effects
 from mldserver.errors import HandlerHalted, InternalError, PeerError, StateMoved
 from mldserver.records import DeadLetter, Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
-from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records
+from mldserver.runtime.interface import (
+    BatchOutcome,
+    BatchOutline,
+    Delivery,
+    DueTimers,
+    Records,
+    TimerFilter,
+    TimerLetter,
+    TimerReport,
+    unpacked,
+)
 from mldserver.stores import KeyRange, StateChange, StateSnapshot, pack_changes
 from mldserver.workers import wire
 from mldserver.workers.shared_memory import rows_file
@@ -53,6 +63,8 @@ letters = st.builds(
     handler=texts,
     at_ms=numbers,
     parked_behind=st.none() | sequences,
+    timer=st.none() | texts,
+    due_ms=st.none() | numbers,
 )
 
 
@@ -90,11 +102,42 @@ def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None
     assert unpack_sequence(pack_sequence(position)) == position
 
 
+def test_requests_to_fire_timers_cross() -> None:
+    letter = TimerLetter("key", "alarm/name", 17, b"\xc0")
+    for timers in (
+        DueTimers(5, 100),
+        DueTimers(5, 1, TimerFilter(timer_id="alarm")),
+        DueTimers(5, 1, letters=(letter,)),
+    ):
+        form, data = timers.packed()
+        assert unpacked(form, memoryview(data), "shard") == timers
+
+
+def test_the_report_on_timers_crosses_and_parts_of_a_batch_join() -> None:
+    outline = BatchOutline(0, 0, None, None, None, None)
+    first = TimerReport(set=1, cancelled=2, pending=1, next_due_ms=5)
+    last = TimerReport(
+        set=3,
+        fired=1,
+        lateness=(1, 2),
+        lateness_sum_ms=7,
+        pending=4,
+        unknown=1,
+        next_due_ms=9,
+        next_call_ms=10,
+    )
+    outcomes = [BatchOutcome(outline, timers=report) for report in (first, last)]
+    assert [outcome_of(crossed(done_of(1, outcome)), []) for outcome in outcomes] == outcomes
+    assert wire.joined(outcomes).timers == structs.replace(last, set=4, cancelled=2)
+    assert wire.joined([BatchOutcome(outline)] * 2).timers is None
+
+
 changes = st.builds(
     StateChange,
     st.sampled_from([b"a", b"b", b"\xff"]),
     st.none() | st.binary(max_size=3),
     st.none() | st.integers(0, 2**62),
+    st.sampled_from(["", "alarm", "alarm/name"]),
 )
 
 
@@ -104,7 +147,12 @@ changes = st.builds(
 async def test_a_store_crosses_once_with_the_changes_that_follow_it(
     first: int, last: int, clock_ms: int | None, batches: list[list[StateChange]]
 ) -> None:
-    held = {b"a": StateChange(b"a", b"old", 5), b"c": StateChange(b"c", b"stays")}
+    first_rows = [
+        StateChange(b"a", b"old", 5),
+        StateChange(b"c", b"stays"),
+        StateChange(b"a", b"timer", 5, "alarm"),
+    ]
+    held = {(change.key, change.timer): change for change in first_rows}
     snapshot = StateSnapshot("s", KeyRange(first, last), 7, clock_ms, table(held.values()), {"b": 2})
     file, size = rows_file(snapshot.entries)
     sent = wire.sent_of(snapshot, size, tuple(map(pack_changes, batches)))
@@ -112,16 +160,23 @@ async def test_a_store_crosses_once_with_the_changes_that_follow_it(
     source = wire.source_of(message.store, file)
     got = await source()
     assert msgspec.structs.replace(got, entries=snapshot.entries) == snapshot
-    held |= {change.key: change for batch in batches for change in batch}
-    rows = [change._asdict() for change in held.values() if change.value is not None]
-    assert sorted(got.entries.to_pylist(), key=itemgetter("key")) == sorted(rows, key=itemgetter("key"))
+    held |= {(change.key, change.timer): change for batch in batches for change in batch}
+    rows = table(change for change in held.values() if change.value is not None).to_pylist()
+    order = lambda row: (row["key"], row["timer"] or "")  # noqa: E731  # used twice
+    assert sorted(got.entries.to_pylist(), key=order) == sorted(rows, key=order)
     with pytest.raises(StateMoved):
         await source()
 
 
 def table(entries: Iterable[StateChange]) -> pa.Table:
-    types = [("key", pa.binary()), ("value", pa.binary()), ("expires_ms", pa.int64())]
-    return pa.Table.from_pylist([entry._asdict() for entry in entries], schema=pa.schema(types))
+    names = [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("expires_ms", pa.int64()),
+        ("timer", pa.string()),
+    ]
+    rows = [entry._asdict() | {"timer": entry.timer or None} for entry in entries]
+    return pa.Table.from_pylist(rows, schema=pa.schema(names))
 
 
 @given(st.none() | st.integers(1, 2**40))
