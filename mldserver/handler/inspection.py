@@ -29,7 +29,7 @@ from mldserver.handler.spec import (
     SchemaError,
     parse_schema,
 )
-from mldserver.handler.timer_hooks import timer_hooks
+from mldserver.handler.timer_hooks import refused_calls, timer_hooks
 from mldserver.records import Hook
 from mldserver.windows import (
     WINDOW_COLUMNS,
@@ -110,6 +110,8 @@ class _Inspection:
         concurrency, blocking = self._concurrency(record_hook)
         keyed, state_ttl_ms = self._state(hooks, record_hook, concurrency)
         timers = timer_hooks(target, hooks.get(record_hook or ""), self._find)
+        for line, text in refused_calls(self.source.functions, target, timers):
+            self.findings.append(Finding(text, self.source.file, line))
         window_columns, writes_for_itself = self._output(hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
@@ -419,6 +421,9 @@ class _SourceMap:
     def __init__(self, loaded: Loaded) -> None:
         """Read the module's source; without one, every place is unknown."""
         self._file = getattr(loaded.module, "__file__", None) or ""
+        self.file = relative(self._file)
+        self.functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        """The functions that the module or class itself defines."""
         self._whole = 0
         self.lines: dict[str, int] = {}
         """Of the names that the module or class itself defines, in order."""
@@ -433,6 +438,8 @@ class _SourceMap:
                 return
             body, self._whole = inner.body, inner.lineno
         for statement in body:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.functions.append(statement)
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.lines[statement.name] = statement.lineno
             targets: list[ast.expr] = []
@@ -449,11 +456,11 @@ class _SourceMap:
         A function that came from elsewhere (an import, a base class) is found by its code.
         """
         if name in self.lines:
-            return relative(self._file), self.lines[name]
+            return self.file, self.lines[name]
         code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
         if code is not None:
             return relative(code.co_filename), code.co_firstlineno
-        return relative(self._file), self._whole
+        return self.file, self._whole
 
 
 def _never_returns_a_value(function: Any) -> bool:

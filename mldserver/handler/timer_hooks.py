@@ -1,9 +1,14 @@
-"""Finds the callbacks of timers in a handler, and what is wrong with them. Calls nothing of the user's."""
+"""Finds the callbacks of timers in a handler, what is wrong with them, and calls of ``ctx.timers`` that name no callback.
+
+Calls nothing of the user's.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -50,3 +55,50 @@ def timer_hooks(
             if hook.is_async != record_hook.is_async:
                 find(f"{record_hook.name} and {name}: both are `async def`, or neither", name)
     return found
+
+
+def refused_calls(
+    functions: Iterable[ast.FunctionDef | ast.AsyncFunctionDef],
+    target: Any,
+    timers: Mapping[str, TimerHook],
+) -> Iterator[tuple[int, str]]:
+    """Yield line and problem of each call of ``ctx.timers`` in ``functions`` that will raise NotATimer or not find its callback.
+
+    ``target``: the module or class that defines the functions. A callback is judged if the call names it as a function of the
+    module, or as a method of ``self``.
+    """
+    for function in functions:
+        nodes = list(ast.walk(function))
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        for node in nodes:
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(
+                        value=ast.Attribute(value=ast.Name("ctx"), attr="timers"), attr=called
+                    ),
+                    args=[callback, *_],
+                ) if called in {"set", "cancel", "get"}:
+                    problem = _problem(callback, target, timers, own)
+                    if problem:
+                        yield node.lineno, f"ctx.timers.{called}({ast.unparse(callback):.100}, …): {problem}"
+
+
+def _problem(callback: ast.expr, target: Any, timers: Mapping[str, TimerHook], own: set[str]) -> str:
+    """Return why an argument is not a callback; empty if it is one, or cannot be judged. ``own``: the function's own names."""
+    in_module = isinstance(target, ModuleType)
+    match callback:
+        case ast.Lambda() | ast.Constant():
+            return "a callback is a function of the module or a method of the class, marked with @timer"
+        case ast.Name(name) if name not in own and in_module:
+            pass
+        case ast.Attribute(value=ast.Name("self"), attr=name) if not in_module:
+            pass
+        case _:
+            return ""
+    if name in timers:
+        return ""
+    if hasattr(target, name):
+        return f"{name} is not marked with @timer"
+    close = difflib.get_close_matches(name, timers, n=1)
+    return f"did you mean {close[0]}?" if close else ""

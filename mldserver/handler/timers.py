@@ -82,8 +82,8 @@ def timer(
     It returns what ``process_record`` returns. The server skips and counts a timer whose first call would come more than
     ``max_lateness`` after its due time: text (``"6 hours"``), seconds or a timedelta; None: it calls however late.
 
-    Raises NotATimer for functions that the handler's next version could not be asked for by name: a lambda, a
-    ``functools.partial``, a function inside another one.
+    Stored timers name their callback, so the server must find it by name. Raises NotATimer for a lambda, a
+    ``functools.partial`` and a function inside another one.
     """
     mark = TimerMark(None if max_lateness is None else duration_ms(max_lateness))
 

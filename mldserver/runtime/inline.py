@@ -123,6 +123,14 @@ class InlineRuntime:
                 advice="Leave on_ahead out, or compare the row's time with ctx.now in the handler.",
                 handler=spec.path,
             )
+        if spec.timers and policy.parks:
+            raise HandlerInvalid(
+                "on_key_failure is park, but the handler has timers: the records of a parked key would wait, and its timers would "
+                "overtake them.",
+                did="It is not run.",
+                advice="Leave on_key_failure out.",
+                handler=spec.path,
+            )
         processor = spec.kind is HandlerKind.PROCESSOR
         here = at_once and not (spec.blocking or is_async or processor or lanes > 1)
         self._policy, self._clock, self._random = policy, clock, random

@@ -310,6 +310,10 @@ def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
             lines.append(
                 ("", "start the server with --stream NAME: the stream's listing says which keys a shard has")
             )
+    for place, timer in enumerate(spec.timers.values()):
+        late_ms = timer.max_lateness_ms
+        skipped = "" if late_ms is None else f", skipped when it is more than {span_text(late_ms)} late"
+        lines.append(("" if place else "timers", timer.name + skipped))
     if spec.concurrency > 1:
         lines.append(
             ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")

@@ -138,3 +138,14 @@ def test_the_handler_reads_the_settings_that_are_given(tmp_path: Path) -> None:
     assert "\nn\n20\n" in done.stdout.replace("         ", "")
     done = run(tmp_path, "mine", "--input", "in.jsonl", "--handler-settings", "limit")
     assert (done.returncode, "--handler-settings: the pair 1 is not key=value." in done.stderr) == (2, True)
+
+
+def test_the_callbacks_of_timers_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from mldserver import timer\n"
+        "def process_record(record, ctx): ...\n"
+        "@timer\ndef alarm(due, ctx): ...\n"
+        "@timer(max_lateness='6 hours')\ndef bell(due, ctx): ...\n"
+    )
+    done = run(tmp_path, "mine")
+    assert "\ntimers   alarm\n         bell, skipped when it is more than 6 h late\n" in done.stdout

@@ -680,3 +680,69 @@ def test_what_is_wrong_with_a_callback_is_told(inspect: Any, text: str, found: s
 def test_a_callback_must_be_a_function_with_a_name(inspect: Any) -> None:
     with pytest.raises(HandlerInvalid, match="<lambda> is not a callback of timers"):
         inspect(KEYED + "alarm = timer(lambda due, ctx: None)")
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("set(alrm, after=1)", "ctx.timers.set(alrm, …): did you mean alarm?"),
+        ("cancel(plain)", "ctx.timers.cancel(plain, …): plain is not marked with @timer"),
+        (
+            "get(process_record)",
+            "ctx.timers.get(process_record, …): process_record is not marked with @timer",
+        ),
+        (
+            "set('alarm', after=1)",
+            "ctx.timers.set('alarm', …): a callback is a function of the module or a method of the class, marked with @timer",
+        ),
+        (
+            "set(lambda due, ctx: None, after=1)",
+            "ctx.timers.set(lambda due, ctx: None, …): a callback is a function of the module or a method of the class, marked with @timer",
+        ),
+    ],
+)
+def test_a_call_that_names_no_callback_is_told_before_it_fails(inspect: Any, call: str, found: str) -> None:
+    text = TIMER + "def plain(due, ctx): ...\n@timer\ndef alarm(due, ctx): ...\n"
+    assert errors(inspect(f"{text}def process_record(record, ctx):\n    ctx.timers.{call}\n")) == [
+        f"mine.py:6: {found}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("self.unpayed, after=1", "did you mean unpaid?"),
+        ("self.plain, after=1", "plain is not marked with @timer"),
+    ],
+)
+def test_a_call_that_names_no_method_is_told_before_it_fails(inspect: Any, call: str, found: str) -> None:
+    text = f"""
+        from mldserver import timer
+        class Handler:
+            def on_insert(self, change, ctx):
+                ctx.timers.set({call})
+            def plain(self, due, ctx): ...
+            @timer
+            def unpaid(self, due, ctx): ...
+        """
+    told = f"mine.py:5: ctx.timers.set({call.partition(',')[0]}, …): {found}"
+    assert errors(inspect(text, "Handler")) == [told]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "ctx.timers.set(alarm, after=1)",
+        "ctx.timers.clear(plain)",
+        "ctx.other.set(plain)",
+        "ctx.timers.set()",
+        "for each in (alarm,): ctx.timers.set(each, after=1)",
+        "ctx.timers.set(unknown, after=1)",
+        "ctx.timers.set(record.alarm, after=1)",
+        "(lambda plain: ctx.timers.cancel(plain))(alarm)",
+    ],
+)
+def test_a_call_that_may_name_a_callback_is_not_told(inspect: Any, body: str) -> None:
+    text = TIMER + "def plain(due, ctx): ...\n@timer\ndef alarm(due, ctx): ...\n"
+    spec, findings = inspect(f"{text}def process_record(record, ctx):\n    {body}\n")
+    assert (list(spec.timers), findings) == (["alarm"], ())

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 from msgspec import structs
 
-from mldserver import Context
+from mldserver import Context, Timer, timer
+from mldserver.config.kinds import OnKeyFailure
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError, StateMoved
 from mldserver.records import Record, Retry, Shard
 from mldserver.runtime import work
@@ -570,6 +571,18 @@ async def test_what_state_does_not_go_with_is_refused(kit: Any, options: Any, te
     given = {"policy": FailurePolicy(), "clock": kit.clock, "random": lambda: 0.0, **options}
     with pytest.raises(HandlerInvalid, match=text):
         InlineRuntime(kit.spec(process_record=count), **given)
+
+
+@timer
+def alarm(due: Timer, ctx: Context) -> None: ...
+
+
+async def test_timers_do_not_go_with_parked_keys(kit: Any) -> None:
+    parking = FailurePolicy(on_key_failure=OnKeyFailure.PARK)
+    given = {"policy": parking, "clock": kit.clock, "random": lambda: 0.0}
+    InlineRuntime(kit.spec(process_record=count), **given)
+    with pytest.raises(HandlerInvalid, match="on_key_failure is park, but the handler has timers"):
+        InlineRuntime(kit.spec(process_record=count, alarm=alarm), **given)
 
 
 async def test_a_handler_without_a_context_has_no_store(kit: Any) -> None:

@@ -112,7 +112,7 @@ def _members(described: type) -> dict[str, tuple[str, str, str]]:
 
 def _function(definition: ast.FunctionDef) -> tuple[str, str, str]:
     is_property = any("property" in ast.unparse(each) for each in definition.decorator_list)
-    for argument in definition.args.args:
+    for argument in (*definition.args.args, *definition.args.kwonlyargs):
         argument.annotation = None
     arguments = ast.unparse(definition.args).removeprefix("self").removeprefix(", ")
     call = definition.name if is_property else f"{definition.name}({arguments})"
