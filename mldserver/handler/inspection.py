@@ -147,6 +147,11 @@ class _Inspection:
             self._find(
                 "state_ttl is for process_record(record, ctx): a record processor keeps no state", "state_ttl"
             )
+        for name in timer_hooks(cls, None, self._find):
+            self._find(
+                f"{name} is never called: a record processor has no timers, process_record(record, ctx) has",
+                name,
+            )
         if any(finding.is_error for finding in self.findings):
             return None
         return HandlerSpec(

@@ -746,3 +746,21 @@ def test_a_call_that_may_name_a_callback_is_not_told(inspect: Any, body: str) ->
     text = TIMER + "def plain(due, ctx): ...\n@timer\ndef alarm(due, ctx): ...\n"
     spec, findings = inspect(f"{text}def process_record(record, ctx):\n    {body}\n")
     assert (list(spec.timers), findings) == (["alarm"], ())
+
+
+def test_a_record_processor_has_no_timers(inspect: Any) -> None:
+    text = """
+        from amazon_kclpy.v3.processor import RecordProcessorBase
+        from mldserver import timer
+        class Mine(RecordProcessorBase):
+            def initialize(self, initialize_input): ...
+            def process_records(self, process_records_input): ...
+            def lease_lost(self, lease_lost_input): ...
+            def shard_ended(self, shard_ended_input): ...
+            def shutdown_requested(self, shutdown_requested_input): ...
+            @timer
+            def alarm(self, due, ctx): ...
+        """
+    assert errors(inspect(text, "Mine")) == [
+        "mine.py:11: alarm is never called: a record processor has no timers, process_record(record, ctx) has"
+    ]

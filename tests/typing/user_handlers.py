@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 
 import mldserver
-from mldserver import Batch, Context, Record, Sequence, Shard, Window, batches, tumbling
+from mldserver import Batch, Context, Record, Sequence, Shard, Timer, Timers, Window, batches, timer, tumbling
 from mldserver.dynamodb_streams import Change
 from mldserver.windows import Batches, Tumbling
 
@@ -55,6 +55,26 @@ def on_insert(change: Change) -> dict[str, Any] | None:
     assert_type(change.partition_key, str | None)
     assert_type(change.sequence, Sequence)
     return change.old
+
+
+@timer
+def alarm(due: Timer, ctx: Context) -> tuple[str, Any, datetime]:
+    """Take a timer apart, and set it again."""
+    assert_type(due.name, str)
+    assert_type(due.attempt, int)
+    assert_type(ctx.timers, Timers)
+    assert_type([each for each in ctx.timers], list[Timer])  # noqa: C416  # the loop's type is what counts
+    ctx.timers.set(alarm, at=due.at + timedelta(hours=1), name="again", payload=[1])
+    return ctx.key, due.payload, due.at
+
+
+@timer(max_lateness="6 hours")
+async def late_alarm(due: Timer, ctx: Context) -> None:
+    """Cancel a timer."""
+    ctx.timers.set(late_alarm, after=timedelta(minutes=1))
+    assert_type(ctx.timers.cancel(alarm, name="again"), bool)
+    assert_type(ctx.timers.get(alarm), Timer | None)
+    assert_type(alarm(due, ctx), tuple[str, Any, datetime])
 
 
 def on_window(rows: DataFrame, window: Window) -> DataFrame:

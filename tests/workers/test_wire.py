@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from mldserver import errors
 from mldserver.children.channel import WireError, decode, encode
 from mldserver.effects import Effects
 from mldserver.errors import HandlerHalted, InternalError, PeerError, StateMoved
+from mldserver.handler.inspection import load_spec
+from mldserver.handler.spec import TimerHook
 from mldserver.records import DeadLetter, Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 from mldserver.runtime.interface import (
@@ -100,6 +103,12 @@ def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None
     outcome = BatchOutcome(outline, position=position, keeps_position=True)
     assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
     assert unpack_sequence(pack_sequence(position)) == position
+
+
+def test_the_server_knows_the_callbacks_of_timers_that_the_worker_has_loaded() -> None:
+    timers = {"alarm": TimerHook("alarm", is_async=False, max_lateness_ms=1000)}
+    spec = replace(load_spec("handlers.raw"), timers=timers)
+    assert wire.spec_of(spec.path, crossed(wire.loaded_of(spec))).timers == timers
 
 
 def test_requests_to_fire_timers_cross() -> None:
