@@ -15,6 +15,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
 from support.lanes import EXAMPLES, PROCESSES
+from support.parsed_once import parse_once
 from support.spark_classes import archiving
 
 from mldserver.observe.writer import LogWriter
@@ -26,6 +27,8 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The default port is one, and tests run side by side: who wants an admin endpoint says where.
 os.environ["MLDSERVER_ADMIN"] = "none"
+
+parse_once()
 
 # A log is written to its end, however slow the machine is.
 LogWriter.close.__defaults__ = (600.0,)

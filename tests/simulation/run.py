@@ -24,6 +24,7 @@ from simulation.plan import make_plan
 from simulation.planted import BUGS, KEYED_BUGS
 from simulation.world import play, summary
 from support.checked_logger import CheckedLogger
+from support.parsed_once import parse_once
 
 
 def run(seed: int, bug: str | None = None) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def _done(file: str | None) -> set[int]:
 def main(first: int, end: int, step: int = 1, bug: str | None = None) -> None:
     """Play worlds; a planted bug ends the run at the first one that finds it."""
     pa.set_cpu_count(1)  # the other cores play other worlds
+    parse_once()
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, _drop],
         wrapper_class=CheckedLogger,
