@@ -25,6 +25,7 @@ from bench import (
     small_windows,
     state,
     streams,
+    timers,
     windows,
 )
 from bench.hot import measure as hot
@@ -59,6 +60,7 @@ PARTS = (
     "poison",
     "streams",
     "state",
+    "timers",
     "admin_load",
     "hot",
 )
@@ -117,6 +119,9 @@ def _run(given: argparse.Namespace) -> int:
         if "state" in parts:
             document["state"] = state.measure(given.state_records, given.rounds, folder / "state")
             console.print(state_table(document["state"], given.state_records))
+        if "timers" in parts:
+            document["timers"] = timers.measure(given.timers, given.idle_timers, folder / "timers")
+            console.print(timers_table(document["timers"], given.timers))
         if "admin_load" in parts:
             document["admin_load"] = admin_load.measure(given.rounds, given.share, given.requests)
             console.print(admin_table(document["admin_load"], given.requests))
@@ -156,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
     parser.add_argument("--state-records", type=int, default=1_000_000, help="of keyed state")
+    parser.add_argument("--timers", type=int, default=1_000_000, help="that are due within one second")
+    parser.add_argument("--idle-timers", type=int, default=200, help="single ones, by poll interval")
     parser.add_argument("--requests", type=int, default=2_000, help="to the admin endpoint")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
@@ -415,6 +422,22 @@ def state_table(measured: dict[str, dict[str, dict[str, float]]], records: int) 
                 f"{each['busy_ms']:.1f}" if "busy_ms" in each else "",
                 f"{each['open_seconds']:.2f}" if "open_seconds" in each else "",
             )
+    return table
+
+
+def timers_table(measured: dict[str, dict[str, float]], count: int) -> Table:
+    """Show how fast timers are set and fired, how late they are, and what they take."""
+    table = Table(title=f"Timers: {count:,}, set and then due within one second", title_justify="left")
+    for name in ("", *(f"{each} a record" for each in measured), "must be", "Eventing says"):
+        table.add_column(name, justify="right" if name else "left")
+    late = {f"late_{ms}": f"idle, poll interval {ms} ms: late by (p99), ms" for ms in timers.POLLS_MS}
+    names = {"set_s": "set a second", "fired_s": "fired a second", **late, "disk": "bytes on disk, each"}
+    for key, name in (names | {"memory": "bytes in memory, each"}).items():
+        kind = "late" if key in late else key
+        target = None if key in late and key != f"late_{timers.POLLS_MS[0]}" else timers.TARGETS[kind]
+        least = "" if target is None else f"{'>=' if key.endswith('_s') else '<='} {target:,}"
+        found = (f"{each[key]:,.0f}" for each in measured.values())
+        table.add_row(name, *found, least, timers.EVENTING.get(kind, ""))
     return table
 
 

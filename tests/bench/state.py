@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from bench.hot.lines import initialize
-from bench.hot.peers import Connection, environment, process_cpu_ns
+from bench.hot.peers import environment, process_cpu_ns
 from bench.hot.whole_server import BUSY, SHARD
 from bench.rounds import in_turn
+from bench.serving import processes_of, serving
 from bench.state_peers import PEERS
 
 __all__ = ["KEYS", "LEAST", "measure"]
@@ -40,7 +40,6 @@ SERVERS: Final = {
 }
 LEAST: Final = {"stateless": 0.7, "bytewax": 1.0, "quix": 3.0}
 """How many times a contender's rate the keyed server's must be."""
-_START_SECONDS: Final = 60.0
 _NOT_INSTALLED: Final = 3
 _LAST: Final = b'{"action":"shutdownRequested"}\n'
 
@@ -111,7 +110,7 @@ async def _peer(name: str, lines: Path, folder: Path) -> dict[str, float] | None
 
 async def _server(name: str, lines: Path, folder: Path) -> dict[str, float]:
     batches = (await asyncio.to_thread(lines.read_bytes)).splitlines(keepends=True)
-    async with _serving(name, folder) as (process, connection):
+    async with serving(*SERVERS[name], folder) as (process, connection):
         await connection.exchange(initialize(SHARD))
         watched = folder / BUSY
         started = len(watched.read_text().splitlines())
@@ -121,7 +120,7 @@ async def _server(name: str, lines: Path, folder: Path) -> dict[str, float]:
         await connection.exchange(_LAST)  # it is answered when all is durable
         told = _figures(len(batches) * BATCH, time.perf_counter() - began, _cpu_seconds(process) - before)
     busy = [float(text) for text in watched.read_text().splitlines()[started:]]
-    async with _serving(name, folder) as (_, connection):
+    async with serving(*SERVERS[name], folder) as (_, connection):
         began = time.perf_counter()
         await connection.exchange(initialize(SHARD))
         opened = time.perf_counter() - began
@@ -132,34 +131,6 @@ def _figures(records: int, seconds: float, cpu_seconds: float) -> dict[str, floa
     return {"records_s": records / seconds, "cpu_us": cpu_seconds * 1e6 / records}
 
 
-@contextlib.asynccontextmanager
-async def _serving(name: str, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Connection]]:
-    """Run a server on a folder, and connect to it."""
-    socket = folder / "socket"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "bench.hot.whole_server", *SERVERS[name], "listed", str(socket)),
-        env=environment(),
-    )
-    try:
-        async with asyncio.timeout(_START_SECONDS):
-            while not socket.exists():  # nobody tells
-                if process.returncode is not None:
-                    raise RuntimeError(f"{name} did not start: exit code {process.returncode}")
-                await asyncio.sleep(0.02)
-        connection = Connection(*await asyncio.open_unix_connection(str(socket), limit=1 << 20))
-        yield process, connection
-        connection.writer.close()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-
-
 def _cpu_seconds(process: asyncio.subprocess.Process) -> float:
     """Return the CPU time of a server and its workers so far."""
-    found = [process.pid]
-    for parent in found:
-        for task in Path(f"/proc/{parent}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return sum(map(process_cpu_ns, found)) / 1e9
+    return sum(map(process_cpu_ns, processes_of(process.pid))) / 1e9

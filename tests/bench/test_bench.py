@@ -62,6 +62,10 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "3000",
         "--state-records",
         "3000",
+        "--timers",
+        "3000",
+        "--idle-timers",
+        "5",
         "--requests",
         "50",
         "--share",
@@ -91,6 +95,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert set(document["streams"]["merge"]) == {"8", "64", "512"}
     assert set(document["streams"]["read"]) == {"1", "8", "64"}
     assert {"stateless", "keyed", "worker", "dict"} <= set(document["state"]["10000"])
+    assert set(document["timers"]) == {"1", "10"}
+    assert all(each["fired_s"] > 0 and each["late_50"] > 0 for each in document["timers"].values())
     assert document["admin_load"]["beside records_s"] > 0
     assert set(document["hot"]["shapes"]) == {"1 x 100 B", "500 x 100 B", "500 x 1 KiB", "10,000 x 1 KiB"}
     cells = document["hot"]["matrix"]["cells"]

@@ -1,6 +1,7 @@
 """Handlers of simulated pipelines: one for each way of cutting windows, all of them slow and faulty at times.
 
-Of each there is one that counts the records of each key in its state (``Counting...``), and one whose state expires.
+Of each there is one that counts the records of each key in its state (``Counting...``), and one whose state expires. Those with timers are in
+``timed_handlers.py``.
 
 A record is ``{"n": number, "at": event time in ms, "fails": calls that fail first (-1: all), "slow": seconds, "none":
 whether it gives no row, "reset": whether it deletes the state of its key}``.
@@ -17,8 +18,8 @@ from mldserver import Context, Record, batches, tumbling
 SCHEMA = "n BIGINT, at TIMESTAMP"
 COUNTS = SCHEMA + ", key STRING, counted BIGINT"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-failed: Counter[int] = Counter()
-"""Calls that failed so far, by record."""
+failed: Counter[object] = Counter()
+"""Calls that failed so far, by record or firing."""
 
 Row = tuple[int, datetime]
 

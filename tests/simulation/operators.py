@@ -103,4 +103,5 @@ class Operator:
 
 def _is_done(state: LedgerState) -> bool:
     windows = all(each.state is WindowState.PUBLISHED and not each.pending for each in state.windows.values())
-    return windows and not state.late_segments and not state.redrives
+    timers = any(store.next_due_ms is not None for store in state.stores.values() if not store.closed)
+    return windows and not (timers or state.late_segments or state.redrives)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 import pyarrow.parquet as pq
 from simulation.plan import Plan
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from simulation.oracles import Positions
 
 Key = tuple[str, tuple[int, int]]
-"""A record: its shard and its place there, (sequence number, sub-sequence number)."""
+"""A record: its shard and its place there, (sequence number, sub-sequence number). The firing of a timer: ``timer_key``."""
+_TIMER = "timer "
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SIZE_MS = {"Arrival": 5000, "Slowly": 5000, "Column": 4000}
@@ -59,6 +61,10 @@ class Expected:
     """The latest arrival time in its shard up to it, and not less than in its parents."""
     reset: bool = False
     """It deletes the state of its key."""
+    put: int = 0
+    """When it was put, ms."""
+    timers: tuple[Mapping[str, Any], ...] = ()
+    """What it does with timers (``support.timed.Act``)."""
 
 
 @dataclass
@@ -128,7 +134,7 @@ class Outputs:
             if len(rows) != segment.rows:
                 self._tell(f"{name}: {segment.rows} rows are registered, {len(rows)} were written")
             if str(segment.kind) != "window":
-                self.late += len(set(rows) - self.letters_ever)
+                self.late += len({row for row in rows if not is_timer(row)} - self.letters_ever)
             if again := self.rows.intersection(rows):
                 self._tell(f"{name}: rows are registered twice: {_some(Counter(again))}")
             self.rows.update(rows)
@@ -170,7 +176,7 @@ class Outputs:
         """Rows go to the late dataset though their window was never cut where they are ahead and there are too many."""
         if self.plan.form.name == "V1":
             return  # it does not tell when its records arrived
-        for shard, (number, sub) in rows:
+        for shard, (number, sub) in (row for row in rows if not is_timer(row)):
             record = next(each for each in self.stream.shards[shard].records if each.order == (number, sub))
             ahead_ms = orjson.loads(record.data or b"")["at"] - record.arrival_ms
             if ahead_ms <= AHEAD_MS:
@@ -232,7 +238,9 @@ class Outputs:
             window.attempt = attempt
             window.shown_ms.append(now_ms)
             files = sorted(self.out.glob(f"window={name}/*.parquet"))
-            seen = Counter(key for file in files for key in _keys(pq.ParquetFile(file).read(_PLACE)))
+            seen = Counter(
+                key for file in files for key in _keys(pq.ParquetFile(file).read([*_PLACE, *_FIRED]))
+            )
             if len(window.shown_ms) != len(window.cuts) or seen != window.revision(len(window.cuts)):
                 self._tell(f"{name}: what readers see is not revision {len(window.cuts)}")
 
@@ -251,8 +259,10 @@ class Outputs:
 
     def check(self, letters: Iterable[DeadLetter], purged: Counter[Key]) -> list[str]:
         """Compare all that came out with the stream; return what is wrong."""
-        expected, stored = self.expected(), list(letters)
-        rows = list(self.visible())
+        expected, stored = self.expected(), [each for each in letters if not is_timer(key_of(each))]
+        everything = list(self.visible())
+        rows = [each for each in everything if not is_timer(_key(each[2]))]
+        purged = Counter({key: count for key, count in purged.items() if not is_timer(key)})
         counts = Counter(_key(row) for _, _, row in rows), Counter(map(key_of, stored)) + purged
         broken = [
             f"{key}: {counts[0][key]} rows, {counts[1][key]} dead letters of {expected.get(key, 'no record')}"
@@ -268,12 +278,12 @@ class Outputs:
             told = expected.get(_key(row))
             if told is not None and (wrong := self._wrong(told, name, row)):
                 broken.append(f"{_key(row)} in {'_late/' * late}{name}: {', '.join(wrong)}")
-        broken += self._complete(rows)
+        broken += self._complete(everything)
         broken += _ordered(self.stream, [row for _, _, row in rows if _key(row) not in self.letters_ever])
         if self.plan.parks:
             broken += _no_overtaking(expected, [row for _, _, row in rows], set(map(key_of, stored)))
         if self.plan.servers == 1 and not broken:
-            broken += _one_clock([row for _, _, row in rows])
+            broken += _one_clock([row for _, _, row in everything])
         return broken
 
     def _fates(self, told: Expected) -> set[tuple[int, int]]:
@@ -317,11 +327,15 @@ class Outputs:
         unknown = v1 and (again or self.plan.clocks_differ)
         if (row["_time"] < earliest and not unknown) or (row["_time"] > told.effective_ms and not v1):
             wrong.append(f"_time is {row['_time']}, not {earliest} to {told.effective_ms}")
-        if self.plan.handler != "Runs":
-            at_ms = told.at_ms if self.plan.handler == "Column" else row["_time"]
-            home = _window_at(at_ms // SIZE_MS[self.plan.handler] * SIZE_MS[self.plan.handler])
-            wrong += [f"it belongs to {home}"] if home != name else []
-        return wrong
+        return wrong + self.wrong_window(name, row, told.at_ms)
+
+    def wrong_window(self, name: str, row: dict[str, Any], at_ms: int) -> list[str]:
+        """Name the window of a row whose event time is ``at_ms``, unless it is there."""
+        if self.plan.handler == "Runs":
+            return []
+        ms = at_ms if self.plan.handler == "Column" else row["_time"]
+        home = _window_at(ms // SIZE_MS[self.plan.handler] * SIZE_MS[self.plan.handler])
+        return [f"it belongs to {home}"] if home != name else []
 
     def _complete(self, rows: list[tuple[str, bool, dict[str, Any]]]) -> list[str]:
         """Each window's last revision, and its late dataset, hold all that was registered for them."""
@@ -343,19 +357,36 @@ class Outputs:
 
 
 _PLACE = ["_shard", "_sequence", "_sub_sequence"]
+_FIRED = ["key", "timer", "n", "link"]
+"""Columns of firings, in a pipeline with timers."""
 
 
 def _keys(rows: pa.Table) -> Iterator[Key]:
-    for shard, number, sub in zip(*(rows.column(name).to_pylist() for name in _PLACE), strict=True):
-        yield shard, (int(number), sub)
+    names = [*_PLACE, *_FIRED] if "timer" in rows.column_names else _PLACE
+    yield from map(_key, rows.select(names).to_pylist())
 
 
 def _key(row: dict[str, Any]) -> Key:
+    if row.get("timer") is not None:
+        return timer_key(row["key"], row["timer"], row["n"], row["link"])
     return row["_shard"], (int(row["_sequence"]), row["_sub_sequence"])
 
 
+def timer_key(key: str, timer: str, n: int, link: int) -> Key:
+    """Return the key of a firing: of a timer that record ``n`` has set, and its callback again ``link`` times."""
+    return f"{_TIMER}{key} {timer}", (n, link)
+
+
+def is_timer(key: Key) -> bool:
+    """Whether something is the firing of a timer."""
+    return key[0].startswith(_TIMER)
+
+
 def key_of(letter: DeadLetter) -> Key:
-    """Return which record a dead letter is."""
+    """Return which record, or firing, a dead letter is."""
+    if timer := getattr(letter, "timer", None):
+        told = msgspec.msgpack.decode(letter.data or b"")
+        return timer_key(letter.partition_key or "", timer, told["n"], told["link"])
     return letter.shard_id, (letter.sequence.number, letter.sequence.sub)
 
 

@@ -12,7 +12,9 @@ DISK = 50 << 30
 TTL_MS = 3000
 """Of handlers whose state expires (``handlers.py``)."""
 KEYED = 1_000_000
-"""From this seed on, handlers keep state by key."""
+"""From this seed on, handlers keep state by key,"""
+TIMED = 2_000_000
+"""and from this one on their records set timers too."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,18 @@ class Plan:
     """How long state stays without a write; None: for ever."""
     resets: float = 0.0
     """The share of records that delete the state of their key."""
+    timed: bool = False
+    """Whether records set timers."""
+    holds: int = 0
+    """How often an operator pauses a server for some seconds."""
 
     @property
     def handler_class(self) -> str:
         """The name of the handler's class in ``handlers.py``."""
         if not self.keyed:
             return self.handler
+        if self.timed:
+            return "TimedForgetful" if self.ttl_ms is not None else f"Timed{self.handler}"
         return f"Counting{self.handler}" if self.ttl_ms is None else f"Forgetful{self.handler}"
 
     @property
@@ -235,7 +243,9 @@ def make_plan(seed: int) -> Plan:
         plan = replace(plan, days=True, ahead=more.choice((plan.ahead, 172_800.0)))
     if not calm and more.random() < 0.15:
         plan = replace(plan, outage=30.0)
-    return plan if seed < KEYED else _counting(plan)
+    if seed < KEYED:
+        return plan
+    return _counting(plan) if seed < TIMED else _timed(_counting(plan))
 
 
 def _counting(plan: Plan) -> Plan:
@@ -260,3 +270,27 @@ def _counting(plan: Plan) -> Plan:
     if plan.form is not Form.V1 and not plan.parks and dice.random() < 0.3:
         plan = replace(plan, ttl_ms=TTL_MS, redrives=0.0)
     return plan if plan.redrives else replace(plan, resets=dice.choice((0.0, 0.1, 0.4)))
+
+
+def _timed(plan: Plan) -> Plan:
+    """Give a plan a handler that sets timers, and more of what may hold them or let them come too early."""
+    dice = random.Random(f"{plan.seed}/timed")
+    trouble = 0 if plan.calm else 1
+    ttl_ms = (
+        TTL_MS if plan.handler == "Arrival" and plan.form is not Form.V1 and dice.random() < 0.4 else None
+    )
+    return replace(
+        plan,
+        timed=True,
+        # Without a row nobody can see from outside when a record was called.
+        parks=False,
+        rowless=0.0,
+        resets=0.0,
+        ttl_ms=ttl_ms,
+        # There rows are in the order of their times, and redriven ones come with their own.
+        redrives=0.0 if ttl_ms else plan.redrives,
+        keys=dice.choice((2, 5, 20)),
+        clock_steps=plan.clock_steps + trouble * dice.choice((0, 0, 1, 2)),
+        restarts=plan.restarts + trouble * dice.choice((0, 1)),
+        holds=trouble * dice.choice((0, 1, 2)),
+    )

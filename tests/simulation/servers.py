@@ -13,6 +13,7 @@ from simulation.plan import Plan
 from support.virtual_loop import LoopClock
 from support.virtual_process import VirtualProcess
 
+from mldserver.admin.acts import carry_out
 from mldserver.assembly import Parts
 from mldserver.config.settings import Settings
 from mldserver.coordinator.core.lineage import Presence
@@ -108,6 +109,18 @@ class Supervised:
         assert self.server is not None
         self.stopping = True
         self._stop("the world is over")
+
+    async def hold(self, seconds: float) -> None:
+        """Pause all of its shards for some time, as an operator does."""
+        server, process = self.server, self.process
+        if server is None or process is None:
+            return
+        self.faults.tell("paused", f"{process.name} for {seconds} s")
+        with process.entered():
+            await carry_out(server._parts, self.clock, "pause", "")
+            await self.clock.sleep(seconds)
+            if not process.dead:
+                await carry_out(server._parts, self.clock, "resume", "")
 
     def _stop(self, reason: str) -> None:
         # Once a life: a second word would force it.

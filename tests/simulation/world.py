@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import orjson
-from simulation import counted, handlers
+from simulation import counted, handlers, timed, timed_handlers
 from simulation.faults import Faults, FaultyStore
 from simulation.operators import Operator
 from simulation.oracles import (
@@ -33,7 +33,7 @@ from simulation.oracles import (
     WatchedStream,
 )
 from simulation.ordered import numbered
-from simulation.outputs import Outputs
+from simulation.outputs import Outputs, is_timer
 from simulation.plan import Plan
 from simulation.servers import Supervised
 from simulation.tables import in_memory
@@ -87,6 +87,7 @@ class World:
     positions: Positions
     memory: Memory
     trace: list[str] = field(default_factory=list)
+    holding: asyncio.TaskGroup = field(init=False)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -124,6 +125,7 @@ class World:
             )
             for name in ("left", "right", "third")[: plan.servers]
         ]
+        self.timers = random.Random(f"{plan.seed}/timers")
         self.servers[0].clock.step(plan.ahead)
         self.mld.servers, self.mld.dice = self.servers, self.dice
         self.ledger = ledger_of(settings, server_id="operator", clock=self.clock)
@@ -132,7 +134,7 @@ class World:
     def _settings(self) -> Settings:
         plan = self.plan
         fixed = {
-            "handler": f"simulation.handlers:{plan.handler_class}",
+            "handler": f"simulation.{'timed_' * plan.timed}handlers:{plan.handler_class}",
             "pipeline": "world",
             "out": str(self.folder / "out"),
             "listen": "127.0.0.1:0",
@@ -220,7 +222,28 @@ class World:
         fails = self._fate()
         none = not fails and self.faults.hit(self.plan.rowless)
         told = {"n": number, "at": at, "fails": fails, "slow": slow, "none": none}
+        if self.plan.timed:
+            told |= {"put": self.clock.now_ms(), "timers": list(self._acts())}
         return orjson.dumps(told | ({"reset": True} if self.faults.hit(self.plan.resets) else {}))
+
+    def _acts(self) -> Iterator[dict[str, Any]]:
+        """What a record does with timers of its key."""
+        dice = self.timers
+        for _ in range(dice.choice((0, 1, 1, 2))):
+            callback = dice.choice(("alarm", "alarm", "chime", "brief"))
+            act: dict[str, Any] = {"timer": callback + dice.choice(("", "/a", "/b"))}
+            if dice.random() < 0.25:
+                yield act
+                continue
+            ms = dice.choice((-4000, 0, 700, 3000, 3000, 9000, 25_000)) + dice.choice(
+                (0, dice.randint(0, 2000))
+            )
+            at = self.plan.form is Form.V1 or dice.random() < 0.3
+            act |= {"due": self.clock.now_ms() + ms} if at else {"after": max(ms, 0)}
+            fate = dice.random()
+            fails = dice.choice((-1, 3, 4)) if fate < self.plan.poison + self.plan.stubborn else 0
+            act["fails"] = dice.choice((1, 2)) if not fails and fate < 0.3 else fails
+            yield act | {"again": [dice.choice((0, 500, 4000)) for _ in range(dice.choice((0, 0, 0, 1, 3)))]}
 
     # What goes wrong.
 
@@ -230,16 +253,17 @@ class World:
         acts = [self._kill] * plan.kills + [self._kill_jvm] * plan.jvm_kills
         acts += [self._drop] * plan.drops + [self._lose] * plan.lost_leases
         acts += [self._stall] * plan.stalls + [self._restart] * plan.restarts
-        acts += [self._step_clock] * plan.clock_steps
+        acts += [self._step_clock] * plan.clock_steps + [self._hold] * plan.holds
         acts += [self._stay_away] * bool(plan.outage)
         seconds = plan.seconds + plan.pause
         moments = [(dice.uniform(0, seconds), n, act) for n, act in enumerate(acts)]
         if plan.pause and plan.troubled:
             # The clock has carried the watermark by then, beyond what the shards have shown that come again.
             moments.append((plan.seconds / 2 + plan.pause - 1, len(acts), self._drop))
-        for at, _, act in sorted(moments):
-            await self.clock.sleep(at - self.loop.time())
-            act()
+        async with asyncio.TaskGroup() as self.holding:
+            for at, _, act in sorted(moments):
+                await self.clock.sleep(at - self.loop.time())
+                act()
 
     def _kill(self) -> None:
         process = self.dice.choice(self.servers).process
@@ -263,6 +287,10 @@ class World:
         server, seconds = self.dice.choice(self.servers), self.dice.choice(steps)
         self.faults.tell("clock set", f"{server.name} by {seconds} s")
         server.clock.step(seconds)
+
+    def _hold(self) -> None:
+        server, seconds = self.dice.choice(self.servers), self.dice.choice((0.5, 3.0, 15.0))
+        self.holding.create_task(server.hold(seconds))
 
     def _kill_jvm(self) -> None:
         self.faults.tell("jvm killed", f"life {self.mld.life}")
@@ -314,8 +342,13 @@ class World:
         letters = await self.ledger.dead_letters(100_000)
         await self.ledger.close()
         broken = self.positions.broken + self.outputs.check(letters, self.operator.purged)
-        if self.plan.keyed:
+        if self.plan.timed:
+            start_ms = self.clock.now_ms() - round(self.loop.time() * 1000)
+            broken += timed.check(self.outputs, letters, self.operator.purged, state, start_ms)
+            self.faults.told["timers fired"] = sum(map(is_timer, self.outputs.rows))
+        elif self.plan.keyed:
             broken += counted.check(self.outputs, letters, state)
+        if self.plan.keyed:
             self.faults.told["counted late"] = len(self.outputs.letters_ever & self.outputs.rows)
             self.faults.told["inherited"] = sum(store.closed for store in state.stores.values())
         self.faults.told["revised"] = self.outputs.revisions
@@ -360,6 +393,7 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
         Buffer: memory.buffer,
     }
     handlers.failed.clear()
+    timed_handlers.fired.clear()
     with _folder() as folder, stand_ins(replaced | dict(planted or {})):
         loop = VirtualLoop(lambda: plan.latency * dice.choice((0.2, 0.5, 1.0, 1.0, 3.0)))
         loop.set_task_factory(numbered())

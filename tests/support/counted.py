@@ -77,10 +77,10 @@ class Store(NamedTuple):
 def stored_counts(
     out: Path, stores: Mapping[str, Store], files: Mapping[str, Mapping[str, Iterable[Range]]]
 ) -> tuple[dict[str, int], list[str]]:
-    """Read the present number of each key from the state files; return the numbers, and what is wrong.
+    """Read the present number of each key from the state files; return the numbers, and what is wrong. No timer may be pending.
 
-    ``files``: by path below ``out``, for which hashes each store needs the file. Of a key the row with the highest serial counts; a row
-    without a value says that it has no state.
+    ``files``: by path below ``out``, for which hashes each store needs the file. Of a key, and of a timer, the row with the highest serial
+    counts; a row without a value says that there is none.
     """
     found: dict[str, int] = {}
     broken = [
@@ -91,7 +91,7 @@ def stored_counts(
     for name, store in stores.items():
         if store.closed:
             continue
-        latest: dict[bytes, tuple[int, bytes | None]] = {}
+        latest: dict[tuple[bytes, str | None], tuple[int, bytes | None]] = {}
         for path, needed in files.items():
             ranges = tuple(needed.get(name, ()))
             if not ranges:
@@ -99,15 +99,19 @@ def stored_counts(
             rows = pq.ParquetFile(out / path).read().to_pylist()
             # Stores of families have no ranges of their own. One that has inherited a file has written none of its rows.
             for row in [row for row in rows if row["store"] == name] or rows:
-                known = latest.get(row["key"], (-1, None))
+                entry = row["key"], row.get("timer")
+                known = latest.get(entry, (-1, None))
                 if _lies_in(row["key"], ranges) and row["serial"] > known[0]:
-                    latest[row["key"]] = row["serial"], row["value"]
-        for key, (_, value) in latest.items():
+                    latest[entry] = row["serial"], row["value"]
+        for (key, timer), (_, value) in latest.items():
             text = key.decode("utf-8", "surrogatepass")
             if value is None:
                 continue
             if not _lies_in(key, (store.hashes,)):
                 broken.append(f"{name} has {text}, which is outside of its range")
+            if timer is not None:
+                broken.append(f"{name} has the timer {timer} of {text} pending")
+                continue
             if text in found:
                 broken.append(f"{name} has {text}, and so has another store")
             [found[text]] = msgspec.msgpack.decode(value).values()
