@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from email.utils import formatdate
 from typing import Any, Final
 
 from mldserver.base.clock import Clock, SystemClock
@@ -17,7 +18,7 @@ class FakeKinesis:
     """Lists a stream's shards as they are when it answers."""
 
     def __init__(self, stream: FakeStream, clock: Clock | None = None, *, latency: float = 0.0) -> None:
-        """Answer after ``latency`` seconds of ``clock``; None: the machine's."""
+        """Answer after ``latency`` seconds of ``clock``, with its time of day; None: the machine's."""
         self.stream = stream
         self.listings = 0
         """How many were asked for."""
@@ -41,7 +42,11 @@ class FakeKinesis:
         self.listings += first == 0
         await self._clock.sleep(self._latency)
         shards = list(self.stream.shards.values())
-        page: dict[str, Any] = {"Shards": [_described(each) for each in shards[first : first + _PAGE]]}
+        date = formatdate(self._clock.now_ms() / 1000, usegmt=True)
+        page: dict[str, Any] = {
+            "Shards": [_described(each) for each in shards[first : first + _PAGE]],
+            "ResponseMetadata": {"HTTPHeaders": {"date": date}},
+        }
         return page if first + _PAGE >= len(shards) else page | {"NextToken": str(first + _PAGE)}
 
 

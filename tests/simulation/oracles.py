@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.ledger.contract import Flush
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
-from mldserver.testing.fake_stream import SHARD_END, StreamRecord
+from mldserver.testing.fake_stream import SHARD_END, HashRange, StreamRecord
 
 
 class Violated(AssertionError):
@@ -64,14 +65,58 @@ class Positions:
             self.broken.append(f"{shard}: checkpoint {place} runs ahead of {self.durable.get(shard)}")
 
 
+@dataclass(slots=True)
+class _Queue:
+    """When the batches of one connection were fetched: KCL fetches some before they are taken."""
+
+    fetched_ms: int
+    taken_ms: deque[int] = field(default_factory=lambda: deque(maxlen=5))
+    """Of the latest batches: four are in the queue, and one is being put there."""
+
+    def take(self, now_ms: int, idle_ms: int) -> int:
+        """Take the next batch; return when it was fetched."""
+        room_ms = self.taken_ms[0] if len(self.taken_ms) == self.taken_ms.maxlen else 0
+        self.fetched_ms = min(now_ms, max(self.fetched_ms + idle_ms, room_ms))
+        self.taken_ms.append(now_ms)
+        return self.fetched_ms
+
+
 class WatchedStream(FakeStream):
-    """A stream that tells what was delivered."""
+    """A stream that tells what was delivered, and whose batches may have waited in the daemon's queue."""
 
     positions: Positions
     clock: Clock
+    prefetch_ms: int | None = None
+    """How often the daemon fetches a batch while there is room in its queue; None: it has no queue."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._queues: dict[str, _Queue] = {}
+        self._put_ms: dict[str, int] = {}
+        """By sequence number."""
+
+    def _place(self, *args: Any) -> tuple[HashRange, str, int]:
+        found = super()._place(*args)
+        self._put_ms[found[1]] = self.clock.now_ms()
+        return found
+
+    def connected(self, shard_id: str) -> None:
+        """Begin with an empty queue."""
+        self._queues.pop(shard_id, None)
+
+    def _fetched(self, shard_id: str, after: Place, limit: int, *, raw: bool) -> Any:
+        """Return what a fetch found, perhaps some time ago."""
+        records, behind = super().read(shard_id, after, limit, raw=raw)
+        if self.prefetch_ms is None or self.shards[shard_id].closed:  # the daemon has looked just now
+            return records, behind
+        now_ms = self.clock.now_ms()
+        queue = self._queues.setdefault(shard_id, _Queue(now_ms))
+        fetched_ms = queue.take(now_ms, self.prefetch_ms)
+        shown = [each for each in records if self._put_ms[each.sequence_number] <= fetched_ms]
+        return shown, behind if len(shown) == len(records) else 0
 
     def read(self, shard_id: str, after: Place, limit: int, *, raw: bool = False) -> Any:
-        records, behind = super().read(shard_id, after, limit, raw=raw)
+        records, behind = self._fetched(shard_id, after, limit, raw=raw)
         for record in records:
             key = shard_id, int(record.sequence_number)
             self.positions.delivered_ms.pop(key, None)

@@ -119,6 +119,8 @@ class Plan:
     """Whether records set timers."""
     holds: int = 0
     """How often an operator pauses a server for some seconds."""
+    prefetch_ms: int | None = None
+    """How often the daemon fetches a batch while its queue has room; None: it has no queue."""
 
     @property
     def handler_class(self) -> str:
@@ -293,4 +295,5 @@ def _timed(plan: Plan) -> Plan:
         clock_steps=plan.clock_steps + trouble * dice.choice((0, 0, 1, 2)),
         restarts=plan.restarts + trouble * dice.choice((0, 1)),
         holds=trouble * dice.choice((0, 1, 2)),
+        prefetch_ms=dice.choice((None, 200, 1000)),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulation.oracles import Progress, Violated, leaves
+from simulation.oracles import Progress, Violated, WatchedStream, leaves
 from simulation.plan import Plan
 from support.virtual_loop import LoopClock
 from support.virtual_process import VirtualProcess
@@ -19,7 +19,7 @@ from mldserver.config.settings import Settings
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
-from mldserver.testing import FakeStream, LocalEngine
+from mldserver.testing import LocalEngine
 from mldserver.testing.fake_kinesis import FakeKinesis
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Supervised:
     clock: LoopClock
     """Its host's."""
     faults: Faults
-    stream: FakeStream
+    stream: WatchedStream
     lives: int = 0
     stopping: bool = False
     """It shall not come back."""
@@ -136,7 +136,7 @@ class Supervised:
             group_limit=self.plan.windows_a_job,
             clock=self.clock,
         )
-        kinesis = FakeKinesis(self.stream, self.clock, latency=self.plan.latency)
+        kinesis = FakeKinesis(self.stream, self.stream.clock, latency=self.plan.latency)
         server = self.server = WatchedServer(
             self.settings,
             engine=engine,

@@ -61,6 +61,7 @@ class Daemon(FakeMLD):
 
     servers: list[Supervised]
     dice: random.Random
+    stream: WatchedStream
 
     def stay_away(self, seconds: float) -> None:
         """Kill the JVM; its supervisor starts it again after so long."""
@@ -69,6 +70,7 @@ class Daemon(FakeMLD):
 
     def _new_session(self, shard_id: str) -> DaemonSession:
         self._backoff = 1.0
+        self.stream.connected(shard_id)
         for server in self.servers:
             server.unread = None
         addresses = [each.address for each in self.servers if each.address is not None]
@@ -97,6 +99,7 @@ class World:
         self.faults = Faults(plan, self.dice, self.positions, self.note, self.outputs, self.clock)
         self.leases = WatchedLeases(seed=plan.seed, throttle=plan.throttle)
         self.stream.clock = self.clock
+        self.stream.prefetch_ms = plan.prefetch_ms
         self.stream.positions = self.leases.positions = self.positions
         self.mld = Daemon(
             self.stream,
