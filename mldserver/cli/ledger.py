@@ -474,14 +474,14 @@ def _check_files(folder: Path, state: LedgerState, wanted: Collection[str]) -> N
     from pyarrow import ArrowException  # noqa: PLC0415  # `--help` must not wait for it
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415  # see above
 
-    from mldserver.coordinator.core.state_files import COLUMNS  # noqa: PLC0415  # see above
+    from mldserver.coordinator.core.state_files import COLUMNS, WITHOUT_TIMERS  # noqa: PLC0415  # see above
 
     def rows(path: str) -> int:
         if not _is_regular_file(folder, f"{_FILES}/{path}"):
             raise _untrusted_backup(f"{_FILES}/{path} is missing, or a link leads there")
         try:
             with ParquetFile(folder / _FILES / path) as file:
-                if path in state.state_files and not file.schema_arrow.equals(COLUMNS):
+                if path in state.state_files and file.schema_arrow not in {COLUMNS, WITHOUT_TIMERS}:
                     raise _untrusted_backup(f"{_FILES}/{path} does not have the columns of keyed state")
                 return int(file.metadata.num_rows)
         except ArrowException as error:

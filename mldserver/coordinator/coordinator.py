@@ -271,7 +271,7 @@ class Coordinator:
             frozenset() if self._runner is None else {window_id for window_id, _ in self._runner.unfinished}
         )
         state = await self._membership.sync()
-        self._sessions.catch_up(state.shards.values(), self._flusher.recovered_stores(state))
+        self._sessions.catch_up(state, *self._flusher.recovered(state))
         self._membership.follow(state)
         self._follow(state)
         if state.draining:
@@ -304,7 +304,7 @@ class Coordinator:
         if not batches:
             return True
         durable, stores = self._sessions.durable(), self._sessions.stores()
-        result = await self._flusher.flush(list(batches.values()), reason, durable, stores)
+        result = await self._flusher.flush(batches, reason, durable, stores)
         # No await from here on: what is registered must leave the buffer, or it would be registered twice.
         self.buffer.remove(batches)
         kill_point("flush.done")

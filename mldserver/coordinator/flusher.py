@@ -127,6 +127,8 @@ class Flusher:
     _doubtful: tuple[Segment | StateFile, ...] = field(init=False, default=())
     """Files of a flush whose answer was lost."""
     _doubtful_stores: tuple[StoreUpdate, ...] = field(init=False, default=())
+    _numbers: frozenset[int] = field(init=False, default=frozenset())
+    """The numbers of the batches of the latest flush: of that one if it is in doubt."""
     _unanswered: int | None = field(init=False, default=None)
     """The ledger's version before a flush with dead letters of which it is not known whether it was registered; None: of
     each it is."""
@@ -165,11 +167,11 @@ class Flusher:
                 self.open_windows.cut([entry.window_id])
         self.cut_windows.update(state, self.clock.steady_ms())
 
-    def recovered_stores(self, state: LedgerState) -> tuple[StoreUpdate, ...]:
-        """Return the stores that the last flush changed, if its answer was lost and the ledger names its state file."""
+    def recovered(self, state: LedgerState) -> tuple[tuple[StoreUpdate, ...], frozenset[int]]:
+        """Return the stores and the numbers of the batches of the last flush, if it was registered although its answer was lost."""
         if self._doubtful_stores and any(file.path in state.state_files for file in self._doubtful):
-            return self._doubtful_stores
-        return ()
+            return self._doubtful_stores, self._numbers
+        return (), frozenset()
 
     def _arrived(self, times_ms: Iterable[int | None]) -> None:
         """Note arrival times: windows that begin further ahead of the latest than ``max_ahead`` are too far ahead."""
@@ -184,13 +186,14 @@ class Flusher:
 
     async def flush(
         self,
-        batches: list[BufferedBatch],
+        numbered: Mapping[int, BufferedBatch],
         reason: str,
         durable: Mapping[str, Sequence | None],
         stores: Mapping[str, tuple[StoreState, StoreUpdate]],
     ) -> Flushed:
         """Make batches durable. Raises OSError or LedgerError, and then nothing has changed.
 
+        ``numbered``: the batches by their numbers in the buffer, in the order in which they were accepted.
         ``durable``: the shards' positions in the ledger, as far as this server knows; a shard that has another one
         there (an earlier flush whose answer was lost, or another server) is lost. ``stores``: see ``Sessions.stores``.
         """
@@ -198,7 +201,8 @@ class Flusher:
         lost: frozenset[str] = frozenset()
         gone: frozenset[str] = frozenset()
         await self._clear_up()
-        batches = await self._without_stored(batches)
+        self._numbers = frozenset(numbered)
+        batches = await self._without_stored(list(numbered.values()))
         self._arrived(batch.effective_ms for batch in batches)
         while True:
             # Of redriven letters all or none are registered.

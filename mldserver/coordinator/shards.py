@@ -238,6 +238,7 @@ class CoordinatorIntake:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
         session.outcomes += outcome is not AT_TIP
+        self._note_timers(session, outcome)
         if outcome.effects is NOTHING or not outcome.effects:
             # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
             # not show it.
@@ -280,23 +281,28 @@ class CoordinatorIntake:
 
     def accept_firing(self, session: IntakeSession, outcome: BatchOutcome) -> bool:
         """Accept the effects of a portion of timers; return whether the shard has room for more."""
-        shard_id, due_ms = session.shard_id, outcome.outline.latest_arrival_ms
+        shard_id = session.shard_id
         node = self.lineage.nodes[shard_id]
         floor_ms = self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
         session.outcomes += 1
+        self._note_timers(session, outcome)
         if outcome.effects:
             batch = buffered(shard_id, session.epoch, outcome, floor_ms=floor_ms, spec=self.spec)
             # After a restart the shard's watermark goes on from its records, as it does now.
             batch.last = batch.latest_event_ms = None
             batch.store = session.store_id
-            if due_ms is not None:
-                batch.effective_ms = node.effective_ms = due_ms if floor_ms is None else max(due_ms, floor_ms)
+            if batch.effective_ms is not None:
+                node.effective_ms = batch.effective_ms
             self.buffer.add(batch)
             self.rows_accepted += 0 if batch.effects.rows is None else len(batch.effects.rows)
         has_room = not self.backpressure.is_held(session)
         if not has_room or self.buffer.new_bytes >= self.flush_at:
             self.soon()
         return has_room
+
+    def _note_timers(self, session: IntakeSession, outcome: BatchOutcome) -> None:
+        if outcome.timers is not None:
+            self.sessions.next_due_ms[session.store_id] = outcome.timers.next_call_ms
 
     async def admit(
         self,

@@ -89,6 +89,7 @@ class StateFiles:
                 raise _unreadable(moment.store.store_id, session.shard_id, error) from error
             kill_point("state.loaded")
             break
+        self.sessions.loaded(moment.store.store_id, state_files.first_due_ms(entries))
         self.snapshots += 1
         self.snapshot_ms += (spent_ms := self.clock.steady_ms() - began_ms)
         store = moment.store

@@ -257,7 +257,7 @@ def check_tables(path: Path) -> None:
 
     with contextlib.closing(sqlite3.connect(":memory:")) as made:
         wanted = []
-        for statements in (_DDL, _SINCE_6):
+        for statements in (_DDL, _SINCE_6, _TIMERS):
             _run(made, statements)
             wanted.append(tables(made))
     try:

@@ -203,6 +203,8 @@ redrive.waiting  warning
     They stay wanted. Logged again if the reason changes.
 redrive.failed  error
     Dead letters could not be redriven; they remain unchanged.
+store.adopted  info  store epoch
+    A shard ended without a child, and its store has timers: this server fires them.
 watermark.advanced  debug  watermark_ms held_by server reason
     The pipeline's watermark moved.
 watermark.held  info  watermark_ms held_by server reason seconds

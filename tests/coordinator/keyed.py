@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import pyarrow as pa
 from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline
 from support.shards import accept
@@ -17,7 +18,7 @@ from mldserver.coordinator.shards import IntakeSession
 from mldserver.effects import Effects
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
-from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, TimerReport
 from mldserver.stores import ALL_KEYS, KeyRange, StateChange, StateSnapshot, StoreClaim, hash_of, pack_changes
 
 CLAIM: Final = StoreClaim(ALL_KEYS)
@@ -163,3 +164,49 @@ async def run(pipeline: Pipeline, daemon: Daemon) -> None:
     """Run until all is read and counted."""
     async with asyncio.timeout(100), pipeline.life():
         await pipeline.clock.drive(daemon.run(pipeline), step=1)
+
+
+# Timers.
+
+
+def key_of(value: int) -> bytes:
+    return b"k%d" % value
+
+
+def setting(session: IntakeSession, at: tuple[int, int], *dues: tuple[int, int]) -> BatchOutcome:
+    """Return the outcome of a record (number, arrival) that sets a timer for each of ``dues``: a value and a due time."""
+    made = outcome(session.shard_id, [at], rows=[])
+    changes = [StateChange(key_of(value), b"set", due_ms, "alarm") for value, due_ms in dues]
+    report = TimerReport(
+        set=len(dues), next_due_ms=(first := min(ms for _, ms in dues)), next_call_ms=first, pending=len(dues)
+    )
+    return msgspec.structs.replace(made, effects=Effects(state=(pack_changes(changes),)), timers=report)
+
+
+def firing(
+    session: IntakeSession, *dues: tuple[int, int], next_due_ms: int | None = None, rows: bool = True
+) -> BatchOutcome:
+    """Return the outcome of timers that fire: a row for each, and the timer is gone."""
+    latest_ms = max((due_ms for _, due_ms in dues), default=None)
+    outline = BatchOutline(0, 0, None, None, latest_ms, None)
+    table = pa.table(
+        {
+            "value": pa.array([value for value, _ in dues], pa.int64()),
+            "_time": pa.array([due_ms for _, due_ms in dues], pa.int64()),
+            "_shard": pa.array([session.shard_id] * len(dues), pa.string()),
+            "_sequence": pa.nulls(len(dues), pa.string()),
+            "_sub_sequence": pa.nulls(len(dues), pa.int64()),
+            "_arrival": pa.nulls(len(dues), pa.timestamp("ms", tz="UTC")),
+        }
+    )
+    blob = pack_changes(StateChange(key_of(value), None, None, "alarm") for value, _ in dues)
+    effects = Effects(table if rows and dues else None, state=(blob,) if dues else ())
+    report = TimerReport(fired=len(dues), next_due_ms=next_due_ms, next_call_ms=next_due_ms)
+    return BatchOutcome(outline, effects, timers=report)
+
+
+async def pending(session: IntakeSession) -> dict[int, int]:
+    """Return the values and due times of the timers in a session's store."""
+    assert session.snapshot is not None
+    rows = (await session.snapshot()).entries.to_pylist()
+    return {int(row["key"][1:]): row["expires_ms"] for row in rows if row["timer"] == "alarm"}

@@ -1,4 +1,4 @@
-"""A random model of state files: live stores, their maps, the files that they need, and what each key's state must be.
+"""A random model of state files: live stores, their maps, the files that they need, and what each key's state and timers must be.
 
 The model hands ranges over as the ledger does, and uses the core for all content: changes, entries and compaction. After each
 step no key is in two live maps, and all maps together are what the sequence of writes says.
@@ -16,6 +16,12 @@ from mldserver.ledger.contract import StateFile, StoreState
 from mldserver.stores import ALL_KEYS, KeyRange, StateChange, divide, hash_of, key_bytes, pack_changes
 
 KEYS = tuple(key_bytes(f"key-{number}") for number in range(40))
+TIMERS = ("", "", "alarm", "alarm/name")
+"""Half of the changes are a key's state."""
+NEVER = 1 << 62
+"""A time by which all that can expire has expired."""
+Entry = tuple[bytes, str]
+"""A key, and a timer's id or empty text."""
 PARTS = (ALL_KEYS, KeyRange(0, ALL_KEYS.last // 2), KeyRange(ALL_KEYS.last // 2 + 1, ALL_KEYS.last))
 
 
@@ -24,7 +30,7 @@ class Live:
     """A store that is served: its map, and the changes that no flush has written."""
 
     state: StoreState
-    entries: dict[bytes, bytes] = field(default_factory=dict)
+    entries: dict[Entry, bytes] = field(default_factory=dict)
     blobs: list[bytes] = field(default_factory=list)
 
 
@@ -55,7 +61,7 @@ class Model:
         self.rules = rules or Rules()
         self.live = {"root": Live(StoreState("root"))}
         self.files: dict[str, tuple[StateFile, pa.Table]] = {}
-        self.truth: dict[bytes, bytes] = {}
+        self.truth: dict[Entry, bytes] = {}
         self.names = 0
 
     def run(self, steps: int) -> None:
@@ -66,7 +72,7 @@ class Model:
     def step(self) -> None:
         steps = (self.write, self.flush, self.compact, self.move, self.split, self.merge)
         self.random.choices(steps, (70, 12, 8, 4, 3, 3))[0]()
-        found: dict[bytes, bytes] = {}
+        found: dict[Entry, bytes] = {}
         for store in self.live.values():
             assert found.keys().isdisjoint(store.entries), "a key is in two stores"
             found |= store.entries
@@ -79,13 +85,16 @@ class Model:
     def write(self) -> None:
         key, store = self.random.choice(KEYS), None
         (store,) = (each for each in self.live.values() if hash_of(key) in each.state.key_range)
-        assert store.entries.get(key) == self.truth.get(key)
+        entry = (key, self.random.choice(TIMERS))
+        assert store.entries.get(entry) == self.truth.get(entry)
         value = None if self.random.random() < 0.25 else str(self._name("value")).encode()
-        store.blobs.append(pack_changes([StateChange(key, value)]))
+        # All timers were due long ago.
+        due_ms = self.random.randrange(1000) if value and entry[1] else None
+        store.blobs.append(pack_changes([StateChange(key, value, due_ms, entry[1])]))
         for entries_ in (store.entries, self.truth):
-            entries_.pop(key, None)
+            entries_.pop(entry, None)
             if value is not None:
-                entries_[key] = value
+                entries_[entry] = value
 
     def flush(self, *stores: str) -> None:
         """Write the changes of stores (default: some) as one file."""
@@ -118,7 +127,7 @@ class Model:
         if not needed:
             return
         states = {name: self.live[name].state for name in step.stores}
-        table = step.rows(lambda file: self.files[file.path][1], states, {})
+        table = step.rows(lambda file: self.files[file.path][1], states, dict.fromkeys(states, NEVER))
         assert {row.as_py() for row in table.column("store").unique()} == needed.keys()
         for file in step.files:
             left = {store: outside(ranges, needed.get(store, ())) for store, ranges in file.needed.items()}
@@ -132,16 +141,16 @@ class Model:
         if needed:
             self.files[file.path] = (replace(file, needed=needed), table)
 
-    def snapshot(self, store: Live, buffered: pa.Table | None = None) -> dict[bytes, bytes]:
+    def snapshot(self, store: Live, buffered: pa.Table | None = None) -> dict[Entry, bytes]:
         files = [
             (table, self.rules.needed_by(file, store.state))
             for file, table in self.files.values()
             if store.state.store_id in file.needed
         ]
-        found = entries(files, store.state, buffered=buffered)
-        keys, values = (found.column(name).to_pylist() for name in ("key", "value"))
-        assert len(set(keys)) == len(keys)
-        return dict(zip(keys, values, strict=True))
+        found = entries(files, store.state, buffered=buffered, expired_ms=NEVER)
+        rows = [((row["key"], row["timer"] or ""), row["value"]) for row in found.to_pylist()]
+        assert len(dict(rows)) == len(rows)
+        return dict(rows)
 
     def move(self) -> None:
         """Another process takes a store: it gets a snapshot of the files, and of the changes that are not in them."""

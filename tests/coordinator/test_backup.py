@@ -461,12 +461,13 @@ def test_a_state_file_of_a_backup_must_have_the_columns_of_keyed_state(keyed: Pa
     assert "does not have the columns of keyed state" in ledger("restore", "monday", code=2)
 
 
-def test_a_backup_of_format_6_is_restored(tmp_path: Path, ledger: Any) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "formats" / "6.tar.gz") as kept:
+@pytest.mark.parametrize("form", [6, 7])
+def test_a_backup_of_a_ledger_without_timers_is_restored(tmp_path: Path, ledger: Any, form: int) -> None:
+    with tarfile.open(Path(__file__).parents[1] / "formats" / f"{form}.tar.gz") as kept:
         kept.extractall(tmp_path, filter="data")
     ledger("backup", "monday")
     with contextlib.closing(sqlite3.connect(tmp_path / "monday" / "ledger.sqlite")) as db:
-        assert db.execute("SELECT format FROM meta").fetchone() == (6,), "reading upgrades nothing"
+        assert db.execute("SELECT format FROM meta").fetchone() == (form,), "reading upgrades nothing"
     shutil.rmtree(tmp_path / "out")
     ledger("restore", "monday")
     with contextlib.closing(sqlite3.connect(tmp_path / "out" / LEDGER)) as db:

@@ -10,6 +10,7 @@ from mldserver.coordinator.core.flush import Buffer, BufferedBatch, FlushPlan, p
 from mldserver.effects import NOTHING, Effects
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, StoreUpdate
 from mldserver.records import Sequence
+from mldserver.runtime.interface import TimerReport
 from mldserver.stores import StateChange, pack_changes
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -22,8 +23,8 @@ def changed(shard: str, *pairs: tuple[str, int], store: str = "s", **named: Any)
     return BufferedBatch(shard, 1, Effects(state=(blob,)), store=store, **named)
 
 
-def planned(*batches: BufferedBatch) -> FlushPlan:
-    stores = {name: StoreUpdate(name, 4, ("a", "b")) for name in ("s", "t")}
+def planned(*batches: BufferedBatch, due_ms: int | None = None) -> FlushPlan:
+    stores = {name: StoreUpdate(name, 4, ("a", "b"), due_ms) for name in ("s", "t")}
     return plan(
         batches,
         spec=None,
@@ -45,6 +46,31 @@ def test_the_changes_of_all_stores_are_one_file_with_the_newest_of_each_key() ->
     assert sorted(rows) == [("s", b"x", b"2", 5), ("s", b"y", b"1", 5), ("t", b"x", b"7", 5)]
     assert plan_.stores == (StoreUpdate("s", 4, ("a", "b")), StoreUpdate("t", 4, ("a", "b")))
     assert plan_.effects == NOTHING
+
+
+def test_a_flush_says_when_the_first_timer_of_each_store_is_due_as_its_last_batch_does() -> None:
+    reports = [TimerReport(next_due_ms=ms) for ms in (70, 60, None)]
+    batches = [changed("a", ("x", number), timers=each) for number, each in enumerate(reports)]
+    assert planned(*batches[:2], changed("b", ("x", 9))).stores == (StoreUpdate("s", 4, ("a", "b"), 60),)
+    assert planned(*batches).stores == (StoreUpdate("s", 4, ("a", "b")),)
+
+
+def test_a_store_keeps_its_time_when_no_batch_says_anything_of_timers() -> None:
+    """The handler has none now, and the store still has those of an earlier version."""
+    assert planned(changed("a", ("x", 1)), due_ms=70).stores == (StoreUpdate("s", 4, ("a", "b"), 70),)
+
+
+def test_the_batches_of_a_flush_that_was_registered_leave_the_buffer_also_where_no_position_moves() -> None:
+    buffer = Buffer()
+    fired, letter, later = (
+        changed("a", ("x", number), redriven=("1.0",) if number == 2 else ()) for number in (1, 2, 3)
+    )
+    end = BufferedBatch("a", 1, last=S(9), ends_shard=True, store="s")
+    other = changed("c", ("x", 1), store="t")
+    flushed = [buffer.add(batch) for batch in (fired, letter, end, other)]
+    buffer.add(later)
+    buffer.drop_registered([*flushed, 99], {"s"})
+    assert list(buffer.snapshot().values()) == [letter, end, other, later]
 
 
 def test_batches_that_change_no_state_write_no_file() -> None:

@@ -376,8 +376,8 @@ async def test_a_shard_whose_position_is_another_one_in_the_ledger_is_left_out(w
     """An earlier flush took effect and its answer was lost: its rows must not be registered again."""
     shard = await writing.ledger.open_shard("a")
     batch = writing.batch(shard, (1, 1000))
-    await writing.flusher.flush([batch], "interval", {}, {})
-    flushed = await writing.flusher.flush([batch], "interval", {}, {})
+    await writing.flusher.flush({1: batch}, "interval", {}, {})
+    flushed = await writing.flusher.flush({1: batch}, "interval", {}, {})
     assert flushed.lost_shards == {"a"}
     assert writing.files() == {f"{W[0]}/{zero(0)}": [1]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips_records
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
-from mldserver.ledger.contract import PositionUpdate, ShardState, StoreState, StoreUpdate
+from mldserver.ledger.contract import LedgerState, PositionUpdate, ShardState, StoreState, StoreUpdate
 from mldserver.records import Sequence
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -65,6 +66,10 @@ class Around:
     def held_by(self, now_ms: int = 1000) -> tuple[str | None, str]:
         holder = self.watermark.view(now_ms).holder
         return holder.shard_id, holder.reason
+
+
+def held(*shards: ShardState, **stores: StoreState) -> LedgerState:
+    return LedgerState(shards={shard.shard_id: shard for shard in shards}, stores=stores)
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ def test_a_session_learns_from_the_ledger_what_it_has_not_heard(around: Around) 
     for number in (2, 3):
         session.position.accept(S(number))
         around.buffer.add(BufferedBatch("a", 3, last=S(number)))
-    around.sessions.catch_up([ShardState("a", 3, S(2)), ShardState("elsewhere", 7, S(9))])
+    around.sessions.catch_up(held(ShardState("a", 3, S(2)), ShardState("elsewhere", 7, S(9))))
     assert session.alive
     assert around.sessions.durable() == {"a": S(2)}
     assert [batch.last for batch in around.buffer.snapshot().values()] == [S(3)]
@@ -147,14 +152,14 @@ def test_a_session_learns_from_the_ledger_what_it_has_not_heard(around: Around) 
 
 def test_a_session_whose_shard_was_opened_elsewhere_lets_go_and_claims_nothing(around: Around) -> None:
     session = around.open(ShardState("a", 3, S(1)))
-    around.sessions.catch_up([ShardState("a", 4, S(2))])
+    around.sessions.catch_up(held(ShardState("a", 4, S(2))))
     assert not session.alive
     assert around.sessions.durable() == {"a": S(1)}
 
 
 def test_what_the_ledger_held_before_a_session_was_opened_does_not_concern_it(around: Around) -> None:
     session = around.open(ShardState("a", 3, S(1)))
-    around.sessions.catch_up([ShardState("a", 2, S(9))])
+    around.sessions.catch_up(held(ShardState("a", 2, S(9))))
     assert session.alive
     assert around.sessions.durable() == {"a": S(1)}
 
@@ -379,8 +384,8 @@ def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(
 # Stores.
 
 
-def shard(shard_id: str, epoch: int = 1) -> ShardState:
-    return ShardState(shard_id, epoch, store="s")
+def shard(shard_id: str, epoch: int = 1, **named: Any) -> ShardState:
+    return ShardState(shard_id, epoch, store="s", **named)
 
 
 def keyed(shard_id: str, position: int, epoch: int = 1) -> BufferedBatch:
@@ -414,10 +419,10 @@ def test_a_store_that_no_session_has_any_more_begins_again_without_what_its_sess
 def test_a_flush_whose_answer_was_lost_raises_a_serial_once(around: Around) -> None:
     around.open(shard("a"), serial=4).disconnected()
     lost = StoreUpdate("s", 4, ("a",))
-    around.sessions.catch_up([], [lost])
+    around.sessions.catch_up(held(), [lost])
     assert serial_of(around) == 5
     around.open(shard("a", 3), serial=7)
-    around.sessions.catch_up([], [lost])
+    around.sessions.catch_up(held(), [lost])
     assert serial_of(around) == 7, "another server has changed it meanwhile"
 
 
@@ -436,8 +441,84 @@ def test_a_flush_raises_the_serials_of_its_stores(around: Around) -> None:
 
 def test_a_flush_whose_answer_was_lost_raises_serials_too(around: Around) -> None:
     around.open(shard("a"), serial=4)
-    around.sessions.catch_up([], [StoreUpdate("s", 4, ("a",))])
+    around.sessions.catch_up(held(), [StoreUpdate("s", 4, ("a",))])
     assert serial_of(around) == 5
+
+
+def test_what_a_flush_whose_answer_was_lost_has_registered_leaves_the_buffer(around: Around) -> None:
+    """Timers that fired move no position, so that only the store shows it."""
+    around.open(shard("a"), serial=4)
+    numbers = [around.buffer.add(BufferedBatch("a", 1, store="s")) for _ in range(3)]
+    around.sessions.catch_up(held(), [StoreUpdate("s", 4, ("a",), 70)], numbers[:2])
+    assert list(around.buffer.snapshot()) == numbers[2:]
+    assert around.sessions.stores()["s"] == (
+        StoreState("s", 5, next_due_ms=70),
+        StoreUpdate("s", 5, ("a",), 70),
+    )
+
+
+# Timers.
+
+
+def test_a_copy_that_was_read_never_hides_an_earlier_timer_that_was_set_meanwhile(around: Around) -> None:
+    sessions = around.sessions
+    sessions.loaded("s", None)
+    assert sessions.next_due_ms == {"s": None}
+    sessions.loaded("s", 70)
+    sessions.next_due_ms["s"] = 60
+    sessions.loaded("s", 80)
+    assert sessions.next_due_ms == {"s": 60}
+    sessions.forget([])
+    assert sessions.next_due_ms == {}
+
+
+def adopt(around: Around, store: str = "s", epoch: int = 2) -> Stub:
+    state = ShardState("a", epoch, ended_ms=1, store=store, effective_ms=7)
+    session = Stub("a", epoch, SessionPosition(None), StoreState(store, 4), adopted=True)
+    around.sessions.adopt(session, state, 0)
+    return session
+
+
+def test_windows_do_not_wait_for_a_session_that_has_adopted_a_store(around: Around) -> None:
+    session = adopt(around)
+    assert around.sessions.live("a") is session
+    assert around.lineage.all_ended()
+    assert around.lineage.nodes["a"].effective_ms == 7
+    assert around.watermark.reached_ms() == {}
+    assert around.sessions.let_go(session, 0)
+    assert around.lineage.all_ended()
+
+
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        (held(shard("a", ended_ms=1), s=StoreState("s")), True),
+        (held(shard("a", ended_ms=1)), False),
+        (held(shard("a", ended_ms=1), s=StoreState("s", closed=True)), False),
+        (held(shard("a", ended_ms=1), shard("child"), s=StoreState("s")), False),
+    ],
+    ids=["ended", "forgotten", "closed", "family"],
+)
+def test_an_adopted_store_is_given_up_when_a_child_has_come(
+    around: Around, state: LedgerState, left: bool
+) -> None:
+    session = adopt(around, epoch=1)
+    around.sessions.catch_up(state)
+    assert session.alive is left
+
+
+def test_a_child_that_is_opened_here_ends_the_adoption_of_its_family(around: Around) -> None:
+    session = adopt(around)
+    around.buffer.add(BufferedBatch("a", 2, store="s"))
+    around.open(shard("child"), serial=5)
+    assert not session.alive
+    assert (len(around.buffer), serial_of(around)) == (0, 5)
+
+
+def test_a_connection_that_was_opened_after_the_adoption_keeps_the_shard(around: Around) -> None:
+    session = around.open(shard("a", 3), serial=4)
+    assert not adopt(around, epoch=2).alive
+    assert session.alive
 
 
 def test_when_one_shard_of_a_store_is_lost_all_let_go_with_what_they_gave(around: Around) -> None:

@@ -9,6 +9,7 @@ import pytest
 from coordinator.state_model import Model, Rules
 
 from mldserver.coordinator.core.state_files import (
+    COLUMNS,
     FILES_AT_ONCE,
     MOST_FILES,
     STEP_BYTES,
@@ -16,6 +17,7 @@ from mldserver.coordinator.core.state_files import (
     choose,
     compaction,
     entries,
+    first_due_ms,
 )
 from mldserver.ledger.contract import StateFile, StoreState
 from mldserver.stores import ALL_KEYS, KeyRange, StateChange, divide, hash_of, pack_changes
@@ -155,6 +157,62 @@ def test_of_a_file_with_its_own_rows_a_store_takes_no_others_also_where_it_needs
     assert shown(entries([(both, a_file(s=(UPPER,), t=WHOLE))], StoreState("s"))) == {HIGH: "1"}
 
 
+# Timers.
+
+
+def timers(store: str, serial: int, *found: tuple[str, str, int | None]) -> pa.Table:
+    """Return changes of a key's state and timers: id, value or "", and due time."""
+    rows = [StateChange(b"a", value.encode() or None, due_ms, timer) for timer, value, due_ms in found]
+    return changes([(store, pack_changes(rows))], {store: serial})
+
+
+def shown_timers(rows: pa.Table) -> dict[str | None, tuple[str, int | None]]:
+    return {
+        row["timer"]: (row["value"] and row["value"].decode(), row["expires_ms"]) for row in rows.to_pylist()
+    }
+
+
+def test_a_key_has_a_state_and_timers_each_with_its_newest_row() -> None:
+    old = timers("s", 1, ("", "state", None), ("alarm", "1", 7), ("alarm/x", "1", 8), ("gone", "1", 9))
+    new = timers("s", 2, ("alarm", "2", 6), ("gone", "", None))
+    found = entries([(each, a_file(s=WHOLE)) for each in (new, old)], StoreState("s"))
+    assert shown_timers(found) == {None: ("state", None), "alarm": ("2", 6), "alarm/x": ("1", 8)}
+    assert first_due_ms(found) == 6
+
+
+def test_of_a_batch_with_timers_and_one_without_the_newest_change_of_each_counts() -> None:
+    newest = pack_changes([StateChange(b"a", b"2")])
+    older = pack_changes([StateChange(b"a", b"1"), StateChange(b"a", b"t", 5, "alarm")])
+    assert shown_timers(changes([("s", newest), ("s", older)], {"s": 1})) == {
+        None: ("2", None),
+        "alarm": ("t", 5),
+    }
+
+
+def test_timers_that_were_due_long_ago_stay_in_snapshots_and_compactions() -> None:
+    rows = timers("s", 1, ("", "state", 5), ("alarm", "1", 5))
+    found = entries([(rows, a_file(s=WHOLE))], StoreState("s"), expired_ms=99)
+    assert shown_timers(found) == {"alarm": ("1", 5)}
+    assert shown_timers(compacted((a_file("old", s=WHOLE), rows), expired_ms=99)[0]) == {"alarm": ("1", 5)}
+
+
+def test_a_store_without_timers_has_no_first_one() -> None:
+    assert first_due_ms(entries([], StoreState("s"))) is None
+    assert first_due_ms(entries([(table("s", 1, ("a", "1", 5)), a_file(s=WHOLE))], StoreState("s"))) is None
+
+
+def test_files_without_the_column_of_timers_have_states_only() -> None:
+    before, now = (
+        table("s", 1, ("a", "1"), ("b", "1")).drop_columns("timer"),
+        timers("s", 2, ("alarm", "1", 5)),
+    )
+    found = entries([(each, a_file(s=WHOLE)) for each in (before, now)], StoreState("s"))
+    assert found.column("timer").to_pylist().count(None) == 2
+    assert first_due_ms(found) == 5
+    rows, _ = compacted((a_file("old", s=WHOLE), before), (a_file("new", s=WHOLE), now))
+    assert (len(rows), rows.schema) == (3, COLUMNS)
+
+
 # Compaction.
 
 
@@ -212,7 +270,14 @@ def test_inherited_rows_become_the_rows_of_the_store_that_compacts_them() -> Non
         (a_file("old", s=(LOWER,)), inherited), (a_file("new", s=(LOWER,)), table("s", 2))
     )
     assert rows.to_pylist() == [
-        {"store": "s", "key": LOW.encode(), "expires_ms": None, "value": b"1", "serial": 1}
+        {
+            "store": "s",
+            "key": LOW.encode(),
+            "expires_ms": None,
+            "value": b"1",
+            "serial": 1,
+            "timer": None,
+        }
     ]
     assert needed == {"s": (LOWER,)}
 
@@ -361,7 +426,7 @@ class AnyCompactionDropsTombstones(Rules):
 @pytest.mark.parametrize(
     ("rules", "seed"),
     [
-        (StoresNeedWholeFiles(), 33),
+        (StoresNeedWholeFiles(), 3),
         (SerialsRestart(), 0),
         (NoRange(), 0),
         (AnyCompactionDropsTombstones(), 2),
@@ -369,6 +434,6 @@ class AnyCompactionDropsTombstones(Rules):
     ids=lambda each: type(each).__name__,
 )
 def test_the_model_finds_rules_that_are_wrong(rules: Rules, seed: int) -> None:
-    """Of 300 runs, they break 80, 300, 300 and 280."""
+    """Of 300 runs, the first breaks 86; of 30, the others break 30, 30 and 26."""
     with pytest.raises(AssertionError):
         Model(seed, rules).run(400)

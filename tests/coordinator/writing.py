@@ -81,7 +81,7 @@ class Writing:
         self.flusher.follow_ledger()
 
     async def flush(self, batches: list[BufferedBatch], reason: str = "interval") -> Flushed:
-        flushed = await self.flusher.flush(batches, reason, self.durable, {})
+        flushed = await self.flusher.flush(dict(enumerate(batches)), reason, self.durable, {})
         self.durable |= {update.shard_id: update.position for update in flushed.positions}
         return flushed
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +28,7 @@ from mldserver.coordinator.core.open_windows import WindowKey, assign
 from mldserver.effects import NOTHING, Effects
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, StoreUpdate
 from mldserver.records import Sequence
-from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, TimerReport
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class BufferedBatch(msgspec.Struct):
     ahead: Ahead | None = None
     store: str = ""
     """The store of its shard; empty: the handler keeps no state."""
+    timers: TimerReport | None = None
+    """What it says of the store's timers; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,10 @@ def merge_order(runs: SequenceABC[NDArray[np.int64]]) -> NDArray[np.intp] | None
 
 
 def last_effective_ms(outline: BatchOutline, floor_ms: int | None) -> int | None:
-    """Return the effective time of a batch's last record; None: it has none."""
-    if not outline.records:
-        return None
+    """Return the effective time of a batch's last record, or of the last timer that it fired; None: it has none."""
     arrival_ms = outline.latest_arrival_ms
+    if not outline.records and arrival_ms is None:
+        return None
     return floor_ms if arrival_ms is None or (floor_ms is not None and floor_ms > arrival_ms) else arrival_ms
 
 
@@ -171,7 +174,9 @@ def buffered(
             latest, ahead = _latest_plausible(event, times, rows, max_ahead_ms)
     effects = msgspec.structs.replace(effects, rows=rows)
     last, size = outcome.outline.last, effects.nbytes
-    return BufferedBatch(shard_id, epoch, effects, event, last, effective, latest, size, ahead=ahead)
+    return BufferedBatch(
+        shard_id, epoch, effects, event, last, effective, latest, size, ahead=ahead, timers=outcome.timers
+    )
 
 
 def _latest_plausible(
@@ -289,6 +294,21 @@ class Buffer:
         self.remove(dropped)
         return len(dropped)
 
+    def drop_registered(self, numbers: Iterable[int], stores: AbstractSet[str]) -> None:
+        """Drop the batches of stores among those that a flush has registered; redriven ones and a shard's end stay.
+
+        ``drop_durable`` does not find all of them: timers that fired move no position.
+        """
+        self.remove(
+            [
+                number
+                for number in numbers
+                if (batch := self._batches.get(number)) is not None
+                and batch.store in stores
+                and not (batch.redriven or batch.ends_shard)
+            ]
+        )
+
     def drop_durable(self, shard_id: str, epoch: int, position: Sequence) -> None:
         """Drop a connection's batches up to a position that the ledger has already; a shard's end stays."""
         of_shard = ((number, self._batches[number]) for number in self._numbers.get(shard_id, ()))
@@ -374,6 +394,10 @@ def _state(
     updates = tuple(stores[store] for store in sorted({store for store, _ in newest_first}))
     if not updates:
         return (), None
+    dues_ms = {batch.store: batch.timers.next_due_ms for batch in batches if batch.timers is not None}
+    updates = tuple(
+        replace(update, next_due_ms=dues_ms.get(update.store_id, update.next_due_ms)) for update in updates
+    )
     serials = {update.store_id: update.previous + 1 for update in updates}
     return updates, state_files.changes(newest_first, serials)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
-from mldserver.ledger.contract import PositionUpdate, ShardState, StoreState, StoreUpdate
+from mldserver.ledger.contract import LedgerState, PositionUpdate, ShardState, StoreState, StoreUpdate
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class Sessions:
             return
         # A flush may have raised the serial since the ledger was read.
         known = self._stores.get(store.store_id, store)
-        self._stores[store.store_id] = replace(store, serial=max(store.serial, known.serial))
+        self._stores[store.store_id] = known if known.serial > store.serial else store
         if sum(self.buffer.drop_shard(each.shard_id) for each in others):
             self.unsettled.add(store.store_id)
 
@@ -269,6 +270,14 @@ class Sessions:
         self._stores = {store_id: store for store_id, store in self._stores.items() if store_id in left}
         self.next_due_ms = {store_id: ms for store_id, ms in self.next_due_ms.items() if store_id in left}
 
+    def loaded(self, store_id: str, due_ms: int | None) -> None:
+        """Note when the first timer is due in a copy of a store that was read for a runtime.
+
+        An outcome that was accepted meanwhile may know of an earlier one. A time that is too early does no harm: nothing fires.
+        """
+        times = (due_ms, self.next_due_ms.get(store_id))
+        self.next_due_ms[store_id] = min((ms for ms in times if ms is not None), default=None)
+
     # What becomes of them in the ledger.
 
     def durable(self) -> dict[str, Sequence | None]:
@@ -282,17 +291,26 @@ class Sessions:
             if session.store is not None and session.store.store_id in shards:
                 shards[session.store.store_id].append(session.shard_id)
         return {
-            store_id: (store, StoreUpdate(store_id, store.serial, tuple(shards[store_id])))
+            store_id: (
+                store,
+                StoreUpdate(store_id, store.serial, tuple(shards[store_id]), store.next_due_ms),
+            )
             for store_id, store in self._stores.items()
         }
 
-    def catch_up(self, shards: Iterable[ShardState], stores: Iterable[StoreUpdate] = ()) -> None:
+    def catch_up(
+        self, state: LedgerState, stores: SequenceABC[StoreUpdate] = (), flushed: Iterable[int] = ()
+    ) -> None:
         """See what became of the sessions in the ledger: opened elsewhere, or further than was heard.
 
-        ``stores``: changes of a flush that was registered, although its answer was lost.
+        ``stores``: changes of a flush that was registered, although its answer was lost. ``flushed``: the numbers of its batches.
         """
         self._changed(stores)
-        for shard in shards:
+        self.buffer.drop_registered(flushed, {update.store_id for update in stores})
+        for each in self._sessions.values():
+            if each.adopted and each.alive and not self._is_left(each, state):
+                each.disconnected()
+        for shard in state.shards.values():
             session = self._sessions.get(shard.shard_id)
             if session is None or shard.epoch < session.epoch:
                 continue
@@ -304,12 +322,23 @@ class Sessions:
             if shard.position is not None:
                 self.buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
 
+    @staticmethod
+    def _is_left(session: Session, state: LedgerState) -> bool:
+        """Return whether no child has come to the store that a session has adopted."""
+        assert session.store is not None, "only stores are adopted"
+        store_id = session.store.store_id
+        store = state.stores.get(store_id)
+        family = (shard for shard in state.shards.values() if shard.store == store_id)
+        return store is not None and not store.closed and all(shard.ended for shard in family)
+
     def _changed(self, stores: Iterable[StoreUpdate]) -> None:
         for update in stores:
             store = self._stores.get(update.store_id)
             # Another server may have changed it since: then it was read again.
             if store is not None and store.serial == update.previous:
-                self._stores[update.store_id] = replace(store, serial=update.previous + 1)
+                self._stores[update.store_id] = replace(
+                    store, serial=update.previous + 1, next_due_ms=update.next_due_ms
+                )
 
     def registered(self, updates: Iterable[PositionUpdate], stores: Iterable[StoreUpdate] = ()) -> None:
         """Note the positions that a flush has moved, and the stores that it changed."""

@@ -1,8 +1,9 @@
 """The content of state files: the changes of a flush, a store's entries, and compaction. A synchronous core on Arrow tables.
 
 A flush writes one file with the changes of all its stores (``COLUMNS``). The ledger says for which ranges of MD5 hashes each store
-needs the file. A store's entries are the rows of these ranges in all its files. Of the rows of one key the row with the highest
-serial counts: serials grow along the history of a key, also when its shard splits or merges.
+needs the file. A store's entries are the rows of these ranges in all its files. An entry is a key's state, or one of its timers. Of
+the rows of one entry the row with the highest serial counts: serials grow along the history of a key, also when its shard splits or
+merges.
 
 A store that has rows of its own in a file needs no other rows of it. Otherwise the store has inherited the file: the rows were
 written for the shard's ancestors, and the hashes of their keys say which rows it needs.
@@ -14,15 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from itertools import pairwise, repeat
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from mldserver.ledger.contract import StateFile, StoreState
-from mldserver.stores import ALL_KEYS, ChangeColumns, KeyRange, divide, hash_of, unpack_columns
+from mldserver.stores import ALL_KEYS, KeyRange, divide, hash_of, unpack_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,9 +35,14 @@ COLUMNS: Final = pa.schema(
         pa.field("expires_ms", pa.int64()),
         pa.field("value", pa.binary()),
         pa.field("serial", pa.int64(), nullable=False),
+        pa.field("timer", pa.string()),
     ]
 )
-"""The columns of a state file. A row without a value is a *tombstone*: the key has no state any more."""
+"""The columns of a state file. A row without a value is a *tombstone*: the entry is gone. ``timer``: the timer's id, whose due time
+is ``expires_ms``; null: the row is a key's state. The first files of format 7 have no such column."""
+
+WITHOUT_TIMERS: Final = COLUMNS.remove(COLUMNS.get_field_index("timer"))
+"""The columns of those files."""
 
 BUFFERED: Final = (1 << 63) - 1
 """The serial of changes that no flush has written yet: higher than any other."""
@@ -54,22 +60,23 @@ _PORTION: Final = 1000
 
 
 def changes(blobs: SequenceABC[tuple[str, bytes]], serials: Mapping[str, int]) -> pa.Table:
-    """Return the changes of stores as one table in order of the stores: the last change of each key.
+    """Return the changes of stores as one table in order of the stores: the last change of each entry.
 
     ``blobs``: stores and their changes (``stores.pack_changes``), the newest first. ``serials``: of each store, the serial that its
     rows get.
     """
     found: dict[str, list[pa.Table]] = {store: [] for store, _ in blobs}
-    waiting = {store: ChangeColumns([], [], []) for store in found}
+    waiting = {store: _Lists([], [], [], []) for store in found}
     for store, blob in blobs:
         decoded, more = waiting[store], unpack_columns(blob)
         decoded.keys.extend(more.keys)
         decoded.values.extend(more.values)
         decoded.expiries.extend(more.expiries)
+        decoded.timers.extend(more.timers or repeat("", len(more.keys)))
         if len(decoded.keys) >= _PORTION:
             # Python's objects are gone at once, so that neither they nor the collector of garbage hold up the event loop.
             found[store].append(_table(store, decoded, serials[store]))
-            waiting[store] = ChangeColumns([], [], [])
+            waiting[store] = _Lists([], [], [], [])
     tables = [COLUMNS.empty_table()]
     for store in sorted(found):
         rest = [_table(store, waiting[store], serials[store])] if waiting[store].keys else []
@@ -78,21 +85,41 @@ def changes(blobs: SequenceABC[tuple[str, bytes]], serials: Mapping[str, int]) -
     return pa.concat_tables(tables)
 
 
-def _table(store: str, found: ChangeColumns, serial: int) -> pa.Table:
+class _Lists(NamedTuple):
+    """Changes as columns; ``timers`` is empty text for a key's state."""
+
+    keys: list[bytes]
+    values: list[bytes | None]
+    expiries: list[int | None]
+    timers: list[str]
+
+
+def _table(store: str, found: _Lists, serial: int) -> pa.Table:
+    rows = len(found.keys)
+    timers = [timer or None for timer in found.timers] if any(found.timers) else None
     columns = [
-        pa.repeat(store, len(found.keys)),
+        pa.repeat(store, rows),
         pa.array(found.keys, pa.binary()),
         pa.array(found.expiries, pa.int64()),
         pa.array(found.values, pa.binary()),
-        pa.repeat(serial, len(found.keys)),
+        pa.repeat(serial, rows),
+        pa.nulls(rows, pa.string()) if timers is None else pa.array(timers, pa.string()),
     ]
     return pa.table(columns, COLUMNS)
 
 
 def _first(tables: SequenceABC[pa.Table], order: NDArray[np.int64] | None = None) -> pa.Table:
-    """Return the first row of each key, in an order of the rows (default: as they stand)."""
+    """Return the first row of each entry, in an order of the rows (default: as they stand)."""
     rows = pa.concat_tables(tables)
     codes = pa.concat_arrays(rows.column("key").chunks).dictionary_encode()
+    timers = rows.column("timer")
+    if timers.null_count < len(rows):
+        # One number for each pair of key and timer.
+        of_timer = pa.concat_arrays(timers.chunks).dictionary_encode(null_encoding="encode")
+        pairs = (
+            codes.indices.to_numpy().astype(np.int64) * len(of_timer.dictionary) + of_timer.indices.to_numpy()
+        )
+        codes = pa.array(pairs).dictionary_encode()
     order = np.arange(len(rows)) if order is None else order
     first = np.empty(len(codes.dictionary), np.int64)
     # Where an index occurs several times, NumPy keeps the last assignment.
@@ -107,18 +134,26 @@ def entries(
     buffered: pa.Table | None = None,
     expired_ms: int | None = None,
 ) -> pa.Table:
-    """Return the present entries of a store: ``key``, ``value`` and ``expires_ms``.
+    """Return the present entries of a store: ``key``, ``value``, ``expires_ms`` and ``timer``.
 
     ``files``: the files that the store needs, with their content. ``buffered``: changes that are newer than all files.
-    ``expired_ms``: entries that expire at or before this time are left out; None: none has expired.
+    ``expired_ms``: states that expire at or before this time are left out; None: none has expired. Timers never expire.
     """
     tables = [rows_of(table, store, file.needed[store.store_id]) for table, file in files]
     rows = newest([*tables, *filter(None, (buffered,))])
-    return rows.filter(_present(rows, expired_ms)).select(["key", "value", "expires_ms"])
+    return rows.filter(_present(rows, expired_ms)).select(["key", "value", "expires_ms", "timer"])
+
+
+def first_due_ms(found: pa.Table) -> int | None:
+    """Return when the first timer among entries is due; None: there is none."""
+    due_ms: int | None = pc.min(found.filter(pc.is_valid(found.column("timer"))).column("expires_ms")).as_py()
+    return due_ms
 
 
 def rows_of(table: pa.Table, store: StoreState, ranges: SequenceABC[KeyRange]) -> pa.Table:
     """Return the rows of a file that belong to a store which needs the file for ``ranges``."""
+    if "timer" not in table.column_names:
+        table = table.append_column(COLUMNS.field("timer"), pa.nulls(len(table), pa.string()))
     own = table.filter(pc.equal(table.column("store"), store.store_id))
     if len(own) and tuple(ranges) == (store.key_range,):
         return own
@@ -136,7 +171,7 @@ def _sortable(number: int) -> bytes:
 
 
 def newest(tables: Iterable[pa.Table]) -> pa.Table:
-    """Return the row of each key with the highest serial, from rows of one store. Each table has a key once at most."""
+    """Return the row of each entry with the highest serial, from rows of one store. Each table has an entry once at most."""
     found = [table for table in tables if len(table)]
     rows = pa.concat_tables(found or [COLUMNS.empty_table()])
     if len(found) <= 1:
@@ -149,7 +184,7 @@ def _present(rows: pa.Table, expired_ms: int | None) -> pa.ChunkedArray:
     if expired_ms is None:
         return has_value
     stays = pc.fill_null(pc.greater(rows.column("expires_ms"), expired_ms), fill_value=True)
-    return pc.and_(has_value, stays)
+    return pc.and_(has_value, pc.or_(stays, pc.is_valid(rows.column("timer"))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +235,7 @@ class StateCompaction:
             if store in self.whole:
                 rows = rows.filter(_present(rows, expired_ms.get(store)))
             if not len(rows):
-                rows = _table(store, ChangeColumns([b""], [None], [None]), 0)
+                rows = _table(store, _Lists([b""], [None], [None], [""]), 0)
             found.append(rows.set_column(0, COLUMNS.field(0), pa.array([store] * len(rows), pa.string())))
         return pa.concat_tables(found)
 
