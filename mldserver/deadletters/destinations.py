@@ -5,10 +5,10 @@ A document is the same in files, queues and streams, and in the output of comman
     {"id": "trips/shardId-000000000001/49590…/0", "pipeline": "trips", "shard": "shardId-000000000001",
      "sequence": "49590…", "sub_sequence": 0, "partition_key": "k", "arrival_ms": 1700000000000, "attempts": 3,
      "error": "ValueError: no", "traceback": "…", "handler": "handlers.trips", "handler_version": "7",
-     "at_ms": 1700000000500, "parked_behind": null, "data": "<base64>"}
+     "at_ms": 1700000000500, "parked_behind": null, "data": "<base64>", "timer": null, "due_ms": null}
 
-``id`` names the record: a letter that was written twice, since a server died in between, has it twice. Files hold JSON
-lines, or Parquet.
+``id`` names the record, or the timer: a letter that was written twice, since a server died in between, has it twice. Files hold
+JSON lines, or Parquet.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import fnmatch
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -48,15 +49,17 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "at_ms": (int,),
     "parked_behind": (str, type(None)),
     "data": (str,),
+    "timer": (str, type(None)),
+    "due_ms": (int, type(None)),
 }
-"""Fields, with types, that a document must have to become a letter again."""
+"""Fields, with types, that a document must have to become a letter again. Those of earlier versions lack the last two."""
 
 FIELDS: Final = ("id", "pipeline", *_TYPES)
 
 
 def identity(letter: DeadLetter, pipeline: str) -> str:
-    """Return what names a letter's record among all pipelines: ``pipeline/shard/sequence/sub-sequence``."""
-    return f"{pipeline}/{letter.record}"
+    """Return what names a letter's record or timer among all pipelines: ``pipeline/shard/sequence/sub-sequence``, see ``record``."""
+    return storable(f"{pipeline}/{letter.record}")
 
 
 def document(letter: DeadLetter, pipeline: str) -> dict[str, Any]:
@@ -78,6 +81,8 @@ def document(letter: DeadLetter, pipeline: str) -> dict[str, Any]:
         "at_ms": letter.at_ms,
         "parked_behind": None if letter.parked_behind is None else str(letter.parked_behind),
         "data": base64.b64encode(letter.data).decode(),
+        "timer": None if letter.timer is None else storable(letter.timer),
+        "due_ms": letter.due_ms,
     }
 
 
@@ -85,6 +90,7 @@ def from_document(fields: Any) -> DeadLetter:
     """Return the letter that a document holds, as ``document`` makes it. Raises ValueError if a field is missing or invalid."""
     if not isinstance(fields, dict):
         raise ValueError(f"{type(fields).__name__} is no dead letter")  # noqa: TRY004  # damaged text
+    fields = {"timer": None, "due_ms": None, **fields}
     for name, types in _TYPES.items():
         if name not in fields or type(fields[name]) not in types:
             raise ValueError(f"{name} is missing or of another type")
@@ -103,6 +109,8 @@ def from_document(fields: Any) -> DeadLetter:
         at_ms=fields["at_ms"],
         parked_behind=None if parked_behind is None else _sequence(number, int(sub or 0)),
         handler_version=fields["handler_version"],
+        timer=fields["timer"],
+        due_ms=fields["due_ms"],
     )
 
 
@@ -115,7 +123,7 @@ def _sequence(number: str, sub: int) -> Sequence:
 FOLDER: Final = "_dead_letters"
 """In the output folder; its readers do not see it."""
 
-_NUMBERS: Final = ("sub_sequence", "arrival_ms", "attempts", "at_ms")
+_NUMBERS: Final = ("sub_sequence", "arrival_ms", "attempts", "at_ms", "due_ms")
 _SCHEMA: Final = pa.schema(
     [
         (name, pa.int64() if name in _NUMBERS else pa.binary() if name == "data" else pa.string())
@@ -144,14 +152,19 @@ def files(
     """Yield the path and content of a file for each shard's letters. The path names the shard and its first sequence.
 
     A repeated flush begins with the same letter, so it replaces its file. It may hold fewer letters: the others follow in
-    a later flush, because the shard's position does not pass a letter that is not stored.
+    a later flush, because the shard's position does not pass a letter that is not stored. Flushes of timers are told apart by the
+    time of the failure: their sequence may be the same.
     """
     shards: dict[str, list[DeadLetter]] = {}
     for letter in letters:
         shards.setdefault(letter.shard_id, []).append(letter)
     for shard_id, group in shards.items():
-        first = group[0].sequence
-        path = f"{shard_id.replace('/', '_')}/{first.number}-{first.sub}.{kind}"
+        first = group[0]
+        name = f"{first.sequence.number}-{first.sequence.sub}"
+        if first.timer is not None:
+            which = hashlib.md5(identity(first, pipeline).encode(), usedforsecurity=False).hexdigest()
+            name += f"-{first.at_ms}-{which[:8]}"
+        path = f"{shard_id.replace('/', '_')}/{name}.{kind}"
         if kind == "jsonl":
             yield path, b"".join(orjson.dumps(document(letter, pipeline)) + b"\n" for letter in group)
         else:

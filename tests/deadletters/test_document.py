@@ -19,15 +19,31 @@ LETTERS = (
     letter(1, handler_version="7", parked_behind=HUGE),
     letter(2, partition_key=None, arrival_ms=None, data=b"", parked_behind=Sequence(5)),
 )
+TIMERS = tuple(letter(1, timer=timer, due_ms=7) for timer in ("alarm", "alarm/x"))
 
 
-@pytest.mark.parametrize("given", LETTERS)
+@pytest.mark.parametrize("given", [*LETTERS, *TIMERS])
 def test_a_letter_comes_back_from_its_document(given: Any) -> None:
     assert from_document(orjson.loads(orjson.dumps(document(given, "p")))) == given
 
 
 def test_the_id_names_pipeline_shard_and_record() -> None:
     assert document(LETTERS[0], "p")["id"] == f"p/a/{DIGITS_56 + 1}/1"
+
+
+def test_the_id_of_a_timers_letter_names_the_timer() -> None:
+    """Timers that fired after the same record have its sequence."""
+    first, other = (document(each, "p")["id"] for each in TIMERS)
+    assert (first, first != other) == (f"p/a/{DIGITS_56 + 1}/1/7/alarm/ключ", True)
+    odd = letter(1, timer="alarm", due_ms=7, partition_key="k\udfff")
+    assert document(odd, "p")["id"].endswith("k\\udfff")
+
+
+def test_a_document_of_an_earlier_version_is_a_letter_of_a_record() -> None:
+    fields = document(LETTERS[0], "p")
+    assert fields.pop("timer") is None
+    assert fields.pop("due_ms") is None
+    assert from_document(fields) == LETTERS[0]
 
 
 def test_text_that_no_json_can_hold_is_escaped() -> None:
@@ -46,7 +62,7 @@ def test_a_damaged_document_is_no_letter(damage: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_files_are_read_back_from_a_folder(tmp_path: Path, kind: Any) -> None:
-    others = (letter(3, shard_id="b/c"),)
+    others = (letter(3, shard_id="b/c"), letter(4, shard_id="b/c", timer="alarm", due_ms=7))
     for path, content in files((*LETTERS, *others), "p", kind):
         target = tmp_path / path
         target.parent.mkdir()
@@ -59,6 +75,15 @@ def test_files_are_read_back_from_a_folder(tmp_path: Path, kind: Any) -> None:
 def test_a_repeated_flush_writes_the_same_file() -> None:
     for letters in (LETTERS, LETTERS[:1]):
         assert [path for path, _ in files(letters, "p", "jsonl")] == [f"a/{DIGITS_56 + 1}-1.jsonl"]
+
+
+def test_letters_of_timers_never_replace_a_file_of_a_flush_before() -> None:
+    """The position stays, so that their sequence is the same."""
+    later = letter(1, timer="alarm", due_ms=7, at_ms=457)
+    groups = [[each] for each in (*TIMERS, later)]
+    names = [path for group in groups for path, _ in files(group, "p", "jsonl")]
+    assert len(set(names)) == 3
+    assert [path for path, _ in files(TIMERS, "p", "jsonl")] == names[:1]
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
