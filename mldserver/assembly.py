@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
-from mldserver.base.clock import Clock
+from mldserver.base.clock import CivilClock, Clock
 from mldserver.base.disk import others_can_read
 from mldserver.base.secret import read_secret
 from mldserver.base.service import keep_memory
@@ -24,6 +24,7 @@ from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of
 from mldserver.config.settings import Settings
 from mldserver.consumer.claims import Claims
+from mldserver.consumer.firing import Firing
 from mldserver.consumer.shard import ConsumerParts
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
@@ -70,6 +71,8 @@ class Parts:
     coordinator: Coordinator
     source: Source
     redriver: Redriver
+    firing: Firing | None
+    """None for a handler without timers."""
     letters: Destination | None
     engine: Engine | None
     runner: WindowRunner | None
@@ -228,7 +231,8 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
     letters = await run_in_daemon_thread(
         partial(destination_of, settings, store, clock, rng), name="mldserver-letters"
     )
-    polling = _polling(settings, around.kinesis, clock)
+    civil = CivilClock(clock)
+    polling = _polling(settings, around.kinesis, clock, civil)
     coordinator = Coordinator(
         rules=settings.part(
             CoordinatorRules,
@@ -248,8 +252,9 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         letters=letters,
         ask_stream=None if polling is None else polling.ask,
         keyed=spec.keyed,
+        civil=civil,
     )
-    consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock, spec.keyed)
+    consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock, spec.keyed, civil)
     tls = None
     has_listener = settings.source == "mld" and not around.drain
     if settings.tls_certificate is not None and has_listener:
@@ -273,12 +278,16 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         keyed=spec.keyed,
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
+    firing = None
+    if spec.timers:
+        firing = Firing(runtime=runtime, claims=consumers.claims, timers=coordinator.timers, clock=clock)
     return Parts(
         ledger=ledger,
         runtime=runtime,
         coordinator=coordinator,
         source=make_source(SourceParts(consumers, rng)),
         redriver=redriver,
+        firing=firing,
         letters=letters,
         engine=engine,
         runner=runner,
@@ -391,13 +400,15 @@ def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
     )
 
 
-def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> StreamLister | None:
+def _polling(
+    settings: Settings, kinesis: MakeKinesis | None, clock: Clock, civil: CivilClock
+) -> StreamLister | None:
     if settings.stream is None:
         return None
     make = kinesis or partial(
         aws_client, "kinesis", region=settings.region, endpoint_url=settings.endpoint_url
     )
-    return StreamLister(settings.stream, make, clock=clock, **settings.replaced("list_seconds"))
+    return StreamLister(settings.stream, make, clock=clock, civil=civil, **settings.replaced("list_seconds"))
 
 
 def store_of(settings: Settings) -> OutputStore:

@@ -259,6 +259,8 @@ class Server:
                 "dead letters": parts.redriver.run(),
                 "drain": self._watch_drain(parts.coordinator),
             }
+            if parts.firing is not None:
+                works["timers"] = parts.firing.run()
             if parts.engine is not None and parts.runner is not None:
                 works |= {"engine": self._run_engine(parts.engine), "windows": parts.runner.run()}
             if parts.polling is not None:
@@ -268,8 +270,10 @@ class Server:
             accepting = asyncio.sleep(0) if self._drain else parts.source.run()
             source = group.create_task(accepting, name="source")
             await self._stop.wait()
-            # Do not wait for dead letters that run again: the next start continues with them.
-            background["dead letters"].cancel()
+            # Do not wait for dead letters that run again, or for timers: the next start continues with them.
+            visitors = {background[name] for name in ("dead letters", "timers") if name in background}
+            for task in visitors:
+                task.cancel()
             log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
             unfinished = partial(self._unfinished, parts)
             async with self._until(self.forced, self._finish(parts), unfinished) as finishing:
@@ -283,7 +287,7 @@ class Server:
             for task in (source, *background.values()):
                 task.cancel()
             # Cancel the runtime after the batches: it ends handler calls that ignore their cancellation.
-            await asyncio.wait({source, background["dead letters"]}, timeout=_LET_GO_SECONDS)
+            await asyncio.wait({source, *visitors}, timeout=_LET_GO_SECONDS)
             runtime.cancel()
         return EXIT_CLEAN if durable else EXIT_FORCED
 

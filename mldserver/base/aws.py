@@ -7,7 +7,7 @@ has connections by then. Both happen in a thread; what is left for the loop is s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -74,6 +74,12 @@ def is_retryable(error: Exception) -> bool:
         return isinstance(error, HTTPClientError | NotConnectedError | ResponseParserError)
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     return status >= _SERVER_FAULT or error_code(error) in RETRYABLE
+
+
+def date_of(answer: Mapping[str, Any]) -> str | None:
+    """Return the ``Date`` of a response: AWS's time of day. None: an emulator sends none."""
+    date: str | None = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    return date
 
 
 async def require_aws(stream: str, *, region: str | None) -> None:

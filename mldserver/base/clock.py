@@ -2,7 +2,7 @@
 
 A clock has two readings. ``now_ms`` is the time of day: for values that are stored or shown, never for differences,
 since an administrator may set it. ``steady_ms`` measures durations: it never goes back, and has no meaning outside
-the process.
+the process. ``CivilClock`` is the time of day for decisions: no one sets it.
 
 The module also has a counter of durations, and helpers that wait on the event loop: for the first of several, and for a flag.
 """
@@ -13,6 +13,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, Protocol
 
 
@@ -43,6 +44,50 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(seconds)
+
+
+_APART_MS: Final = 2000
+"""Two clocks that differ by more do not show the same time."""
+
+
+class CivilClock:
+    """The time of day by AWS's clock, as far as this server knows it. It does not follow a jump of the host's clock.
+
+    It is the host's time of day when the server started plus steady time. An arrival time that is ahead of it raises it. The
+    ``Date`` of a response from AWS corrects it in both directions.
+    """
+
+    __slots__ = ("_clock", "_offset_ms")
+
+    def __init__(self, clock: Clock) -> None:
+        """Start with the time of day of ``clock``."""
+        self._clock = clock
+        self._offset_ms = clock.now_ms() - clock.steady_ms()
+
+    def now_ms(self) -> int:
+        """Return milliseconds since the Unix epoch."""
+        return self._clock.steady_ms() + self._offset_ms
+
+    def arrived(self, arrival_ms: int, known_ms: int) -> None:
+        """Note that AWS's clock showed at least ``arrival_ms`` at the steady time ``known_ms``."""
+        self._offset_ms = max(self._offset_ms, arrival_ms - known_ms)
+
+    def dated(self, date: str | None) -> None:
+        """Note the ``Date`` of a response that AWS has sent just now; None, or text that is not a date, changes nothing."""
+        try:
+            shown = parsedate_to_datetime(date)  # type: ignore[arg-type]  # None raises TypeError
+        except (TypeError, ValueError):
+            return
+        # HTTP cuts the time to whole seconds.
+        ahead_ms = round(shown.timestamp() * 1000) + 500 - self.now_ms()
+        if abs(ahead_ms) > _APART_MS:
+            self._offset_ms += ahead_ms
+
+    @property
+    def differs_ms(self) -> int:
+        """By how much the host's time of day is ahead of this clock; 0: by no more than 2 s."""
+        ahead_ms = self._clock.now_ms() - self.now_ms()
+        return ahead_ms if abs(ahead_ms) > _APART_MS else 0
 
 
 BOUNDS_MS: Final = (

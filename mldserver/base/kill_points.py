@@ -67,6 +67,10 @@ STEPS: Final[Mapping[str, str]] = {
     "redrive.taken": "a letter is about to run through the handler",
     "redrive.handled": "the handler has seen it; what it gave is in memory",
     "redrive.done": "what it gave is registered, and the letter is gone; its key may still be parked",
+    # Timers.
+    "timers.firing": "timers are due; the handler has not seen them",
+    "timers.fired": "what they gave is in memory",
+    "store.adopted": "the store of a shard that ended without a child is this server's; no handler has it",
     # A transaction, whichever it is.
     "ledger.written": "everything is written; the transaction is not committed",
     "ledger.committed": "it is committed; the caller does not know it",

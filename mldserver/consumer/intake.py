@@ -170,6 +170,54 @@ class ShardIntake(Protocol):
         """Stop throttling the shard: the server stops, and no batch follows."""
 
 
+class TimerSession(ShardIntake, Protocol):
+    """A session of a shard whose store has timers."""
+
+    shard_id: str
+
+
+class TimedStore(NamedTuple):
+    """A store of keyed state that this server has, and that has timers."""
+
+    store_id: str
+    sessions: tuple[TimerSession, ...]
+    """Of the store's shards; timers fire as outcomes of the first."""
+    until_ms: int | None
+    """Timers that are due by then may fire; None: none may, for the moment."""
+
+
+class TimerStores(Protocol):
+    """What the firing of timers asks of the coordinator."""
+
+    def stores(self) -> list[TimedStore]:
+        """Return the stores that this server has and that have timers."""
+
+    def due(self) -> list[TimedStore]:
+        """Return the stores that have a timer which may fire now."""
+
+    def next_ms(self, store_id: str) -> int | None:
+        """Return when the first timer of a store is due that the handler has a callback for; None: there is none."""
+
+    def civil_ms(self) -> int:
+        """Return the time of day (``CivilClock``)."""
+
+    def not_accepted(self, store: TimedStore) -> None:
+        """Have the runtime load a store again: it may have applied changes that no session has accepted."""
+
+    def orphans(self) -> list[str]:
+        """Return the stores with timers of shards that have ended without a child, and that no server has."""
+
+    @property
+    def adopt(self) -> Callable[[str], Awaitable[TimerSession | None]]:
+        """Open a session for an orphan. None: another server was faster, or a child of the shard has come. Raises LedgerError."""
+
+    def is_abandoned(self, session: TimerSession) -> bool:
+        """Return whether a session of an adopted store has nothing left to do: the store has no timers, or a child has taken it over."""
+
+    def flush(self, reason: str, /) -> Awaitable[None]:
+        """Return when what was accepted before is durable, unless another server has it."""
+
+
 class Intake(Protocol):
     """What sources and consumers call of the coordinator."""
 

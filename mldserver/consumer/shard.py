@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, cast
 import structlog
 
 from mldserver.base import kill_points
-from mldserver.base.clock import Clock, Flag, first_of
+from mldserver.base.clock import CivilClock, Clock, Flag, first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.consumer.claims import Claim, Claims, Loss, Superseded
 from mldserver.consumer.core import Consumption, InFlight, Order, Phase, Signal, Stage, Work
@@ -53,6 +53,8 @@ class ConsumerParts(NamedTuple):
     clock: Clock
     keyed: bool = False
     """Whether the handler keeps state: then the runtime has one batch of a shard at a time."""
+    civil: CivilClock | None = None
+    """Gives receipts their time of day; None: the clock does."""
 
 
 class Consumer:
@@ -79,7 +81,7 @@ class Consumer:
         self.log = log
         self.progress = Progress(log, counts or ProgressLog(clock=parts.clock, seconds=0))
         # Receipts stand in for arrival times that V1 does not send: a clock that is set must not disorder them.
-        self._wall_ms = parts.clock.now_ms() - parts.clock.steady_ms()
+        self._wall_ms = (parts.civil or parts.clock).now_ms() - parts.clock.steady_ms()
         self._keyed = parts.keyed
         self.core = Consumption(early=self._deadlines.seconds is not None, one_at_a_time=parts.keyed)
         self.shard_id = ""

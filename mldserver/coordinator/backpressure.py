@@ -108,6 +108,8 @@ class Backpressure:
         shard_id = session.shard_id
         if session.finishing:
             return self._is_full
+        if session.adopted:  # the watermark does not know it
+            return self.paused or self._is_full
         return self.paused or shard_id in self.held or shard_id in self.paused_shards
 
     @property

@@ -23,7 +23,7 @@ from typing import Final
 import structlog
 
 from mldserver.base.backoff import backoff
-from mldserver.base.clock import Clock
+from mldserver.base.clock import CivilClock, Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention, recover, take_over
@@ -42,6 +42,7 @@ from mldserver.coordinator.sections import Sections
 from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.coordinator.store_claims import StoreClaims
 from mldserver.coordinator.store_files import StateFiles
+from mldserver.coordinator.timers import TimerIntake
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState
@@ -77,6 +78,7 @@ class Coordinator:
         letters: Destination | None = None,
         ask_stream: Callable[[], Awaitable[bool]] | None = None,
         keyed: bool = False,
+        civil: CivilClock | None = None,
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``shape`` is their rows'; ``unique`` names files apart.
 
@@ -84,6 +86,7 @@ class Coordinator:
         ``letters``: see
         ``Flusher``. ``ask_stream`` returns True once ``know`` has received the stream's current shards, and False if
         AWS does not list them; it is None if no stream is named. ``keyed``: whether the handler keeps state.
+        ``civil``: decides when timers are due (default: a new one).
         """
         now_ms = clock.steady_ms()
         self.rules = rules
@@ -182,6 +185,16 @@ class Coordinator:
             snapshot=self._snapshot,
             ask_stream=ask_stream,
             claims=StoreClaims(view=view, clock=clock, ask_stream=ask_stream, keyed=keyed),
+        )
+        self.timers = TimerIntake(
+            view=view,
+            clock=clock,
+            civil=civil or CivilClock(clock),
+            lineage=self.lineage,
+            watermark=self.watermark,
+            sessions=self._sessions,
+            adopt=self.shards.adopt,
+            flush=self.flush,
         )
         self.sections = Sections(self.shards, view, self.state_files, self.redriving).all
         """Makes the coordinator's sections of the status document."""

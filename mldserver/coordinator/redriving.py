@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from mldserver.coordinator.core.flush import Buffer, buffered
 from mldserver.coordinator.core.ledger_view import LedgerView
-from mldserver.coordinator.core.sessions import Session, Sessions
+from mldserver.coordinator.core.sessions import Session, Sessions, make_reload
 from mldserver.ledger.contract import with_ancestors
 from mldserver.runtime.interface import BatchOutcome
 from mldserver.stores import hash_of, key_bytes
@@ -98,13 +98,13 @@ class RedriveIntake:
         )
         if len(sessions) > 1:
             # The letters' keys may be another shard's, and only this session's number is compared.
-            _make_reload([visit.session])
+            make_reload([visit.session])
         try:
             yield visit
         finally:
             if not visit.registered:
                 # The runtime may have applied the letters' changes.
-                _make_reload(self.live(store_id))
+                make_reload(self.live(store_id))
 
     async def settle(self, store_id: str) -> None:
         """Return once no flush can change a store without the reader's knowledge (``Sessions.unsettled``)."""
@@ -152,12 +152,3 @@ class RedriveIntake:
         if visit is not None and visit.session.shard_id in shard_ids:
             visit.session.outcomes += 1
             visit.registered = True
-
-
-def _make_reload(sessions: Iterable[Session]) -> None:
-    """Have the runtime load the store again before the next delivery of each session.
-
-    Its copy contains the session's last outcome, or one more that was not accepted. The next number but one fits neither.
-    """
-    for session in sessions:
-        session.outcomes += 2

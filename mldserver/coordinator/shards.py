@@ -14,6 +14,7 @@ from functools import partial
 import structlog
 
 from mldserver.base.clock import Clock
+from mldserver.base.kill_points import kill_point
 from mldserver.consumer.intake import AT_TIP, KnownShard, LedgerSnapshot, ShardListing, ShardOpening
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.cleanup import Retention
@@ -189,6 +190,7 @@ class CoordinatorIntake:
         state = await self.ledger.adopt_store(store_id)
         if state is None:
             return None
+        kill_point("store.adopted")
         store = (await self.ledger.peek()).stores[store_id]
         # No await from here on, as in ``_open``.
         session = IntakeSession(self, state.shard_id, state, {}, store, adopted=True)

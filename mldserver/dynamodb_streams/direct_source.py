@@ -73,7 +73,7 @@ class DirectSource:
         self._intake = parts.intake
         self._clock = clock
         self._random = random
-        self._api = StreamsApi(make_client, clock=clock, random=random)
+        self._api = StreamsApi(make_client, clock=clock, random=random, civil=parts.civil)
         self._beginning = beginning or Beginning()
         self._accept_gap = accept_gap
         self._poll_seconds = poll_seconds

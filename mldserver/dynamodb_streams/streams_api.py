@@ -23,9 +23,9 @@ import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from mldserver.base.aws import aws_client, error_code, is_retryable
+from mldserver.base.aws import aws_client, date_of, error_code, is_retryable
 from mldserver.base.backoff import Backoff, TokenBucket
-from mldserver.base.clock import Clock
+from mldserver.base.clock import CivilClock, Clock
 from mldserver.dynamodb_streams.shard_tree import After, At, Sentinel, Since, Start, StreamShard
 from mldserver.errors import NotThereYet, OperatorError
 
@@ -159,10 +159,12 @@ class StreamsApi:
         clock: Clock,
         random: Callable[[], float],
         patience_seconds: float | None = None,
+        civil: CivilClock | None = None,
     ) -> None:
-        """``patience_seconds``: how long a call is retried; None: without limit."""
+        """``patience_seconds``: how long a call is retried; None: without limit. The dates of answers correct ``civil``."""
         self._make_client = make_client
         self._clock = clock
+        self._civil = civil
         self._random = random
         self.patience_seconds = patience_seconds
         self._describes = TokenBucket(_DESCRIBES_PER_SECOND)
@@ -366,8 +368,10 @@ class StreamsApi:
                 await self._clock.sleep(self._describes.reserve(self._clock.steady_ms()))
             try:
                 answer: dict[str, Any] = await getattr(self._client, action)(**request)
-                self._aws_time.date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+                self._aws_time.date = date_of(answer)
                 self._aws_time.received_ms = self._clock.steady_ms()
+                if self._civil is not None and action == "describe_stream":
+                    self._civil.dated(self._aws_time.date)
                 if _ANSWERS[action] in answer:
                     return answer
                 # Without this check, an incomplete answer would look like the end of a shard.

@@ -13,7 +13,8 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import structlog
 
-from mldserver.base.clock import Clock, first_of
+from mldserver.base.aws import date_of
+from mldserver.base.clock import CivilClock, Clock, first_of
 from mldserver.consumer.intake import ShardListing
 from mldserver.stores import KeyRange
 
@@ -41,9 +42,15 @@ class StreamLister:
     """Lists a stream's shards at an interval, and whenever ``ask`` is called."""
 
     def __init__(
-        self, stream: str, make_client: MakeKinesis, *, clock: Clock, list_seconds: float = _LIST_SECONDS
+        self,
+        stream: str,
+        make_client: MakeKinesis,
+        *,
+        clock: Clock,
+        civil: CivilClock | None = None,
+        list_seconds: float = _LIST_SECONDS,
     ) -> None:
-        """List once ``run`` is called, then every ``list_seconds``.
+        """List once ``run`` is called, then every ``list_seconds``. The dates of AWS's responses correct ``civil``.
 
         The client is made at the first listing, and again only when that failed.
         """
@@ -51,6 +58,7 @@ class StreamLister:
         self._make_client = make_client
         self._list_seconds = list_seconds
         self._clock = clock
+        self._civil = civil
         self._client: KinesisClient | None = None
         self._resources = contextlib.AsyncExitStack()
         self._asked: list[asyncio.Future[bool]] = []
@@ -94,6 +102,8 @@ class StreamLister:
             request: dict[str, Any] = {"StreamName": self._stream}
             while request:
                 page = await self._client.list_shards(**request)
+                if self._civil is not None:
+                    self._civil.dated(date_of(page))
                 for shard in page["Shards"]:
                     names = (shard.get("ParentShardId"), shard.get("AdjacentParentShardId"))
                     bounds = shard["HashKeyRange"]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mldserver.base.clock import SystemClock, in_time
+from mldserver.base.clock import CivilClock, SystemClock, in_time
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
@@ -44,3 +44,57 @@ async def test_what_is_waited_for_in_time_ends_or_is_cancelled_or_raises_what_it
     assert not clock.sleepers
     with pytest.raises(ValueError, match="no"):
         await in_time(fail(), clock, 1)
+
+
+DATE_MS = 1_445_412_480_000
+DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+
+
+@pytest.mark.parametrize("hour_ms", [3_600_000, -3_600_000])
+async def test_a_jump_of_the_hosts_clock_does_not_change_the_civil_time(hour_ms: int) -> None:
+    host = VirtualClock()
+    civil, began_ms = CivilClock(host), host.now_ms()
+    host.step(hour_ms / 1000)
+    await host.advance(1.0)
+    assert civil.now_ms() == began_ms + 1000
+    assert civil.differs_ms == hour_ms
+
+
+def test_a_small_difference_to_the_host_is_none() -> None:
+    host = VirtualClock()
+    civil = CivilClock(host)
+    host.step(2.0)
+    assert civil.differs_ms == 0
+    host.step(0.001)
+    assert civil.differs_ms == 2001
+
+
+async def test_an_arrival_time_ahead_of_the_civil_time_raises_it_and_one_behind_it_changes_nothing() -> None:
+    host = VirtualClock()
+    civil, began_ms = CivilClock(host), host.now_ms()
+    known_ms = host.steady_ms()
+    await host.advance(1.0)
+    civil.arrived(began_ms - 5, known_ms)
+    assert civil.now_ms() == began_ms + 1000
+    civil.arrived(began_ms + 70, known_ms)
+    assert civil.now_ms() == began_ms + 1070
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "corrected"),
+    [(3_600_000, True), (-3_600_000, True), (2501, True), (2400, False), (-1400, False)],
+)
+def test_a_date_of_aws_corrects_the_civil_time_that_is_far_from_it(ahead_ms: int, corrected: bool) -> None:
+    host = VirtualClock()
+    host.step((DATE_MS + ahead_ms - host.now_ms()) / 1000)
+    civil = CivilClock(host)
+    civil.dated(DATE)
+    assert civil.now_ms() == (DATE_MS + 500 if corrected else DATE_MS + ahead_ms)
+
+
+@pytest.mark.parametrize("date", [None, "", "yesterday"])
+def test_without_a_date_the_civil_time_stays(date: str | None) -> None:
+    host = VirtualClock()
+    civil, began_ms = CivilClock(host), host.now_ms()
+    civil.dated(date)
+    assert civil.now_ms() == began_ms

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.open_windows import CoordinatorRules
-from mldserver.coordinator.core.sessions import SessionPosition, Sessions, skips_records
+from mldserver.coordinator.core.sessions import SessionPosition, Sessions, make_reload, skips_records
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.errors import InternalError
 from mldserver.ledger.contract import LedgerState, PositionUpdate, ShardState, StoreState, StoreUpdate
@@ -543,3 +543,23 @@ def test_the_store_of_shards_that_are_forgotten_is_forgotten(around: Around) -> 
     assert serial_of(around) == 0
     around.sessions.forget(["b"])
     assert around.sessions.stores() == {}
+
+
+def test_an_adopted_store_outlives_what_is_known_of_its_shard(around: Around) -> None:
+    gone = around.open(ShardState("a", 1, store="a"), serial=3)
+    gone.alive = False
+    adopter = Stub("b", 1, SessionPosition(None), StoreState("b", 5), adopted=True)
+    around.sessions.adopt(adopter, ShardState("b", 1, store="b"), 0)
+    around.sessions.forget(["a", "b"])
+    assert around.sessions.all_live() == [adopter]
+    assert set(around.sessions.stores()) == {"b"}
+
+
+def test_a_runtime_that_must_load_a_store_again_finds_that_no_number_follows() -> None:
+    stub = Stub("a", 1, SessionPosition(None), outcomes=7)
+    make_reload([stub])
+    assert stub.outcomes + 1 not in {
+        7,
+        8,
+        9,
+    }  # whether or not the runtime has applied the outcome after the seventh

@@ -231,6 +231,10 @@ class Sessions:
         if sum(self.buffer.drop_shard(each.shard_id) for each in others):
             self.unsettled.add(store.store_id)
 
+    def all_live(self) -> list[Session]:
+        """Return the sessions that have a shard."""
+        return [session for session in self._sessions.values() if session.alive]
+
     def of_store(self, store_id: str) -> list[Session]:
         """Return the sessions of a store's shards, alive or not."""
         return [
@@ -263,9 +267,11 @@ class Sessions:
         self.watermark.restart_settling(now_ms)
 
     def forget(self, shard_ids: Iterable[str]) -> None:
-        """Forget the sessions of shards that are forgotten."""
+        """Forget the sessions of shards that are forgotten, except those that have adopted a store."""
         for shard_id in shard_ids:
-            self._sessions.pop(shard_id, None)
+            session = self.live(shard_id)
+            if session is None or not session.adopted:
+                self._sessions.pop(shard_id, None)
         left = {session.store.store_id for session in self._sessions.values() if session.store is not None}
         self._stores = {store_id: store for store_id, store in self._stores.items() if store_id in left}
         self.next_due_ms = {store_id: ms for store_id, ms in self.next_due_ms.items() if store_id in left}
@@ -368,3 +374,12 @@ class Sessions:
                 session.disconnected()
                 # What was accepted meanwhile must not move a position past what was left out.
                 self.buffer.drop_shard(session.shard_id)
+
+
+def make_reload(sessions: Iterable[Session]) -> None:
+    """Have the runtime load the store again before the next delivery of each session.
+
+    Its copy contains the session's last outcome, or one more that was not accepted. The next number but one fits neither.
+    """
+    for session in sessions:
+        session.outcomes += 2

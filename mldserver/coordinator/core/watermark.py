@@ -52,6 +52,9 @@ PREFETCH = 5
 _VISIBLE_MS = 5000
 """By then DynamoDB has shown each record of an arrival time: it cuts these to whole seconds, and shows records a bit later."""
 
+_EMPTY_QUEUE_MS = 500
+"""A daemon that sends nothing for so long after an answer has no batch in its queue: it fetched the next one after that."""
+
 _DRIFT = 1000
 """Steady time is trusted to one part in so many (Linux mends clocks by one in 2000)."""
 
@@ -90,6 +93,8 @@ class _ReadClock:
     """Whether the daemon sends empty batches."""
     told_ms: int = 0
     """When the batch came that said ``lag_ms``; before the first one, the shard's ``read_ms``."""
+    delivered_ms: int | None = None
+    """Steady time up to which everything that had arrived is delivered; None: that is not known."""
 
     def advance(self, reached_ms: int | None) -> None:
         """Everything that had arrived by then is delivered; None: that is not known."""
@@ -168,6 +173,10 @@ class Watermark:
     def restart_settling(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
         self._settle_until_ms = now_ms + self.rules.settle_time_ms
+
+    def is_settling(self, now_ms: int) -> bool:
+        """Whether shards that are not known yet may still come."""
+        return now_ms < self._settle_until_ms or bool(self._ending)
 
     def ending(self, shard_id: str) -> None:
         """The daemon stores a shard's end: its children, which may not be known yet, come no earlier than it is answered."""
@@ -279,6 +288,33 @@ class Watermark:
                 clock.advance(self.aws_ms(clock.received[0]))
             if clock.polled:
                 clock.advance(self.aws_ms(clock.received[-1] - _VISIBLE_MS))
+            self._delivered(clock)
+
+    def _delivered(self, clock: _ReadClock) -> None:
+        """Note what an empty batch at the tip proves: up to when everything that had arrived is delivered."""
+        received = clock.received
+        if clock.polled:
+            clock.delivered_ms = received[-1] - _VISIBLE_MS
+        elif received[-1] - clock.answered_ms >= _EMPTY_QUEUE_MS:
+            clock.delivered_ms = received[-1]
+        elif len(received) > PREFETCH:
+            clock.delivered_ms = max(received[0], clock.delivered_ms or received[0])
+
+    def frontier_ms(self, shard_id: str, now_ms: int, civil_ms: int) -> int | None:
+        """Return the time up to which each record that had arrived in a shard is accepted; timers that are due by then may fire.
+
+        ``civil_ms``: the time of day at the steady time ``now_ms``. None: nothing is known, or the shard has no connection.
+        """
+        clock = self._shards.get(shard_id)
+        if clock is None:
+            return None
+        delivered_ms = clock.delivered_ms
+        if not clock.sends_empty and self._caught_up(clock, now_ms):
+            delivered_ms = now_ms - self.rules.idle_time_ms
+        if delivered_ms is None:
+            return clock.arrival_ms
+        delivered_ms += civil_ms - now_ms
+        return delivered_ms if clock.arrival_ms is None else max(delivered_ms, clock.arrival_ms)
 
     def answered(self, shard_id: str, now_ms: int) -> None:
         """The work on a batch is over: from now on the shard's silence counts, unless it is ``busy``."""
@@ -332,7 +368,7 @@ class Watermark:
                 carried = clock.arrival_ms - delay_ms - self.rules.idle_time_ms
                 value = carried if value is None else max(value, carried)
             values.append((value, _holder(shard_id, value)))
-        if now_ms < self._settle_until_ms or self._ending:
+        if self.is_settling(now_ms):
             return View(self._watermark_ms, Holder(None, "settling"))
         if values:
             return self._least(values)

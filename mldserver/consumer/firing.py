@@ -1,0 +1,177 @@
+"""Fires timers: between two batches of a shard, its handler gets the timers that are due.
+
+To the runtime and the coordinator, a firing is a batch whose records are timers (``DueTimers``). Every 100 ms this task looks at
+the stores that have timers. It visits the claim of each store whose next timer may fire, and releases the claim after each
+portion, so that batches and timers take turns. While the server has no room for more effects, the store's timers wait.
+
+A store whose shard ended without a child belongs to no server. A server adopts it, and fires its timers, until the store has none
+left or a child of the shard takes it over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from mldserver.base.clock import Clock
+from mldserver.base.kill_points import kill_point
+from mldserver.consumer.claims import Claims, Superseded, visiting_all
+from mldserver.consumer.intake import TimedStore, TimerSession, TimerStores
+from mldserver.errors import LedgerError, MldserverError
+from mldserver.records import Shard
+from mldserver.runtime.interface import Delivery, DueTimers, Runtime, TimerFilter, TimerReport
+
+log = structlog.get_logger("mldserver")
+
+_LOOK_SECONDS: Final = 0.1
+_LOOKS_AT_ORPHANS: Final = 10
+"""One look in so many is also for stores that no server has."""
+_AGAIN_SECONDS: Final = 5.0
+"""After a firing failed, the store's timers wait for so long."""
+_FIRST, _MOST = 16, 1000
+"""Timers of a store's first portion, and of any portion."""
+_QUICK_MS, _SLOW_MS = 25, 50
+"""A portion that takes less doubles the next one, a portion that takes more halves it."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Firing:
+    """Fires the timers of the stores that this server has."""
+
+    runtime: Runtime
+    claims: Claims
+    timers: TimerStores
+    clock: Clock
+    _busy: set[str] = field(init=False, default_factory=set)
+    """The stores whose timers fire now, or which wait after a failure."""
+    _adopted: set[str] = field(init=False, default_factory=set)
+    """The stores that are being adopted, or are adopted."""
+    _sizes: dict[str, int] = field(init=False, default_factory=dict)
+    """By store, how many timers the next portion has."""
+
+    async def run(self) -> None:
+        """Fire timers when they are due, until cancelled."""
+        looks = 0
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self.clock.sleep(_LOOK_SECONDS)
+                for store in self.timers.due():
+                    if store.store_id not in self._busy:
+                        self._busy.add(store.store_id)
+                        group.create_task(self._fire(store), name="firing")
+                looks += 1
+                if looks % _LOOKS_AT_ORPHANS == 0:
+                    for store_id in self.timers.orphans():
+                        if store_id not in self._adopted:
+                            self._adopted.add(store_id)
+                            group.create_task(self._adopt(store_id), name="adoption")
+
+    async def cancel(self, which: TimerFilter) -> int:
+        """Cancel timers of the stores that this server has; return how many. They stay cancelled, whatever happens next.
+
+        Raises LedgerError.
+        """
+        cancelled = 0
+        for store in self.timers.stores():
+            with contextlib.suppress(Superseded):
+                while (report := await self._portion(store, DueTimers(0, _MOST, cancel=which))) is not None:
+                    cancelled += report.cancelled
+                    if report.cancelled < _MOST:
+                        break
+        await self.timers.flush("timers")
+        return cancelled
+
+    async def _fire(self, store: TimedStore) -> None:
+        """Fire the timers of a store that may fire, in portions."""
+        store_id = store.store_id
+        try:
+            due: TimedStore | None = store
+            while due is not None and due.until_ms is not None:
+                size = self._sizes.get(store_id, _FIRST)
+                began_ms = self.clock.steady_ms()
+                kill_point("timers.firing")
+                if await self._portion(due, DueTimers(due.until_ms, size)) is None:
+                    break
+                kill_point("timers.fired")
+                self._sizes[store_id] = _adapted(size, self.clock.steady_ms() - began_ms)
+                due = next((each for each in self.timers.due() if each.store_id == store_id), None)
+        except Superseded:
+            pass  # the next look tries again, if the shard is still here
+        except MldserverError as error:
+            log.error("timer.failed", store=store_id, **error.told())
+            await self.clock.sleep(_AGAIN_SECONDS)
+        finally:
+            self._busy.discard(store_id)
+
+    async def _portion(self, store: TimedStore, payload: DueTimers) -> TimerReport | None:
+        """Have the handler process a portion; None: the store's handler cannot be had now. Raises Superseded, MldserverError."""
+        shard_ids = [session.shard_id for session in store.sessions]
+        async with visiting_all(self.claims, shard_ids) as are_open:
+            if not are_open or not all(session.alive for session in store.sessions):
+                return None
+            return await self._process(store, payload)
+
+    async def _process(self, store: TimedStore, payload: DueTimers) -> TimerReport | None:
+        session, accepted = store.sessions[0], False
+        delivery = Delivery(
+            session.shard_id,
+            payload,
+            received_ms=self.timers.civil_ms(),
+            after=session.after,
+            number=session.next_number,
+        )
+        try:
+            outcome = await self.runtime.process(delivery)
+            if session.alive:
+                session.accept_firing(outcome)
+                accepted = True
+        finally:
+            if not accepted:
+                self.timers.not_accepted(store)
+        return outcome.timers if accepted else None
+
+    async def _adopt(self, store_id: str) -> None:
+        """Have a store that no server has, until it needs none or another has it."""
+        try:
+            session = await self.timers.adopt(store_id)
+            if session is not None:
+                async with self._opened(session):
+                    while not self.timers.is_abandoned(session):
+                        await self.clock.sleep(_LOOKS_AT_ORPHANS * _LOOK_SECONDS)
+        except Superseded:
+            pass  # a connection claims the shard
+        except (LedgerError, MldserverError) as error:
+            log.error("timer.failed", store=store_id, **error.told())
+            await self.clock.sleep(_AGAIN_SECONDS)
+        finally:
+            self._adopted.discard(store_id)
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, session: TimerSession) -> AsyncGenerator[None, None]:
+        """Open the handler of a shard that has no connection, and claim the shard for it. Raises Superseded."""
+        shard_id = session.shard_id
+        claim = self.claims.take(shard_id)
+        try:
+            async with claim.work():
+                await self.runtime.open(Shard(shard_id, None), session.snapshot)
+                claim.opened = True
+            yield
+        finally:
+            session.disconnected()
+            claim.evict()
+            with contextlib.suppress(Superseded):
+                async with claim.work():
+                    await self.runtime.forget(shard_id)
+            self.claims.release(shard_id, claim)
+
+
+def _adapted(size: int, took_ms: int) -> int:
+    """Return the size of the next portion after one of ``size`` timers took so long."""
+    if took_ms < _QUICK_MS:
+        return min(size * 2, _MOST)
+    return max(size // 2, 1) if took_ms > _SLOW_MS else size

@@ -1,0 +1,153 @@
+"""Which timers may fire: the stores with timers that this server has, how far their shards are read, and which stores are orphans.
+
+A timer may fire when all records of its key that had arrived by its due time are accepted (``Watermark.frontier_ms``). The shards
+of a DynamoDB table that share a store are judged together: a key's next records may come from any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+
+from mldserver.base.clock import CivilClock, Clock
+from mldserver.consumer.intake import TimedStore, TimerSession
+from mldserver.coordinator.core.ledger_view import LedgerView
+from mldserver.coordinator.core.lineage import Lineage, Presence
+from mldserver.coordinator.core.sessions import Sessions, make_reload
+from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.shards import IntakeSession
+
+log = structlog.get_logger("mldserver")
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class TimerIntake:
+    """A ``TimerStores``. It shares the coordinator's parts."""
+
+    view: LedgerView
+    clock: Clock
+    civil: CivilClock
+    lineage: Lineage
+    watermark: Watermark
+    sessions: Sessions
+    adopt: Callable[[str], Awaitable[IntakeSession | None]]
+    """Opens a session for an orphan. None: another server was faster, or a child of the shard has come."""
+    flush: Callable[[str], Awaitable[None]]
+    """Returns when a whole cycle that began after the call is done."""
+    held: int = field(init=False, default=0)
+    """How many stores here have a due timer that may not fire: a shard lags or is paused, or the server has no room."""
+    _differs: bool = field(init=False, default=False)
+    """Whether the host's clock was seen to differ from AWS's."""
+
+    def stores(self) -> list[TimedStore]:
+        """Return the stores that this server has and that have timers, as if none may fire."""
+        return [TimedStore(store_id, tuple(sessions), None) for store_id, sessions in self._live().items()]
+
+    def _live(self) -> dict[str, list[IntakeSession]]:
+        found: dict[str, list[IntakeSession]] = {}
+        timed = self.sessions.next_due_ms
+        for session in self.sessions.all_live() if timed else ():
+            assert isinstance(session, IntakeSession)
+            if session.store_id in timed:
+                found.setdefault(session.store_id, []).append(session)
+        return found
+
+    def next_ms(self, store_id: str) -> int | None:
+        """Return when the first timer of a store is due that the handler has a callback for."""
+        return self.sessions.next_due_ms.get(store_id)
+
+    def due(self) -> list[TimedStore]:
+        """Return the stores that have a timer which may fire now."""
+        now_ms = self.clock.steady_ms()
+        shown_ms = self.watermark.aws_ms(now_ms)
+        if shown_ms is not None:
+            self.civil.arrived(shown_ms, now_ms)
+        civil_ms = self.civil.now_ms()
+        next_ms = self.sessions.next_due_ms
+        due = {
+            store_id: sessions
+            for store_id, sessions in self._live().items()
+            if (at_ms := next_ms[store_id]) is not None and at_ms <= civil_ms
+        }
+        incomplete = self._incomplete(due, now_ms) if due else frozenset()
+        found = []
+        for store_id, sessions in due.items():
+            until_ms = None if store_id in incomplete else self._frontier_ms(sessions, now_ms, civil_ms)
+            at_ms = next_ms[store_id]
+            if until_ms is not None and at_ms is not None and at_ms <= until_ms:
+                found.append(TimedStore(store_id, tuple(sessions), until_ms))
+        self.held = len(due) - len(found)
+        return found
+
+    def _frontier_ms(self, sessions: Iterable[IntakeSession], now_ms: int, civil_ms: int) -> int | None:
+        """Return until when timers of a store with these sessions may fire; None: none may."""
+        frontier_ms = civil_ms
+        for session in sessions:
+            if not session.may_fire:
+                return None
+            if session.adopted:
+                continue
+            read_ms = self.watermark.frontier_ms(session.shard_id, now_ms, civil_ms)
+            if read_ms is None:
+                return None
+            frontier_ms = min(frontier_ms, read_ms)
+        return frontier_ms
+
+    def _incomplete(self, store_ids: Collection[str], now_ms: int) -> frozenset[str]:
+        """Return the stores of which a shard is expected that has no session here, or that may have a child soon."""
+        shards = self.view.state.shards
+        found: set[str] = set()
+        missing = {node.id for node in self.lineage.missing()}
+        settling = self.watermark.is_settling(now_ms)
+        for node in self.lineage.nodes.values():
+            waits = node.presence is Presence.ELSEWHERE or node.id in missing
+            waits |= node.presence is Presence.ENDED and settling and not node.children
+            if waits:
+                found.update(shards[each].store for each in (node.id, *node.parents) if each in shards)
+        return frozenset(found.intersection(store_ids))
+
+    def civil_ms(self) -> int:
+        """Return the time of day; log it when the host's clock begins to differ from it."""
+        differs_ms = self.civil.differs_ms
+        if bool(differs_ms) is not self._differs:
+            self._differs = bool(differs_ms)
+            if differs_ms:
+                log.warning("clock.differs", seconds=differs_ms / 1000)
+        return self.civil.now_ms()
+
+    def not_accepted(self, store: TimedStore) -> None:
+        """Have the runtime load a store again before the next delivery of each of its shards."""
+        make_reload(each for each in self.sessions.of_store(store.store_id) if each.alive)
+
+    # Stores without a server.
+
+    def orphans(self) -> list[str]:
+        """Return the stores with timers whose shards have all ended, without a known child, and that no server has."""
+        state, here = self.view.state, self.sessions.live_stores()
+        found = {
+            store_id
+            for store_id, store in state.stores.items()
+            if store.next_due_ms is not None and not store.closed and store_id not in here
+        }
+        if not found or self.watermark.is_settling(self.clock.steady_ms()):
+            return []
+        found.difference_update(
+            shard.store
+            for shard in state.shards.values()
+            if not shard.ended or shard.owner not in {None, self.view.server_id}
+        )
+        for node in self.lineage.nodes.values():
+            shard = state.shards.get(node.id)
+            own = "" if shard is None else shard.store
+            for parent in node.parents:
+                if parent in state.shards and state.shards[parent].store != own:
+                    found.discard(state.shards[parent].store)
+        return sorted(found)
+
+    def is_abandoned(self, session: TimerSession) -> bool:
+        """Return whether a session of an adopted store has nothing left to do: it is over, or the store has no timers or is closed."""
+        assert isinstance(session, IntakeSession)
+        store = self.view.state.stores.get(session.store_id)
+        return not session.alive or store is None or store.closed or store.next_due_ms is None
