@@ -56,6 +56,11 @@ def key_bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogatepass")
 
 
+def key_text(key: bytes) -> str:
+    """Return the partition key that ``key_bytes`` made bytes of."""
+    return str(key, "utf-8", "surrogatepass")
+
+
 def hash_of(key: bytes) -> int:
     """Return the hash by which Kinesis places a key (``key_bytes``) in a shard: MD5 as an unsigned number of 128 bits."""
     return int.from_bytes(hashlib.md5(key, usedforsecurity=False).digest(), "big")

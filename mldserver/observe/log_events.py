@@ -139,14 +139,14 @@ handler.failed  warning|error|debug  handler hook sequence attempt delay_seconds
     A hook failed and is retried. Logged as an error if ``initialize`` keeps failing, since its shard waits.
     The same failure of a shard is logged once a minute, with the number of ``times`` since then, and at debug
     in between; the same holds for the next three events.
-handler.dead_letter  error|debug  handler sequence partition_key attempts traceback times
-    A record failed for good and is a dead letter.
-handler.skipped  warning|debug  handler sequence partition_key attempts traceback times
-    A record failed for good and is skipped: the server does not store it.
+handler.dead_letter  error|debug  handler sequence partition_key timer attempts traceback times
+    A record, or a timer of its key, failed for good and is a dead letter.
+handler.skipped  warning|debug  handler sequence partition_key timer attempts traceback times
+    A record, or a timer of its key, failed for good and is skipped: the server does not store it.
 handler.hook_failed  error|debug  handler hook attempts traceback times
     A life-cycle hook failed for good; the server answers the daemon as after a success.
-handler.discarded  debug  handler sequence partition_key attempts
-    The handler discarded a record.
+handler.discarded  debug  handler sequence partition_key timer attempts
+    The handler discarded a record, or a timer of its key.
 handler.halted  critical  handler hook sequence attempts traceback
     A record failed for good, and `on_failure` or a failure rule is halt.
 handler.not_checkpointing  warning  handler seconds position
@@ -186,6 +186,12 @@ state.compaction_failed  warning
     Files of keyed state could not be made one. They stay as they are, and the server tries again.
 state.moved  warning  handler number
     The handler's state was not the one that the shard's next batch follows: the server loads the present state again.
+timer.set_again  warning|debug  handler sequence partition_key timer attempts traceback times
+    The callback of a timer failed: the timer is due again after a back-off.
+timer.skipped  warning  handler timers
+    So many timers were later than ``max_lateness`` of their callback allows: the server removed them without a call.
+timer.unknown  warning  handler timers
+    The store has so many timers whose callback the handler does not have: the server holds them.
 handler.output  info  stream text
     What the handler printed.
 flush.done  debug  rows segments late_rows bytes shards dead_letters seconds reason

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -32,6 +32,7 @@ from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import Failure, bad_row, describe
 from mldserver.runtime.keyed_state import CallContext
 from mldserver.runtime.rows import BadRow
+from mldserver.runtime.timers import DueTimer
 from mldserver.runtime.values import materialized
 
 log = structlog.get_logger("mldserver")
@@ -61,6 +62,25 @@ class BoundHook:
     """The context of the calls, if the hook takes one. Its arguments are then pairs: a record, and its effective time (ms)."""
     unchecked: BoundHook | None = None
     """The same hook, whose rows are checked together after the last call: for the first attempt at a batch with a context."""
+
+
+TIMER_HOOK: Final = "timer"
+"""The name of the hook that calls the callbacks of timers."""
+
+
+def timer_hook(callbacks: Mapping[str, Callable[..., Any]], *, is_async: bool) -> BoundHook:
+    """Return a hook that calls, for each ``DueTimer`` with its context, the timer's callback.
+
+    It returns None for a timer that is not called after all (see ``TimerTable.take``).
+    """
+
+    def fire(due: DueTimer, context: CallContext) -> Any:
+        return callbacks[due.callback](due.value(), context) if context.take(due) else None
+
+    async def fire_async(due: DueTimer, context: CallContext) -> Any:
+        return await callbacks[due.callback](due.value(), context) if context.take(due) else None
+
+    return BoundHook(TIMER_HOOK, fire_async if is_async else fire, is_async, plainly=True)
 
 
 class Returned(msgspec.Struct):
@@ -348,10 +368,12 @@ class Caller:
                 watch.started_ms = now_ms()  # see call_sync
                 if watch.abandoned:
                     break
-            context.record, context.at_ms, context.live = record, at_ms, None
+            context.record, context.at_ms, context.live, context.pending = record, at_ms, None, None
             value = function(record, context)
             value = value if type(value) in plain else convert(value)
-            if context.live is not None:
+            if context.pending is not None:
+                context.join()
+            elif context.live is not None:
                 write(record.partition_key, context.live, at_ms)
             values.append(value)
 

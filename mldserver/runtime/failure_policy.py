@@ -55,6 +55,8 @@ class Ending(enum.StrEnum):
     SKIP = "skip"
     HALT = "halt"
     DISCARD = "discard"
+    AGAIN = "again"
+    """A timer that is set again, after a back-off; never an end that a policy names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +75,20 @@ class FailurePolicy(FailureSettings):
 
     def redriving(self) -> FailurePolicy:
         """Return the policy for dead letters that run once more: none is skipped, and none stops its shard."""
-        kept = (OnFailure.SKIP, OnFailure.HALT)
+        return self._keeping(OnFailure.SKIP, OnFailure.HALT)
+
+    def firing(self) -> FailurePolicy:
+        """Return the policy for timers: none stops its shard."""
+        return self._keeping(OnFailure.HALT)
+
+    def _keeping(self, *ends: OnFailure) -> FailurePolicy:
+        """Return the policy with dead letters instead of these ends."""
         rules = tuple(
-            replace(rule, on_failure=OnFailure.DEAD_LETTER) if rule.on_failure in kept else rule
+            replace(rule, on_failure=OnFailure.DEAD_LETTER) if rule.on_failure in ends else rule
             for rule in self.failure_rules
         )
-        return replace(self, on_failure=OnFailure.DEAD_LETTER, failure_rules=rules)
+        on_failure = OnFailure.DEAD_LETTER if self.on_failure in ends else self.on_failure
+        return replace(self, on_failure=on_failure, failure_rules=rules)
 
     def delay(self, failures: int, random: float) -> float:
         """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1)."""

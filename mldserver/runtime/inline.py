@@ -31,13 +31,14 @@ from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, Hook, Sequence, Shard
-from mldserver.runtime.calls import BoundHook, Caller, Deadlines
+from mldserver.runtime.calls import TIMER_HOOK, BoundHook, Caller, Deadlines, timer_hook
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.runtime.interface import BatchOutcome, Delivery, DueTimers
 from mldserver.runtime.keyed_state import STATE_BYTES, CallContext, KeyedState
 from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
+from mldserver.runtime.timers import TimerTable
 from mldserver.runtime.work import BatchWork
 from mldserver.stores import SnapshotSource, StateSnapshot, StoreSize, largest, nearly_full
 
@@ -146,7 +147,7 @@ class InlineRuntime:
         """The memory that the state of all stores may take here. The server changes it in a worker."""
         self._settings = MappingProxyType(dict(settings))
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
-        self._tools = Tools(
+        self._tools = tools = Tools(
             spec=spec,
             caller=Caller(
                 thread=None if here else self._thread,
@@ -164,6 +165,8 @@ class InlineRuntime:
             late_rows=RowBuilder(spec.schema, time_column=spec.time_column) if spec.keyed else None,
             lanes=lanes,
         )
+        self._firing = replace(tools, policy=policy.firing())
+        self._redriving = replace(tools, policy=policy.redriving())
 
     async def start(self) -> None:
         """Start the threads of synchronous hooks."""
@@ -221,7 +224,8 @@ class InlineRuntime:
         opened = self._shards.get(delivery.shard_id) or self._opened(delivery.shard_id)
         hook, turn = opened.hooks[opened.tools.spec.record_hook], None
         if opened.store is not None:
-            if not opened.store.state.stands_at(delivery.shard_id, delivery.number):
+            stands = opened.store.state.stands_at(delivery.shard_id, delivery.number)
+            if not stands or isinstance(delivery.payload, DueTimers):
                 return self.process(delivery)
             turn = self._turn_of(opened.store)
         return BatchWork(opened.tools, hook, delivery, opened.decoder, turn=turn).begin()
@@ -234,7 +238,10 @@ class InlineRuntime:
             turn = self._turn_of(opened.store)
         hook = opened.hooks[opened.tools.spec.record_hook]
         tools, parked = opened.tools, opened.parked
-        if delivery.redriven:
+        if isinstance(delivery.payload, DueTimers):
+            hook = opened.hooks.get(TIMER_HOOK, hook)
+            tools = self._redriving if delivery.payload.letters else self._firing
+        elif delivery.redriven:
             tools, parked = replace(tools, policy=tools.policy.redriving()), {}
         work = BatchWork(tools, hook, delivery, opened.decoder, parked, turn=turn)
         outcome = await work.run()
@@ -306,7 +313,7 @@ class InlineRuntime:
     def state_sizes(self) -> tuple[StoreSize, ...]:
         """Return how much keyed state is held here (see ``Runtime.state_sizes``). Any thread may call it."""
         states = [store.state for store in list(self._stores.values())]
-        return largest(StoreSize(state.store_id, len(state), state.bytes) for state in states)
+        return largest(StoreSize(state.store_id, len(state), state.memory) for state in states)
 
     async def run(self) -> None:
         """Enforce the deadlines of calls."""
@@ -334,15 +341,16 @@ class InlineRuntime:
         """Make a handler and run ``initialize``; return the hook that failed, and why."""
         spec = tools.spec
         instance: Any = spec.target
+        names = (*spec.hooks, *spec.timers)
 
         def make(_: Shard) -> list[Any]:
             # What a class makes, and what that has, is up to the user's code. It comes back in a list of one: hooks may
             # not return objects of their own to the runtime.
             made = spec.target()
-            return [(made, {name: getattr(made, name) for name in spec.hooks})]
+            return [(made, {name: getattr(made, name) for name in names})]
 
         if spec.kind is HandlerKind.MODULE:
-            functions = {name: getattr(instance, name) for name in spec.hooks}
+            functions = {name: getattr(instance, name) for name in names}
         else:
             made = await tools.caller.run(
                 BoundHook("__init__", make, is_async=False), [shard], shard=shard.id
@@ -354,6 +362,10 @@ class InlineRuntime:
         name = spec.record_hook
         if name is RecordHook.RECORD:
             hooks[name] = replace(hooks[name], plain=tools.rows.plain, convert=tools.rows.convert)
+        if spec.timers:
+            callbacks = {each: functions[each] for each in spec.timers}
+            timer = timer_hook(callbacks, is_async=spec.hooks[name].is_async)
+            hooks[timer.name] = replace(timer, plain=tools.rows.plain, convert=tools.rows.convert)
         if name is not RecordHook.TABLE:
             bounded = tools.policy.max_ahead_ms is not None and spec.time_column is not None
             hooks[name] = replace(hooks[name], plainly=tools.lanes == 1 and not bounded)
@@ -395,25 +407,29 @@ class InlineRuntime:
 
     async def _replace(self, store: _Store, opened: _OpenHandler, taken: StateSnapshot | None) -> None:
         """Replace a store's live copy by a snapshot that was read for a shard; None: by an empty one."""
-        shard_id, ttl_ms = opened.shard.id, self._tools.spec.state_ttl_ms
+        spec, shard_id = self._tools.spec, opened.shard.id
+        ttl_ms, timers = spec.state_ttl_ms, spec.timers
         sharing = self._sharing(store)
         clocks = {name: ms for name, ms in store.state.clocks.items() if name in sharing}
         if taken is None:
-            state = KeyedState(store.state.store_id, ttl_ms=ttl_ms)
+            state = KeyedState(
+                store.state.store_id, ttl_ms=ttl_ms, timers=TimerTable(timers) if timers else None
+            )
         else:
-            load = partial(KeyedState.loaded, taken, shard_id, ttl_ms=ttl_ms, clocks=clocks)
+            load = partial(KeyedState.loaded, taken, shard_id, ttl_ms=ttl_ms, clocks=clocks, hooks=timers)
             state = await asyncio.to_thread(load) if taken.entries.num_rows > _MANY_ENTRIES else load()
         state.applied = {name: state.applied.get(name, 0) for name in sharing}
         store.state = state
-        name = self._tools.spec.record_hook
         late_rows = self._tools.late_rows
         assert late_rows is not None, "only keyed handlers have stores"
         for each in sharing.values():
-            hook = replace(
-                each.hooks[name], context=CallContext(state, each.shard.id, self._settings), unchecked=None
-            )
-            unchecked = replace(hook, plain=late_rows.plain, convert=late_rows.convert)
-            each.hooks[name] = replace(hook, unchecked=unchecked)
+            context = CallContext(state, each.shard.id, self._settings, timers)
+            for name in (spec.record_hook, TIMER_HOOK) if timers else (spec.record_hook,):
+                hook = replace(each.hooks[name], context=context, unchecked=None)
+                unchecked = replace(hook, plain=late_rows.plain, convert=late_rows.convert)
+                each.hooks[name] = replace(hook, unchecked=unchecked)
+        if state.timers is not None and (unknown := state.timers.report().unknown):
+            log.warning("timer.unknown", shard=shard_id, handler=spec.path, timers=unknown)
 
     def _sharing(self, store: _Store) -> dict[str, _OpenHandler]:
         """Return the open shards that have this store."""
@@ -421,7 +437,7 @@ class InlineRuntime:
 
     def _turn_of(self, store: _Store) -> asyncio.Lock:
         """Return a store's turn, for a batch; note how much memory its state may take."""
-        others = [each.state.bytes for each in self._stores.values() if each is not store]
+        others = [each.state.memory for each in self._stores.values() if each is not store]
         store.state.room = self.state_bytes - sum(others)
         return store.turn
 

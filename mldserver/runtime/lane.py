@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,11 +26,12 @@ from mldserver.handler.failure import Failure, bad_row, describe, printed
 from mldserver.handler.spec import HandlerSpec, RecordHook
 from mldserver.records import Batch, BatchResult, Record
 from mldserver.runtime.calls import BoundHook, Caller, CallWatch, Returned
-from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.runtime.failure_policy import Ending, FailurePolicy
 from mldserver.runtime.outcome import FreshBatch
 from mldserver.runtime.plan import Again, BatchPlan, Step
 from mldserver.runtime.rows import Built, RowBuilder, failed_records, named_places
 from mldserver.runtime.tables import TableMismatch, take_table
+from mldserver.runtime.timers import DueTimer
 from mldserver.runtime.values import shown
 from mldserver.windows import counted, milliseconds
 
@@ -208,6 +210,7 @@ class Lane:
             if failure is not None:
                 again = self.plan.failed_at(step, done, failure, self.tools.clock.now_ms())
                 self.again += [] if again is None else [again]
+                self._set_again([step.indices[done]])
         if self.returned and (not self.plan.todo or step.halved):
             # Rows of single calls are built once: a table for what stands between two failures would cost far more.
             made, self.returned = self.returned, []
@@ -239,6 +242,18 @@ class Lane:
             self.again += [] if again is None else [again]
         if came.faults:
             self.again += self.plan.faulty(step, came.faults, now_ms)
+            self._set_again(came.faults)
+
+    def _set_again(self, indices: Iterable[int]) -> None:
+        """Set timers again whose calls have failed, before the next call: that may cancel or replace them."""
+        tools, context = self.tools, self.hook.context
+        table = context.store.timers if context is not None and self.plan.fires else None
+        for index in indices if table is not None else ():
+            due, end = self.decoded.fresh[index], self.plan.ends[index]
+            if end.ending is Ending.AGAIN and isinstance(due, DueTimer) and table is not None:
+                after = end.failure.after_seconds
+                seconds = tools.policy.delay(end.attempts, tools.random()) if after is None else after
+                table.set_again(due, math.ceil(1000 * seconds))
 
     def _refuse_ahead(self, came: _Came) -> None:
         """Refuse rows that lie too far ahead of their records' arrival, where the policy has a limit."""

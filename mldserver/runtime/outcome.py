@@ -17,9 +17,12 @@ from mldserver.errors import HandlerHalted, InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import DeadLetter, Record
-from mldserver.runtime.interface import BatchOutline, Delivery
+from mldserver.runtime.interface import BatchOutline, Delivery, DueTimers
+from mldserver.runtime.keyed_state import KeyedState
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
+from mldserver.runtime.timers import DueTimer
+from mldserver.stores import TimerEntry
 
 log = structlog.get_logger("mldserver")
 
@@ -79,6 +82,27 @@ def decode_batch(delivery: Delivery, decoder: BatchDecoder) -> FreshBatch:
     except Exception as error:
         raise InternalError(f"A batch cannot be decoded: {describe(error).error}.") from error
     return FreshBatch(records[duplicates:] if duplicates else records, outline, arrivals)
+
+
+def due_batch(delivery: Delivery, due: DueTimers, store: KeyedState) -> FreshBatch:
+    """Return the timers of a store that a delivery asks for, in the place of records; remove what it asks to cancel."""
+    shard_id, received_ms, clock_ms = (
+        delivery.shard_id,
+        delivery.received_ms,
+        store.clocks.get(delivery.shard_id, 0),
+    )
+    asked = [(each.key, each.timer_id, TimerEntry(each.due_ms, each.payload)) for each in due.letters]
+    if store.timers is not None and due.cancel is not None:
+        store.timers.cancel(due.cancel, due.limit)
+    elif store.timers is not None and not asked:
+        asked = store.timers.due(due.until_ms, due.limit)
+    timers = [
+        DueTimer(shard_id, delivery.after, *each, received_ms=received_ms, is_letter=bool(due.letters))
+        for each in asked
+    ]
+    latest_ms = max((timer.due_ms for timer in timers), default=None)
+    outline = BatchOutline(0, 0, None, None, latest_ms, None)
+    return FreshBatch(timers, outline, [max(clock_ms, timer.due_ms) for timer in timers])
 
 
 def decode_failures(records: Sequence[Record]) -> dict[int, Failure]:
@@ -142,6 +166,8 @@ def dead_letter(record: Record, end: End, *, handler: str, version: str, at_ms: 
         at_ms=at_ms,
         parked_behind=end.behind,
         handler_version=version,
+        timer=record.timer_id if isinstance(record, DueTimer) else None,
+        due_ms=record.due_ms if isinstance(record, DueTimer) else None,
     )
 
 

@@ -82,8 +82,10 @@ class BatchPlan:
     """The keys with a dead letter of this batch, with its sequence; only when keys are parked."""
     todo: list[Step] = field(default_factory=list)
     """A stack: the next call is the last item. Empty: every record is decided, unless a call is running."""
-    _calls: dict[int, int] = field(default_factory=dict)
-    """The number of failed calls of each record that has any."""
+    fires: bool = False
+    """Whether the records are timers: one that must be called again is not called in this batch (``Ending.AGAIN``)."""
+    calls: dict[int, int] = field(default_factory=dict)
+    """The number of failed calls of each record that has any. Those of timers include earlier batches."""
     _suspect: Step | None = None
     """The right half of the part that failed last. If the left half succeeds, the right half holds the failure."""
     _merging: bool = True
@@ -99,9 +101,9 @@ class BatchPlan:
     @property
     def attempts(self) -> int:
         """The largest number of calls that any record took, failed and successful."""
-        if not self._calls:
+        if not self.calls:
             return 1
-        return max(calls + (index not in self.ends) for index, calls in self._calls.items())
+        return max(calls + (index not in self.ends) for index, calls in self.calls.items())
 
     def step(self) -> Step | None:
         """Remove the next call from the plan and return it; None if every record is decided, or the shard stops."""
@@ -119,7 +121,8 @@ class BatchPlan:
         """End records that cannot be called, before the first call. They are not retried, whatever a rule says."""
         for index in self._drop(faults):
             ending = self._ending((index,), faults[index], now_ms)
-            self._end(index, ending or Ending(self.policy.on_failure), faults[index])
+            for_good = Ending(self.policy.on_failure) if ending in {None, Ending.AGAIN} else ending
+            self._end(index, for_good, faults[index])
 
     def park(self, keys: Mapping[str, records.Sequence], *, behind: int = -1) -> None:
         """Make records of these keys dead letters: they wait behind a dead letter of their key.
@@ -133,7 +136,7 @@ class BatchPlan:
         for key, sequence in keys.items():
             for index in self._drop([each for each in self._by_key.get(key, ()) if each > behind]):
                 failure = Failure(f"Parked: it waits behind {sequence}, a dead letter of its partition key")
-                self.ends[index] = End(Ending.DEAD_LETTER, failure, self._calls.get(index, 0), sequence)
+                self.ends[index] = End(Ending.DEAD_LETTER, failure, self.calls.get(index, 0), sequence)
 
     def failed_at(self, step: Step, place: int, failure: Failure, now_ms: int) -> Again | None:
         """Handle a failed call for one record of a step. Earlier records are done, later ones were not called.
@@ -155,7 +158,7 @@ class BatchPlan:
             self._merging = False
         indices, first = step.indices, step.indices[0]
         ending = self._ending(indices, failure, now_ms)
-        again = Again(first, failure, self._calls[first])
+        again = Again(first, failure, self.calls[first])
         if ending is None and (len(indices) == 1 or not step.halved or failure.whole_call):
             self.todo.append(Step(indices, again.attempt, failure.after_seconds, step.halved))
             return again
@@ -197,7 +200,7 @@ class BatchPlan:
         indices, self._suspect = sorted(faults), None
         endings = {index: self._ending((index,), faults[index], now_ms) for index in indices}
         again = [
-            Again(index, faults[index], self._calls[index]) for index in indices if endings[index] is None
+            Again(index, faults[index], self.calls[index]) for index in indices if endings[index] is None
         ]
         if again:
             waits = [one.failure.after_seconds for one in again if one.failure.after_seconds is not None]
@@ -218,17 +221,18 @@ class BatchPlan:
     def _ending(self, indices: Sequence[int], failure: Failure, now_ms: int) -> Ending | None:
         """Count a failed call for these records; return how they end, or None if they are called again."""
         for index in indices:
-            self._calls[index] = self._calls.get(index, 0) + 1
+            self.calls[index] = self.calls.get(index, 0) + 1
         # The oldest record's age; computed only if the policy has a maximum.
         aged = self.policy.max_age_ms is not None
         age_ms = now_ms - min(map(self.arrivals_ms.__getitem__, indices)) if aged else 0
-        return self.policy.ending(failure, calls=self._calls[indices[0]], age_ms=age_ms)
+        ending = self.policy.ending(failure, calls=self.calls[indices[0]], age_ms=age_ms)
+        return Ending.AGAIN if ending is None and self.fires else ending
 
     def _end(self, index: int, ending: Ending, failure: Failure) -> None:
         if ending is Ending.HALT:
-            self.halted = self.halted or Again(index, failure, self._calls[index])
+            self.halted = self.halted or Again(index, failure, self.calls[index])
             return
-        self.ends[index] = End(ending, failure, self._calls[index])
+        self.ends[index] = End(ending, failure, self.calls[index])
         if ending is Ending.DEAD_LETTER and self.policy.parks:
             key, sequence = self.fresh[index].partition_key, self.fresh[index].sequence
             if key is not None:

@@ -14,6 +14,12 @@ import msgspec
 
 MAX_STATE_BYTES: Final = 256 * 1024
 """The longest state of one key, in MessagePack."""
+MAX_PAYLOAD_BYTES: Final = 16 * 1024
+"""The longest payload of a timer, in MessagePack."""
+MAX_TIMERS: Final = 1_000
+"""How many timers a key may have."""
+MAX_ID_BYTES: Final = 1_024
+"""The longest id of a timer in UTF-8: its callback's name and its own."""
 
 _DECIMAL: Final = 1
 """The code of the extension for Decimal, whose bytes are its text."""
@@ -30,6 +36,10 @@ def _extension(code: int, data: memoryview) -> Any:
 _encode: Final = msgspec.msgpack.Encoder().encode
 decode_state: Final = msgspec.msgpack.Decoder(dict[str, Any], ext_hook=_extension).decode
 """Returns the dict of a state's bytes. Raises msgspec.MsgspecError for other bytes."""
+decode_payload: Final = msgspec.msgpack.Decoder(ext_hook=_extension).decode
+"""Returns the payload of a timer, whose bytes ``encode_payload`` returned."""
+decode_timer: Final = msgspec.msgpack.Decoder(tuple[int, int, Any], ext_hook=_extension).decode
+"""Returns number, attempt and payload of a timer's value (``stores.pack_timer``)."""
 
 
 def encode_state(state: dict[str, Any], before: bytes | None = None) -> bytes:
@@ -46,6 +56,17 @@ def encode_state(state: dict[str, Any], before: bytes | None = None) -> bytes:
     if not _is_plain(state):
         data = _encode(_checked(state, "ctx.state"))
     return before if data == before else data
+
+
+def encode_payload(payload: Any) -> bytes:
+    """Return the payload of a timer as bytes. Raises TypeError as ``encode_state`` does."""
+    kind = type(payload)
+    if kind not in _LEAVES and (kind not in _CONTAINERS or not _is_plain(payload)):
+        payload = _checked(payload, "payload")
+    try:
+        return _encode(payload)
+    except Exception:  # noqa: BLE001  # the reason follows, with the value's path
+        return _encode(_checked(payload, "payload"))
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,18 +23,20 @@ from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch
 from mldserver.runtime.calls import BoundHook, CallWatch, Returned
 from mldserver.runtime.failure_policy import Ending
-from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, DueTimers
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import (
     FreshBatch,
     dead_letter,
     decode_batch,
     decode_failures,
+    due_batch,
     halted,
     join_rows,
 )
 from mldserver.runtime.plan import BatchPlan, End, Step
 from mldserver.runtime.rows import Built
+from mldserver.runtime.timers import DueTimer
 
 log = structlog.get_logger("mldserver")
 
@@ -215,11 +217,17 @@ class BatchWork(msgspec.Struct, eq=False):
 
     def _decode_records(self) -> None:
         """Decode the batch. Take back what an earlier attempt, or an unfinished batch, has changed of the state."""
-        self.decoded = decode_batch(self.delivery, self.decoder)
         context = self.hook.context
-        if context is not None:
+        if context is None:
+            self.decoded = decode_batch(self.delivery, self.decoder)
+        else:
             context.received_ms = self.delivery.received_ms
             context.store.begin(context.shard_id, self)
+            payload = self.delivery.payload
+            if isinstance(payload, DueTimers):
+                self.decoded = due_batch(self.delivery, payload, context.store)
+            else:
+                self.decoded = decode_batch(self.delivery, self.decoder)
             fresh = self.decoded.fresh
             # Without expiry, no time matters.
             self.times = (
@@ -241,6 +249,12 @@ class BatchWork(msgspec.Struct, eq=False):
             counts=part is None,
             moves=not self.delivery.redriven,
         )
+        if context.store.timers is not None:
+            report = context.store.timers.report()
+            outcome = structs.replace(outcome, timers=report)
+            if report.skipped:
+                where = {"shard": self.delivery.shard_id, "handler": self.tools.spec.path}
+                log.warning("timer.skipped", **where, timers=report.skipped)
         return (
             structs.replace(outcome, effects=structs.replace(outcome.effects, state=blobs))
             if blobs
@@ -310,6 +324,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 record.sequence,
                 partition_key=record.partition_key,
                 attempts=end.attempts,
+                **({"timer": record.timer_id} if isinstance(record, DueTimer) else {}),
             )
         endings = [end.ending for _, end in ends]
         spec, now_ms = self.tools.spec, self.tools.clock.now_ms()
@@ -415,12 +430,16 @@ class BatchWork(msgspec.Struct, eq=False):
             of_lane = dict(sorted(keyed.items()))
         arrivals_ms = self.decoded.arrivals_ms[len(self.decoded.arrivals_ms) - len(fresh) :]
         self.effects = NOTHING
+        is_due = isinstance(delivery.payload, DueTimers)
+        due = [each for each in fresh if isinstance(each, DueTimer)] if is_due else []
+        fires = bool(due) and not due[0].is_letter
+        calls = {index: each.timer.attempt for index, each in enumerate(due) if each.timer.attempt}
         self.lanes = [
             Lane(
                 tools,
                 self.hook,
                 self.decoded,
-                BatchPlan(indices, tools.policy, fresh, arrivals_ms),
+                BatchPlan(indices, tools.policy, fresh, arrivals_ms, fires=fires, calls=calls),
                 delivery.shard_id,
                 tools.threads[place % len(tools.threads)],
                 self.times,
@@ -435,6 +454,9 @@ class BatchWork(msgspec.Struct, eq=False):
                 lane.plan.park(self.parked)
             if delivery.condemned is not None:
                 lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
+        if delivery.condemned is not None and self.hook.context is not None:
+            for each in due:
+                self.hook.context.take(each)
 
     def _join(self, _watch: CallWatch) -> None:
         """Join the rows of all lanes into ``effects``, unless a lane stopped the shard."""
@@ -447,6 +469,7 @@ _EVENTS: Final = {
     Ending.DEAD_LETTER: ("error", "handler.dead_letter"),
     Ending.SKIP: ("warning", "handler.skipped"),
     Ending.DISCARD: ("debug", "handler.discarded"),
+    Ending.AGAIN: ("warning", "timer.set_again"),
 }
 
 

@@ -100,13 +100,13 @@ def test_a_call_that_changes_nothing_and_a_key_that_comes_and_goes_have_no_effec
 
 def test_an_empty_dict_deletes_the_key() -> None:
     calls = Calls()
-    before = calls.store.bytes
+    before = calls.store.memory
     calls.change("k", n=1)
     calls.end()
     calls.store.write("k", {}, 0)
     assert calls.read("k") == {}
     assert calls.end() == [StateChange(b"k", None)]
-    assert (len(calls.store), calls.store.bytes) == (0, before)
+    assert (len(calls.store), calls.store.memory) == (0, before)
 
 
 def test_a_batch_that_does_not_come_to_its_end_is_taken_back() -> None:
@@ -114,7 +114,7 @@ def test_a_batch_that_does_not_come_to_its_end_is_taken_back() -> None:
     calls.change("old", n=1)
     calls.change("gone", n=1)
     calls.end()
-    before = calls.store.bytes
+    before = calls.store.memory
     calls.change("old", n=2)
     calls.change("old", n=3)
     calls.change("new", n=1)
@@ -123,7 +123,7 @@ def test_a_batch_that_does_not_come_to_its_end_is_taken_back() -> None:
     calls.store.write("brief", {}, 0)
     calls.begin()
     assert [calls.read(key) for key in ("old", "new", "gone")] == [{"n": 1}, {}, {"n": 1}]
-    assert (calls.end(), calls.store.bytes, len(calls.store)) == ([], before, 2)
+    assert (calls.end(), calls.store.memory, len(calls.store)) == ([], before, 2)
 
 
 def test_outcomes_are_counted_by_shard_and_parts_are_not() -> None:
@@ -190,7 +190,7 @@ def test_expired_entries_leave_the_memory_of_a_shards_own_range() -> None:
     assert len(calls.store) == 1
     calls.end(2310)
     assert len(calls.store) == 0
-    assert calls.store.bytes == 0
+    assert calls.store.memory == 0
 
 
 def test_entries_are_not_searched_with_every_batch() -> None:
@@ -231,7 +231,7 @@ def test_a_key_that_another_shard_has_fails_unless_it_has_state_here() -> None:
 def test_new_keys_find_a_full_store() -> None:
     calls = Calls()
     calls.change("k", n=1)
-    calls.store.room = calls.store.bytes
+    calls.store.room = calls.store.memory
     with pytest.raises(StateFull, match=r"The state of 1 keys in the store store takes \d+ bytes"):
         calls.change("new", n=1)
     calls.change("k", n=2, text="longer than before")

@@ -114,7 +114,7 @@ def snapshot_of(files: dict[bytes, StateChange], accepted: int, clock: int) -> S
 def test_state_is_what_whole_copies_would_have_kept(history: Any, ttl: int | None) -> None:
     naive, files, accepted = Naive(ttl), dict[bytes, StateChange](), 0
     store = KeyedState.loaded(snapshot_of(files, 0, 0), "shard", ttl_ms=ttl, clocks={})
-    empty_bytes, arrival = store.bytes, 100
+    empty_bytes, arrival = store.memory, 100
     for made, end in history:
         before = copy.deepcopy(naive)
         store.begin("shard", object())
@@ -151,4 +151,4 @@ def test_state_is_what_whole_copies_would_have_kept(history: Any, ttl: int | Non
     alive = {key.encode("utf-8", "surrogatepass"): naive.read(key) for key in naive.kept}
     assert all(held.get(key) == state for key, state in alive.items() if state)
     if ttl is None:
-        assert store.bytes == empty_bytes
+        assert store.memory == empty_bytes

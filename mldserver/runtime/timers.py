@@ -1,0 +1,350 @@
+"""The timers that are set in a store: those of a key, and those that are due. Pure.
+
+A million timers are held, so each takes little: a bytes value for the timer and one for its place in the queue. A key with a single
+timer has no dict. An entry of the queue stays when its timer is cancelled or replaced; it is skipped when it comes up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final
+
+from mldserver.base.clock import Durations
+from mldserver.handler.timers import Timer, split_id, time_at
+from mldserver.records import Record, Sequence
+from mldserver.runtime.interface import TimerFilter, TimerReport
+from mldserver.runtime.state_values import decode_payload
+from mldserver.stores import TimerEntry, key_bytes, key_text, pack_timer, unpack_timer
+
+if TYPE_CHECKING:
+    from mldserver.handler.spec import TimerHook
+
+_HEAD: Final = struct.Struct(">QQH")
+"""How a timer begins, in its entry and in the queue: due time, number, and the length of its id. Entries of the queue are compared
+as bytes."""
+_DUE: Final = 1 << 63
+"""Is added to due times, which may lie before 1970."""
+_PLACE: Final = 16
+"""So many bytes of the head distinguish two timers of a store."""
+_TIMER_BYTES: Final = 220
+"""What a timer takes in memory in addition to twice its id and key, and its value."""
+_FEW: Final = 64
+"""So many entries without a timer may always stay in the queue."""
+
+
+class DueTimer(Record):
+    """A timer to be fired, as a record of its shard."""
+
+    __slots__ = ("callback", "due_ms", "is_letter", "received_ms", "timer", "timer_id")
+
+    partition_key: str
+    timer_id: str
+    callback: str
+    due_ms: int
+    timer: TimerEntry
+    received_ms: int
+    """The time of the firing."""
+    is_letter: bool
+    """It is a dead letter: no timer of the store."""
+
+    def __init__(
+        self,
+        shard_id: str,
+        after: Sequence | None,
+        key: str,
+        timer_id: str,
+        timer: TimerEntry,
+        *,
+        received_ms: int,
+        is_letter: bool = False,
+    ) -> None:
+        """Create it. ``after``: the sequence of the shard's last record; without one the record's sequence is null."""
+        number, sub = after or (None, None)
+        keep = object.__setattr__
+        keep(self, "shard_id", shard_id)
+        keep(self, "sequence_text", None if number is None else str(number))
+        keep(self, "sub_sequence_number", sub)
+        keep(self, "_data", timer.payload)
+        keep(self, "partition_key", key)
+        keep(self, "arrival_ms", None)
+        keep(self, "timer_id", timer_id)
+        keep(self, "callback", split_id(timer_id)[0])
+        keep(self, "due_ms", timer.due_ms)
+        keep(self, "timer", timer)
+        keep(self, "received_ms", received_ms)
+        keep(self, "is_letter", is_letter)
+
+    @property
+    def sequence(self) -> Sequence:
+        """That of the shard's last record; 0 without one."""
+        return Sequence(int(self.sequence_text or 0), self.sub_sequence_number or 0)
+
+    def value(self) -> Timer:
+        """Return what its callback receives."""
+        return timer_of(self.timer_id, self.timer)
+
+
+def timer_of(timer_id: str, entry: TimerEntry) -> Timer:
+    """Return a timer as handlers see it."""
+    callback, name = split_id(timer_id)
+    return Timer(time_at(entry.due_ms), decode_payload(entry.payload), name, entry.attempt, callback)
+
+
+class _Queue:
+    """Timers by their due times, and for the same time by their numbers."""
+
+    __slots__ = ("items", "taken", "timers")
+
+    def __init__(self) -> None:
+        self.items: list[bytes] = []
+        """A heap: the head of each timer, its id and its key."""
+        self.taken: list[bytes] = []
+        """Items that the present batch has taken out."""
+        self.timers = 0
+        """How many of the items are of timers that are set."""
+
+
+class TimerTable:
+    """The timers of one store, and what the present batch has done with them."""
+
+    def __init__(
+        self, hooks: Mapping[str, TimerHook], entries: Iterable[tuple[str, str, int, bytes]] = ()
+    ) -> None:
+        """Create a table from keys, ids, due times (ms) and values. ``hooks``: the callbacks that the handler has."""
+        self._hooks = hooks
+        self._of: dict[str, bytes | dict[str, bytes]] = {}
+        """The entries of each key: one, or several by id. An entry has a head, the timer's id, and its value."""
+        self._callable, self._unknown = _Queue(), _Queue()
+        self.bytes = 0
+        """About how much memory the timers take."""
+        self._number = 0
+        """The highest number of a timer."""
+        self._before: dict[tuple[str, str], bytes | None] = {}
+        """The entries that the batch has changed, as they were before it."""
+        for key, timer_id, due_ms, value in entries:
+            timer = unpack_timer(due_ms, value)
+            self._number = max(self._number, timer.number)
+            self._put(key, timer_id, _entry(timer_id, due_ms, timer.number, value))
+        self.begin()
+
+    def __len__(self) -> int:
+        return self._callable.timers + self._unknown.timers
+
+    def begin(self) -> None:
+        """Begin a batch. Changes of a batch that did not come to its end are taken back."""
+        for (key, timer_id), entry in self._before.items():
+            # The queue still has an item for each timer that was set before the batch.
+            self._put(key, timer_id, entry, queued=True)
+        self._end()
+        self._set = self._cancelled = self._called = self._skipped = self._failed = 0
+        self._late = Durations()
+
+    def changes(self) -> list[tuple[str, str, int | None, bytes | None]]:
+        """End the batch. Return key, id, due time (ms) and value of each timer that it changed; None: the timer is gone."""
+        changed: list[tuple[str, str, int | None, bytes | None]] = []
+        for (key, timer_id), before in self._before.items():
+            entry = self._get(key, timer_id)
+            if entry is not None:
+                changed.append((key, timer_id, _due_ms(entry), _value(entry)))
+            elif before is not None:
+                changed.append((key, timer_id, None, None))
+        self._end()
+        return changed
+
+    def report(self) -> TimerReport:
+        """Return what the batch has done that ended last, and what is set now."""
+        due = [self._first_due_ms(queue) for queue in (self._callable, self._unknown)]
+        return TimerReport(
+            set=self._set,
+            cancelled=self._cancelled,
+            fired=self._called - self._failed,
+            skipped=self._skipped,
+            failed=self._failed,
+            lateness=tuple(self._late.counts) if any(self._late.counts) else (),
+            lateness_sum_ms=self._late.sum_ms,
+            pending=len(self),
+            unknown=self._unknown.timers,
+            next_due_ms=min((due_ms for due_ms in due if due_ms is not None), default=None),
+            next_call_ms=due[0],
+        )
+
+    def count(self, key: str) -> int:
+        """Return how many timers a key has."""
+        held = self._of.get(key)
+        return len(held) if type(held) is dict else int(held is not None)
+
+    def of(self, key: str) -> dict[str, TimerEntry]:
+        """Return the timers of a key by id, in the order they were set."""
+        timers = {timer_id: _timer(entry) for timer_id, entry in self._entries(key)}
+        return dict(sorted(timers.items(), key=lambda item: item[1].number))
+
+    def holds(self, key: str, timer_id: str) -> bool:
+        """Return whether a timer is set."""
+        return self._get(key, timer_id) is not None
+
+    def apply(self, key: str, changes: Mapping[str, tuple[int, bytes] | None]) -> None:
+        """Do what a call has asked for, which succeeded: set timers (due time in ms, payload), or cancel them (None), by id."""
+        for timer_id, change in changes.items():
+            if change is not None:
+                self._set += 1
+                self._set_timer(key, timer_id, TimerEntry(*change))
+            elif self._change(key, timer_id, None):
+                self._cancelled += 1
+
+    def due(self, until_ms: int, limit: int) -> list[tuple[str, str, TimerEntry]]:
+        """Return the timers that are due at or before ``until_ms``, at most ``limit``, in the order in which they fire.
+
+        They stay set until ``take``. Timers whose callback the handler does not have are left out.
+        """
+        queue, found = self._callable, list[tuple[str, str, TimerEntry]]()
+        while len(found) < limit and queue.items and _due_ms(queue.items[0]) <= until_ms:
+            item = heappop(queue.items)
+            if (timer := self._find(item)) is not None:
+                queue.taken.append(item)
+                found.append(timer)
+        return found
+
+    def take(self, due: DueTimer) -> bool:
+        """Remove a timer whose call begins. Return whether to call it.
+
+        It is not called if an earlier call of the batch has cancelled or replaced it, or if it is too late for its callback's
+        ``max_lateness``.
+        """
+        if not due.is_letter:
+            entry = self._get(due.partition_key, due.timer_id)
+            if entry is None or _HEAD.unpack_from(entry)[1] != due.timer.number:
+                return False
+            self._change(due.partition_key, due.timer_id, None)
+            if due.timer.attempt == 0:
+                late_ms = due.received_ms - due.due_ms
+                most_ms = self._hooks[due.callback].max_lateness_ms
+                if most_ms is not None and late_ms > most_ms:
+                    self._skipped += 1
+                    return False
+                self._late.add(max(0, late_ms))
+        self._called += 1
+        return True
+
+    def set_again(self, due: DueTimer, after_ms: int) -> None:
+        """Set a timer again whose call has failed: it is due so many milliseconds after this firing."""
+        self._failed += 1
+        again = due.timer._replace(due_ms=due.received_ms + after_ms, attempt=due.timer.attempt + 1)
+        self._set_timer(due.partition_key, due.timer_id, again)
+
+    def cancel(self, which: TimerFilter, limit: int) -> None:
+        """Cancel the timers that match, at most ``limit``."""
+        matching = []
+        for key in self._of if which.key is None else (which.key,):
+            matching += [
+                (key, timer_id) for timer_id, entry in self._entries(key) if _matches(which, timer_id, entry)
+            ]
+            if len(matching) >= limit:
+                break
+        for key, timer_id in matching[:limit]:
+            self._change(key, timer_id, None)
+            self._cancelled += 1
+
+    def _set_timer(self, key: str, timer_id: str, timer: TimerEntry) -> None:
+        self._number += 1
+        value = pack_timer(timer._replace(number=self._number))
+        self._change(key, timer_id, _entry(timer_id, timer.due_ms, self._number, value))
+
+    def _change(self, key: str, timer_id: str, entry: bytes | None) -> bool:
+        """Replace a timer's entry in this batch; None: remove it. Return whether there was one."""
+        before = self._put(key, timer_id, entry)
+        self._before.setdefault((key, timer_id), before)
+        return before is not None
+
+    def _get(self, key: str, timer_id: str) -> bytes | None:
+        held = self._of.get(key)
+        if type(held) is dict:
+            return held.get(timer_id)
+        return held if isinstance(held, bytes) and _id(held) == timer_id else None
+
+    def _entries(self, key: str) -> Iterator[tuple[str, bytes]]:
+        held = self._of.get(key)
+        if isinstance(held, bytes):
+            yield _id(held), held
+        elif held is not None:
+            yield from held.items()
+
+    def _put(self, key: str, timer_id: str, entry: bytes | None, *, queued: bool = False) -> bytes | None:
+        """Replace a timer's entry; None: remove it. Return the entry before. ``queued``: the queue has the entry's item."""
+        queue = self._callable if split_id(timer_id)[0] in self._hooks else self._unknown
+        before = self._get(key, timer_id)
+        for sign, each in ((-1, before), (1, entry)):
+            if each is not None:
+                queue.timers += sign
+                self.bytes += sign * (_TIMER_BYTES + 2 * len(key) + len(timer_id) + len(each))
+        if entry is not None and not queued:
+            heappush(queue.items, entry[: _HEAD.size] + timer_id.encode() + key_bytes(key))
+        held = self._of.get(key)
+        if entry is None:
+            if isinstance(held, dict):
+                held.pop(timer_id, None)
+            if before is not None and (not isinstance(held, dict) or not held):
+                del self._of[key]
+        elif isinstance(held, dict):
+            held[timer_id] = entry
+        elif held is None or before is not None:
+            self._of[key] = entry
+        else:
+            self._of[key] = {_id(held): held, timer_id: entry}
+        return before
+
+    def _find(self, item: bytes) -> tuple[str, str, TimerEntry] | None:
+        """Return the timer of an item of the queue; None if it is not set any more."""
+        length = _HEAD.unpack_from(item)[2]
+        timer_id, key = item[_HEAD.size : _HEAD.size + length].decode(), key_text(item[_HEAD.size + length :])
+        entry = self._get(key, timer_id)
+        return None if entry is None or entry[:_PLACE] != item[:_PLACE] else (key, timer_id, _timer(entry))
+
+    def _first_due_ms(self, queue: _Queue) -> int | None:
+        """Return when the first timer of a queue is due; None if it has none."""
+        while queue.items:
+            if self._find(queue.items[0]) is not None:
+                return _due_ms(queue.items[0])
+            heappop(queue.items)
+        return None
+
+    def _end(self) -> None:
+        """Forget how things were before the batch; put back what is due but was not fired."""
+        self._before.clear()
+        for queue in (self._callable, self._unknown):
+            for item in queue.taken:
+                if self._find(item) is not None:
+                    heappush(queue.items, item)
+            queue.taken.clear()
+            if len(queue.items) > 2 * queue.timers + _FEW:
+                queue.items = [item for item in queue.items if self._find(item) is not None]
+                heapify(queue.items)
+
+
+def _entry(timer_id: str, due_ms: int, number: int, value: bytes) -> bytes:
+    id_ = timer_id.encode()
+    return _HEAD.pack(due_ms + _DUE, number, len(id_)) + id_ + value
+
+
+def _due_ms(entry: bytes) -> int:
+    due_ms: int = _HEAD.unpack_from(entry)[0] - _DUE
+    return due_ms
+
+
+def _id(entry: bytes) -> str:
+    return entry[_HEAD.size : _HEAD.size + _HEAD.unpack_from(entry)[2]].decode()
+
+
+def _value(entry: bytes) -> bytes:
+    return entry[_HEAD.size + _HEAD.unpack_from(entry)[2] :]
+
+
+def _timer(entry: bytes) -> TimerEntry:
+    return unpack_timer(_due_ms(entry), _value(entry))
+
+
+def _matches(which: TimerFilter, timer_id: str, entry: bytes) -> bool:
+    if which.due_before_ms is not None and _due_ms(entry) >= which.due_before_ms:
+        return False
+    return which.timer_id is None or timer_id == which.timer_id or timer_id.startswith(f"{which.timer_id}/")
