@@ -14,7 +14,7 @@ from mldserver.base.backoff import backoff
 from mldserver.errors import InternalError, MldserverError, PeerError, PeerTimeout, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.codec import LineFramer, decode, encode, encode_status, excerpt
-from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.events import CloseReason, ConnectionTimer
 from mldserver.protocol.messages import (
     CheckpointReply,
     CheckpointRequest,
@@ -123,10 +123,10 @@ class MLDConnection:
         """Whether the daemon said that the lease is gone; read only."""
         self._line_bytes_at_timer_start = 0
         """Bytes of the incomplete line when its timer was started last."""
-        self._timers: set[Timer] = set()
+        self._timers: set[ConnectionTimer] = set()
         self._out: list[bytes] = []
         self._events: list[ev.Event] = []
-        self._start(Timer.INITIALIZE, limits.initialize_timeout_seconds)
+        self._start(ConnectionTimer.INITIALIZE, limits.initialize_timeout_seconds)
 
     def data_to_send(self) -> list[bytes]:
         """Return what must be written, in order, and forget it."""
@@ -147,7 +147,7 @@ class MLDConnection:
         framer = self._framer
         lines = [] if self.state is State.CLOSED else framer.feed(data, size)
         if lines and self._timers:
-            self._cancel(Timer.PARTIAL_LINE)
+            self._cancel(ConnectionTimer.PARTIAL_LINE)
         for line in lines:
             self._receive_line(line)
         # The remaining bytes are an incomplete line, or one that is too long already.
@@ -158,13 +158,13 @@ class MLDConnection:
             self._apply(Input.FAULT, framer.error)
         elif pending == 0:
             if self._timers:
-                self._cancel(Timer.PARTIAL_LINE)
+                self._cancel(ConnectionTimer.PARTIAL_LINE)
         elif self.state in WORKING and not framer.pending_blank:
             # The daemon must not send while its request is unanswered: nothing of an early message is buffered.
             early = f"A message began while {self._response_for} was not answered yet."
             error = ProtocolViolation(early, did=_CLOSED_IT, excerpt=excerpt(framer.partial))
             self._apply(Input.FAULT, error)
-        elif Timer.PARTIAL_LINE not in self._timers:
+        elif ConnectionTimer.PARTIAL_LINE not in self._timers:
             self._start_line_timer()
         return pending
 
@@ -173,7 +173,7 @@ class MLDConnection:
         if self.state is not State.CLOSED:
             self._apply(Input.EOF)
 
-    def timer_fired(self, name: Timer, *, patient: bool = True) -> None:
+    def timer_fired(self, name: ConnectionTimer, *, patient: bool = True) -> None:
         """Handle a time-out. Ignore a cancelled timer: it may have fired before the cancellation.
 
         An incomplete line that received bytes since its timer was started gets the time again, unless ``patient`` is
@@ -184,11 +184,11 @@ class MLDConnection:
         if name not in self._timers:
             return
         self._timers.discard(name)
-        if name == Timer.CHECKPOINT_RETRY:
+        if name == ConnectionTimer.CHECKPOINT_RETRY:
             self._apply(Input.RETRY_DUE)
-        elif name == Timer.CLOSE:
+        elif name == ConnectionTimer.CLOSE:
             self._apply(Input.CLOSE_TIMEOUT)
-        elif name == Timer.INITIALIZE:
+        elif name == ConnectionTimer.INITIALIZE:
             seconds = self._limits.initialize_timeout_seconds
             error = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
             self._apply(Input.INITIALIZE_TIMEOUT, error)
@@ -275,7 +275,7 @@ class MLDConnection:
 
     def _start_line_timer(self) -> None:
         self._line_bytes_at_timer_start = len(self._framer.partial)
-        self._start(Timer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
+        self._start(ConnectionTimer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
 
     def _apply(self, cause: Input, error: MldserverError | None = None) -> None:
         """Change the state as the table says for this input, and carry out the row's actions. Raises InternalError without a row."""
@@ -297,7 +297,7 @@ class MLDConnection:
                 assert message is not None, "only a request is delivered"
                 if isinstance(message, Initialize):
                     self._version = message.version
-                    self._cancel(Timer.INITIALIZE)
+                    self._cancel(ConnectionTimer.INITIALIZE)
                 self._events.append(ev.Request(message))
             case Action.SEND_STATUS:
                 self._out.append(encode_status(self._response_for))
@@ -308,7 +308,7 @@ class MLDConnection:
                 self._out.append(encode(CheckpointRequest(number, sub, self._version)))
             case Action.END_OUTPUT:
                 self._events.append(ev.OutputEnded())
-                self._start(Timer.CLOSE, self._limits.close_timeout_seconds)
+                self._start(ConnectionTimer.CLOSE, self._limits.close_timeout_seconds)
             case Action.CLOSE:
                 for timer in sorted(self._timers):
                     self._cancel(timer)
@@ -335,7 +335,7 @@ class MLDConnection:
             case Action.RETRY_LATER:
                 delay = self._retry_policy(before).delay(self._attempts, self._random())
                 report(ev.CheckpointRetrying(self._position, self._error_name, self._attempts, delay))
-                self._start(Timer.CHECKPOINT_RETRY, delay)
+                self._start(ConnectionTimer.CHECKPOINT_RETRY, delay)
             case Action.FAIL_END:
                 failed = PeerError(
                     f"The daemon could not checkpoint the shard's end: {self._error_name}, {self._attempts} times.",
@@ -348,11 +348,11 @@ class MLDConnection:
                 assert error is not None, "what fails has an error"
                 report(ev.ConnectionFailed(error))
 
-    def _start(self, name: Timer, seconds: float) -> None:
+    def _start(self, name: ConnectionTimer, seconds: float) -> None:
         self._timers.add(name)
         self._events.append(ev.StartTimer(name, seconds))
 
-    def _cancel(self, name: Timer) -> None:
+    def _cancel(self, name: ConnectionTimer) -> None:
         if name in self._timers:
             self._timers.discard(name)
             self._events.append(ev.CancelTimer(name))

@@ -12,7 +12,7 @@ from mldserver.protocol.states import Input, State
 from mldserver.records import Sequence
 
 
-class Timer(enum.StrEnum):
+class ConnectionTimer(enum.StrEnum):
     """The time-outs of a connection; the shell runs them and reports with ``timer_fired``."""
 
     INITIALIZE = "initialize"
@@ -101,14 +101,14 @@ class Closed(msgspec.Struct, frozen=True):
 class StartTimer(msgspec.Struct, frozen=True):
     """Start a timer, or restart it."""
 
-    name: Timer
+    name: ConnectionTimer
     seconds: float
 
 
 class CancelTimer(msgspec.Struct, frozen=True):
     """Stop a timer."""
 
-    name: Timer
+    name: ConnectionTimer
 
 
 class StateChanged(msgspec.Struct, frozen=True):

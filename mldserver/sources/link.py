@@ -22,7 +22,7 @@ from mldserver.consumer.upstream import CheckpointOutcome
 from mldserver.errors import DecodeError, InternalError, MldserverError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection
-from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.events import CloseReason, ConnectionTimer
 from mldserver.protocol.messages import Initialize, Line, ProcessRecords, RequestMessage
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
@@ -75,7 +75,7 @@ class Link(asyncio.BufferedProtocol):
         """Why the peer was refused (certificate or secret); empty: it was not."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._timers: dict[Timer, asyncio.TimerHandle] = {}
+        self._timers: dict[ConnectionTimer, asyncio.TimerHandle] = {}
         self._requests: list[RequestMessage | None] = []
         """Requests that ``request`` has not returned yet; a None at the end: no more will come."""
         self._request_queued = Flag()
@@ -179,14 +179,14 @@ class Link(asyncio.BufferedProtocol):
         """Stop reading; the deadline of the line waits too, as it is not the peer who is slow."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
-            if (timer := self._timers.pop(Timer.PARTIAL_LINE, None)) is not None:
+            if (timer := self._timers.pop(ConnectionTimer.PARTIAL_LINE, None)) is not None:
                 timer.cancel()
 
     def resume(self) -> None:
         """Read on, with a fresh deadline for the line."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
-            self._start_timer(Timer.PARTIAL_LINE, self._partial_seconds)
+            self._start_timer(ConnectionTimer.PARTIAL_LINE, self._partial_seconds)
 
     # The requests' and the consumer's side.
 
@@ -372,13 +372,13 @@ class Link(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _start_timer(self, name: Timer, seconds: float) -> None:
+    def _start_timer(self, name: ConnectionTimer, seconds: float) -> None:
         """Start a timer; one of the same name that runs is replaced."""
         if (running := self._timers.pop(name, None)) is not None:
             running.cancel()
         self._timers[name] = self._loop.call_later(seconds, self._fire, name)
 
-    def _fire(self, name: Timer) -> None:
+    def _fire(self, name: ConnectionTimer) -> None:
         self._timers.pop(name, None)
         # While other readers wait for memory (``budget.paused``), an incomplete line gets no more time, even if bytes arrive.
         self.core.timer_fired(name, patient=not self.budget.paused)

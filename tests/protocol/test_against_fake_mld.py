@@ -18,7 +18,7 @@ from mldserver.config.settings import Settings
 from mldserver.errors import InternalError
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection, RetryPolicy
-from mldserver.protocol.events import Timer
+from mldserver.protocol.events import ConnectionTimer
 from mldserver.protocol.messages import Initialize, ProcessRecords
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
@@ -35,7 +35,7 @@ ERRORS: Final = (
 )
 CAN_CHECKPOINT: Final = {State.PROCESSING, State.DRAINING, State.ENDING}
 CAN_ANSWER: Final = {State.INITIALIZING, State.PROCESSING, State.DRAINING, State.ENDED, State.LOSING}
-OWED: Final = {Timer.CHECKPOINT_RETRY}
+OWED: Final = {ConnectionTimer.CHECKPOINT_RETRY}
 
 
 class BackToBack(RuleBasedStateMachine):
@@ -55,7 +55,7 @@ class BackToBack(RuleBasedStateMachine):
         self.statuses = 0
         self.asked = 0
         self.replied = 0
-        self.timers: set[Timer] = set()
+        self.timers: set[ConnectionTimer] = set()
         self.to_server = b""
         self.over = False
         self.next_number = 10**20 - 3
@@ -193,8 +193,8 @@ class BackToBack(RuleBasedStateMachine):
     @precondition(lambda self: self.timers & OWED)
     @rule()
     def retry_is_due(self) -> None:
-        self.timers.discard(Timer.CHECKPOINT_RETRY)
-        self.server.timer_fired(Timer.CHECKPOINT_RETRY)
+        self.timers.discard(ConnectionTimer.CHECKPOINT_RETRY)
+        self.server.timer_fired(ConnectionTimer.CHECKPOINT_RETRY)
         self.collect()
 
     # What both sides tell.

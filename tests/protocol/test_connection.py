@@ -18,7 +18,7 @@ from mldserver.errors import (
 )
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
-from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.events import CloseReason, ConnectionTimer
 from mldserver.protocol.messages import Initialize, LeaseLost, ProcessRecords, Shutdown, Version
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
@@ -47,14 +47,14 @@ pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 def test_a_new_connection_waits_for_initialize_for_a_limited_time() -> None:
     connection = MLDConnection(LIMITS, random=lambda: 1.0)
-    assert connection.events_received() == [ev.StartTimer(Timer.INITIALIZE, 60)]
+    assert connection.events_received() == [ev.StartTimer(ConnectionTimer.INITIALIZE, 60)]
     assert connection.data_to_send() == []
 
 
 def test_initialize_is_delivered_and_answered() -> None:
     wire = Wire()
     assert wire.says(V2) == [
-        ev.CancelTimer(Timer.INITIALIZE),
+        ev.CancelTimer(ConnectionTimer.INITIALIZE),
         ev.Request(Initialize("s", Version.V2, "TRIM_HORIZON", 0)),
     ]
     wire.connection.answer()
@@ -63,13 +63,13 @@ def test_initialize_is_delivered_and_answered() -> None:
 
 def test_no_initialize_in_time_is_the_peers_error() -> None:
     wire = Wire()
-    wire.connection.timer_fired(Timer.INITIALIZE)
+    wire.connection.timer_fired(ConnectionTimer.INITIALIZE)
     wire.fails_with(PeerTimeout)
 
 
 def test_a_time_out_that_was_cancelled_meanwhile_is_ignored() -> None:
     wire = Wire(V2)
-    wire.connection.timer_fired(Timer.INITIALIZE)
+    wire.connection.timer_fired(ConnectionTimer.INITIALIZE)
     assert (wire.happened(), wire.state) == ([], State.IDLE)
 
 
@@ -143,16 +143,16 @@ def test_errors_that_pass_by_themselves_are_repeated_with_growing_pauses(error: 
     wire.connection.checkpoint(Sequence(5))
     assert wire.says(reply(error)) == [
         ev.CheckpointRetrying(Sequence(5), error, attempt=1, delay_seconds=1),
-        ev.StartTimer(Timer.CHECKPOINT_RETRY, 1),
+        ev.StartTimer(ConnectionTimer.CHECKPOINT_RETRY, 1),
     ]
     assert wire.sent() == asked("5")
-    wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    wire.connection.timer_fired(ConnectionTimer.CHECKPOINT_RETRY)
     assert wire.sent() == asked("5")
     assert wire.says(reply(error)) == [
         ev.CheckpointRetrying(Sequence(5), error, attempt=2, delay_seconds=2),
-        ev.StartTimer(Timer.CHECKPOINT_RETRY, 2),
+        ev.StartTimer(ConnectionTimer.CHECKPOINT_RETRY, 2),
     ]
-    wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    wire.connection.timer_fired(ConnectionTimer.CHECKPOINT_RETRY)
     assert wire.says(reply()) == [ev.CheckpointStored(Sequence(5), attempts=3)]
 
 
@@ -162,7 +162,7 @@ def test_repetitions_are_bounded_and_the_batch_goes_on() -> None:
     wire.connection.checkpoint(Sequence(5))
     for _ in range(2):
         wire.says(reply("ThrottlingException"))
-        wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+        wire.connection.timer_fired(ConnectionTimer.CHECKPOINT_RETRY)
     assert wire.says(reply("ThrottlingException")) == [
         ev.CheckpointFailed(Sequence(5), "ThrottlingException", attempts=3)
     ]
@@ -221,7 +221,7 @@ def test_a_requested_shutdown_may_be_checkpointed_and_an_ending_or_eof_follows(
     wire.says(request_)
     wire.connection.checkpoint(Sequence(5))
     wire.says(reply("ThrottlingException"))
-    wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    wire.connection.timer_fired(ConnectionTimer.CHECKPOINT_RETRY)
     wire.says(reply())
     wire.connection.answer()
     assert wire.sent() == asked("5") * 2 + status(action)
@@ -243,14 +243,14 @@ def test_a_lost_lease_is_answered_and_our_output_ends(
         wire.connection.checkpoint(Sequence(5))
     wire.connection.answer()
     assert wire.sent() == status(action)
-    assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(Timer.CLOSE, 5)]
+    assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(ConnectionTimer.CLOSE, 5)]
     wire.connection.receive_eof()
-    assert wire.happened() == [ev.CancelTimer(Timer.CLOSE), ev.Closed(CloseReason.FINISHED)]
+    assert wire.happened() == [ev.CancelTimer(ConnectionTimer.CLOSE), ev.Closed(CloseReason.FINISHED)]
 
 
 def test_a_peer_that_does_not_close_after_the_last_status_is_closed() -> None:
     wire = Wire(V2, LOST)
-    wire.connection.timer_fired(Timer.CLOSE)
+    wire.connection.timer_fired(ConnectionTimer.CLOSE)
     assert wire.happened() == [ev.Closed(CloseReason.CLOSE_TIMEOUT)]
 
 
@@ -267,7 +267,7 @@ def test_a_shards_end_is_checkpointed_with_null_before_its_status(
     assert wire.says(reply()) == [ev.CheckpointStored(None, attempts=1)]
     wire.connection.answer()
     assert wire.sent() == asked(None) + status(action)
-    assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(Timer.CLOSE, 5)]
+    assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(ConnectionTimer.CLOSE, 5)]
 
 
 def test_every_error_at_a_shards_end_is_repeated_and_then_the_connection_is_closed_on_purpose() -> None:
@@ -276,7 +276,7 @@ def test_every_error_at_a_shards_end_is_repeated_and_then_the_connection_is_clos
     wire.connection.checkpoint(None)
     for error in ("IllegalArgumentException", "ThrottlingException", "RuntimeException"):
         assert isinstance(wire.says(reply(error))[0], ev.CheckpointRetrying)
-        wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+        wire.connection.timer_fired(ConnectionTimer.CHECKPOINT_RETRY)
     wire.sent()
     wire.connection.receive_data(line(reply("RuntimeException")))
     failed = wire.fails_with(PeerError)
@@ -355,25 +355,28 @@ def test_what_is_no_line_or_no_message_ends_the_connection(data: bytes, error: t
 def test_an_incomplete_line_is_waited_for_from_its_first_byte_on() -> None:
     wire = Wire(V2)
     wire.connection.receive_data(b'{"action":')
-    assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20)]
+    assert wire.happened() == [ev.StartTimer(ConnectionTimer.PARTIAL_LINE, 20)]
     assert wire.connection.receive_data(b"") == 10
     wire.connection.receive_data(b'"lease')
     assert wire.happened() == []
     wire.connection.receive_data(b'Lost"}\n')
-    assert wire.happened() == [ev.CancelTimer(Timer.PARTIAL_LINE), ev.Request(LeaseLost())]
+    assert wire.happened() == [ev.CancelTimer(ConnectionTimer.PARTIAL_LINE), ev.Request(LeaseLost())]
 
 
 def test_blank_lines_end_the_wait_too() -> None:
     wire = Wire(V2)
     wire.connection.receive_data(b" ")
     wire.connection.receive_data(b"\n")
-    assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20), ev.CancelTimer(Timer.PARTIAL_LINE)]
+    assert wire.happened() == [
+        ev.StartTimer(ConnectionTimer.PARTIAL_LINE, 20),
+        ev.CancelTimer(ConnectionTimer.PARTIAL_LINE),
+    ]
 
 
 def test_a_line_that_stops_arriving_ends_the_connection() -> None:
     wire = Wire(V2)
     wire.connection.receive_data(b'{"action":')
-    wire.connection.timer_fired(Timer.PARTIAL_LINE)
+    wire.connection.timer_fired(ConnectionTimer.PARTIAL_LINE)
     failed = wire.fails_with(PeerTimeout)
     assert "nothing more of it came for 20 seconds" in failed.what
     assert failed.where["excerpt"] == '{"action":'
@@ -386,9 +389,9 @@ def test_a_line_that_goes_on_arriving_is_waited_for_however_long_it_takes() -> N
     for piece in b'"action":':
         wire.connection.receive_data(bytes([piece]))
         assert wire.happened() == [], "a piece costs no timer"
-        wire.connection.timer_fired(Timer.PARTIAL_LINE)
-        assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20)]
-    wire.connection.timer_fired(Timer.PARTIAL_LINE)
+        wire.connection.timer_fired(ConnectionTimer.PARTIAL_LINE)
+        assert wire.happened() == [ev.StartTimer(ConnectionTimer.PARTIAL_LINE, 20)]
+    wire.connection.timer_fired(ConnectionTimer.PARTIAL_LINE)
     wire.fails_with(PeerTimeout)
 
 
@@ -396,7 +399,7 @@ def test_what_came_of_an_earlier_line_does_not_count_for_the_next() -> None:
     wire = Wire(V2)
     wire.connection.receive_data(b" " * 30)
     wire.connection.receive_data(b"\n{")
-    wire.connection.timer_fired(Timer.PARTIAL_LINE)
+    wire.connection.timer_fired(ConnectionTimer.PARTIAL_LINE)
     wire.fails_with(PeerTimeout)
 
 
@@ -404,7 +407,7 @@ def test_a_line_that_others_wait_for_must_end_in_time_however_it_arrives() -> No
     wire = Wire(V2)
     wire.connection.receive_data(b'{"action":')
     wire.connection.receive_data(b'"')
-    wire.connection.timer_fired(Timer.PARTIAL_LINE, patient=False)
+    wire.connection.timer_fired(ConnectionTimer.PARTIAL_LINE, patient=False)
     assert "while others waited" in wire.fails_with(PeerTimeout).what
 
 
@@ -420,7 +423,10 @@ def test_eof_between_requests_is_a_plain_end_and_in_a_request_it_is_told() -> No
     wire.connection.checkpoint(Sequence(5))
     wire.says(reply("ThrottlingException"))
     wire.connection.receive_eof()
-    assert wire.happened() == [ev.CancelTimer(Timer.CHECKPOINT_RETRY), ev.Closed(CloseReason.EOF_IN_REQUEST)]
+    assert wire.happened() == [
+        ev.CancelTimer(ConnectionTimer.CHECKPOINT_RETRY),
+        ev.Closed(CloseReason.EOF_IN_REQUEST),
+    ]
 
 
 def test_a_line_that_eof_cut_off_is_reported_and_dropped() -> None:

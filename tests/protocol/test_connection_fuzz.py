@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
-from mldserver.protocol.events import Timer
+from mldserver.protocol.events import ConnectionTimer
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
 from tests.protocol.wire import BATCH, ENDED, LIMITS, LOST, STOP, TERMINATE, V1, V2, line, reply
@@ -70,7 +70,7 @@ garbage = st.lists(
             [line(reply(error)) for error in ("ThrottlingException", "ShutdownException", "Other")]
         ),
         st.sampled_from([b"\n", b"\r\n", b"x" * 1001, b'{"action":"processRecords"', b"[" * 500 + b"\n"]),
-        st.sampled_from(list(Timer)),
+        st.sampled_from(list(ConnectionTimer)),
     ),
     max_size=20,
 )
@@ -78,10 +78,10 @@ garbage = st.lists(
 
 @settings(max_examples=300)
 @given(garbage)
-def test_whatever_the_peer_sends_nothing_raises_and_eof_closes(pieces: list[bytes | Timer]) -> None:
+def test_whatever_the_peer_sends_nothing_raises_and_eof_closes(pieces: list[bytes | ConnectionTimer]) -> None:
     connection, log = MLDConnection(LIMITS, random=lambda: 1.0), []
     for piece in [line(V2), *pieces]:
-        if isinstance(piece, Timer):
+        if isinstance(piece, ConnectionTimer):
             connection.timer_fired(piece)
         else:
             connection.receive_data(piece)

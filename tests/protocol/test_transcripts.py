@@ -38,7 +38,7 @@ class Player:
         self.connection = MLDConnection(Settings().part(ConnectionLimits), random=lambda: 0.0)
         self.delivered: Sequence | None = None
         self.records = 0
-        self.timers: list[ev.Timer] = []
+        self.timers: list[ev.ConnectionTimer] = []
         self.seen: list[ev.Event] = []
         self.written: list[dict[str, Any]] = []
 
@@ -94,8 +94,8 @@ class Player:
                     self.connection.checkpoint(self.delivered)
                 else:
                     self.connection.answer()
-            case ev.StartTimer(ev.Timer.CHECKPOINT_RETRY):
-                self.connection.timer_fired(ev.Timer.CHECKPOINT_RETRY)
+            case ev.StartTimer(ev.ConnectionTimer.CHECKPOINT_RETRY):
+                self.connection.timer_fired(ev.ConnectionTimer.CHECKPOINT_RETRY)
             case _:
                 assert not isinstance(event, ev.ConnectionFailed), event
 

@@ -11,7 +11,7 @@ import pytest
 
 from mldserver.base.folding import Folding
 from mldserver.errors import HandlerHalted
-from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.events import CloseReason, ConnectionTimer
 from mldserver.protocol.messages import Initialize
 from mldserver.records import Sequence
 from mldserver.sources.link import CheckpointOutcome, Link
@@ -175,21 +175,21 @@ async def test_a_line_that_goes_on_arriving_gets_its_time_again_but_not_while_ot
     link, _ = initialized()
     heard(link, b"{")
     heard(link, b" ")
-    link._fire(Timer.PARTIAL_LINE)
+    link._fire(ConnectionTimer.PARTIAL_LINE)
     assert set(link._timers) == {"partial_line"}
     other, _ = made()
     link.budget = other.budget = ReadBudget(10)
     heard(link, b" " * 8)
     heard(other, b"{" * 2)
     heard(link, b" ")
-    link._fire(Timer.PARTIAL_LINE)
+    link._fire(ConnectionTimer.PARTIAL_LINE)
     assert link.close_reason is CloseReason.FAILED
     assert not other.closed
     link.connection_lost(None)
     assert not other.budget.paused
 
 
-@pytest.mark.parametrize("ending", [Link.close, lambda link: link._fire(Timer.PARTIAL_LINE)])
+@pytest.mark.parametrize("ending", [Link.close, lambda link: link._fire(ConnectionTimer.PARTIAL_LINE)])
 async def test_a_line_that_the_server_does_not_read_on_is_not_blamed_on_the_peer(
     logged: Any, ending: Callable[[Link], None]
 ) -> None:

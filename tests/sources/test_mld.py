@@ -16,7 +16,7 @@ import pytest
 from mldserver.base.clock import SystemClock
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import OperatorError
-from mldserver.protocol.events import Timer
+from mldserver.protocol.events import ConnectionTimer
 from mldserver.protocol.states import State
 from mldserver.sources.mld import MLDListener
 from tests.sources.house import QUICK
@@ -125,7 +125,9 @@ async def test_a_long_line_may_take_longer_than_the_pause_that_it_may_make(
         await peer.send(line[place : place + 2])
         await house.holds(place + 2)
         if place:
-            link._fire(Timer.PARTIAL_LINE)  # the time of a pause is over, and meanwhile something came
+            link._fire(
+                ConnectionTimer.PARTIAL_LINE
+            )  # the time of a pause is over, and meanwhile something came
     await peer.send(b"\n")
     await peer.answered("leaseLost")
     assert named(logged, "connection.failed") == []
