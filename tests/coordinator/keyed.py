@@ -24,10 +24,15 @@ from mldserver.stores import ALL_KEYS, KeyRange, StateChange, StateSnapshot, Sto
 CLAIM: Final = StoreClaim(ALL_KEYS)
 
 
+LOG: Final = "log"
+"""The timer of a key that is never due: its value lists the timers of the key that have fired."""
+_NEVER_MS: Final = 1 << 40
+
+
 def counts(snapshot: StateSnapshot) -> dict[str, int]:
-    keys, values = (snapshot.entries.column(name).to_pylist() for name in ("key", "value"))
-    assert len(set(keys)) == len(keys)
-    return {key.decode(): int(value) for key, value in zip(keys, values, strict=True)}
+    rows = [row for row in snapshot.entries.to_pylist() if row["timer"] is None]
+    assert len({row["key"] for row in rows}) == len(rows)
+    return {row["key"].decode(): int(row["value"]) for row in rows}
 
 
 @dataclass
@@ -37,12 +42,33 @@ class Counter:
     session: IntakeSession
     entries: dict[str, int] = field(default_factory=dict)
     ttl_ms: int | None = None
+    alarms: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """The key and the due time of each timer that is set, by the number of the record that has set it."""
+    fired: dict[str, list[int]] = field(default_factory=dict)
+    """The timers of each key that have fired."""
 
     async def load(self) -> None:
         assert self.session.snapshot is not None
         snapshot = await self.session.snapshot()
         assert snapshot.accepted + 1 == self.session.next_number
         self.entries = counts(snapshot)
+        timers = [row for row in snapshot.entries.to_pylist() if row["timer"]]
+        self.alarms = {
+            int(row["value"]): (row["key"].decode(), row["expires_ms"])
+            for row in timers
+            if row["timer"] != LOG
+        }
+        self.fired = {
+            row["key"].decode(): [int(number) for number in row["value"].split()]
+            for row in timers
+            if row["timer"] == LOG
+        }
+        first_ms = min((row["expires_ms"] for row in timers), default=None)
+        assert (self.session.next_due_ms or _NEVER_MS) <= (first_ms or _NEVER_MS)
+
+    def report(self) -> TimerReport:
+        first_ms = min((due_ms for _, due_ms in self.alarms.values()), default=None)
+        return TimerReport(pending=len(self.alarms), next_due_ms=first_ms, next_call_ms=first_ms)
 
     def run(self, records: list[tuple[int, str]], **named: Any) -> BatchOutcome:
         changed = {}
@@ -55,10 +81,48 @@ class Counter:
         effects = Effects(dead_letters=made.effects.dead_letters, state=(blob,) if changed else ())
         return msgspec.structs.replace(made, effects=effects)
 
-    async def give(self, *records: tuple[int, str], delivered: list[tuple[int, str]] | None = None) -> None:
-        """Deliver a batch as a source does. ``delivered``: with records that were accepted earlier."""
+    def with_alarms(self, made: BatchOutcome, records: list[tuple[int, str]], after_ms: int) -> BatchOutcome:
+        """Return a batch's outcome that also sets a timer for each record."""
+        changes = []
+        for number, key in records:
+            self.alarms[number] = (key, number + after_ms)
+            change = StateChange(key.encode(), b"%d" % number, number + after_ms, f"alarm/{number}")
+            changes.append(change)
+        effects = msgspec.structs.replace(
+            made.effects, state=(*made.effects.state, *([pack_changes(changes)] if changes else []))
+        )
+        return msgspec.structs.replace(made, effects=effects, timers=self.report())
+
+    def fire(self, until_ms: int) -> BatchOutcome:
+        """Fire the timers that are due."""
+        due = sorted((due_ms, number) for number, (_, due_ms) in self.alarms.items() if due_ms <= until_ms)
+        changes = []
+        for _, number in due:
+            key, _ = self.alarms.pop(number)
+            done = self.fired.setdefault(key, [])
+            done.append(number)
+            changes.append(StateChange(key.encode(), None, None, f"alarm/{number}"))
+            changes.append(StateChange(key.encode(), " ".join(map(str, done)).encode(), _NEVER_MS, LOG))
+        # A blob has each entry once.
+        newest = {(change.key, change.timer): change for change in changes}
+        outline = BatchOutline(0, 0, None, None, max((due_ms for due_ms, _ in due), default=None), None)
+        state = (pack_changes(newest.values()),) if due else ()
+        return BatchOutcome(outline, Effects(state=state), timers=self.report())
+
+    async def give(
+        self,
+        *records: tuple[int, str],
+        delivered: list[tuple[int, str]] | None = None,
+        after_ms: int | None = None,
+    ) -> None:
+        """Deliver a batch as a source does. ``delivered``: with records that were accepted earlier.
+
+        ``after_ms``: each record sets a timer that is due so long after its arrival.
+        """
         self.session.batch_began()
         made = self.run(list(records))
+        if after_ms is not None:
+            made = self.with_alarms(made, list(records), after_ms)
         if delivered is not None:
             whole = outcome(self.session.shard_id, [(number, number) for number, _ in delivered], rows=[])
             outline = msgspec.structs.replace(whole.outline, duplicates=len(delivered) - len(records))
@@ -78,6 +142,7 @@ async def opened(
 
 MIDDLE: Final = ALL_KEYS.last // 2
 RANGES: Final = {"a": ALL_KEYS, "b": KeyRange(0, MIDDLE), "c": KeyRange(MIDDLE + 1, ALL_KEYS.last)}
+_AFTER_MS: Final = 3
 KEYS: Final = [f"k{number}" for number in range(5)]
 QUICK: Final = replace(RULES, retention_ms=3000)
 
@@ -130,14 +195,21 @@ class Daemon:
             batch, left = left[: self.size], left[self.size :]
             after = session.after
             fresh = [record for record in batch if after is None or Sequence(record[0]) > after]
-            await counter.give(*fresh, delivered=batch)
+            await counter.give(*fresh, delivered=batch, after_ms=_AFTER_MS)
             if (due := session.checkpoint_due()) is not None:
                 self.checkpoints[session.shard_id] = due.number
                 session.checkpointed(due)
             await pipeline.clock.sleep(1.5)
+            # The next flush has nothing but these timers.
+            if session.alive and (due_ms := session.next_due_ms) is not None and due_ms <= batch[-1][0]:
+                session.accept_firing(counter.fire(batch[-1][0]))
+                await pipeline.clock.sleep(1.5)
 
     async def run(self, pipeline: Pipeline) -> None:
-        """Read the stream to its end. Then each key's count must be the number of its records."""
+        """Read the stream to its end. Then each key's count must be the number of its records.
+
+        The timer of each record has fired once, or it is still set.
+        """
         while "a" not in self.ended:
             parent = await self.read(pipeline, "a")
             if await parent.session.end():
@@ -145,6 +217,7 @@ class Daemon:
         children = [await self.read(pipeline, shard) for shard in ("b", "c")]
         await pipeline.clock.sleep(6)  # files that compaction has replaced are deleted
         found: dict[str, int] = {}
+        timers: list[tuple[str, int]] = []
         for child in children:
             assert child.session.alive
             try:
@@ -153,6 +226,10 @@ class Daemon:
                 await child.load()
             assert found.keys().isdisjoint(child.entries)
             found |= child.entries
+            timers += [(key, number) for number, (key, _) in child.alarms.items()]
+            timers += [(key, number) for key, numbers in child.fired.items() for number in numbers]
+            assert min(due_ms for _, due_ms in child.alarms.values()) > 26, "the others were due"
+        assert sorted(timers) == sorted((key, n) for shard in records().values() for n, key in shard)
         assert found == Counts(key for shard in records().values() for _, key in shard)
 
 

@@ -54,6 +54,7 @@ class Session:
     shard_id: str
     epoch: int
     store: str
+    adopted: bool = False
 
 
 class Change(NamedTuple):
@@ -97,6 +98,8 @@ class World:
         "prune": 3,
         "reset": 1,
         "crash": 2,
+        "adopt": 12,
+        "fire": 4,
     }
 
     gaps = True
@@ -111,7 +114,7 @@ class World:
         self.sessions: dict[str, dict[str, Session]] = {"x": {}, "y": {}}
         self.stores: dict[str, dict[str, StoreAt]] = {"x": {}, "y": {}}
         self.plans: list[Planned] = []
-        self.names = 0
+        self.names = self.adopted = self.fired = 0
         for server in "xy":
             self.run(rules.enter, server, 0)
         self.begin()
@@ -187,6 +190,7 @@ class World:
         shard = self.stream[shard_id]
         opened = self.run(rules.open_shard, shard_id, shard.parents, server, StoreClaim(shard.key_range))
         session = Session(shard_id, opened.epoch, opened.store)
+        self.give_up(server, opened.store)
         for held in self.stores[server].values():
             # What the shard's former session has not registered is delivered again.
             held.changes = [change for change in held.changes if change.shard != shard_id]
@@ -200,6 +204,47 @@ class World:
         self.stores[server][opened.store] = StoreAt(serial, values, changes)
         self.sessions[server][shard_id] = session
         return session
+
+    def adopt(self) -> None:
+        """Fire the timers of a store from now on whose shards have ended, if no server has it, and no child."""
+        server = self.server()
+        for store_id in sorted(self.book.stores):
+            self.adopt_store(server, store_id)
+            self.fire()
+
+    def adopt_store(self, server: str, store_id: str) -> None:
+        sessions = self.sessions[server]
+        over = [name for name, each in sessions.items() if each.store == store_id]
+        if over and (
+            self.stores[server][store_id].changes or not all(self.stream[name].ended for name in over)
+        ):
+            return
+        shard = self.run(state_rules.adopt, store_id, server)
+        if shard is not None:
+            assert self.stream[shard.shard_id].ended
+            self.adopted += 1
+            sessions[shard.shard_id] = Session(shard.shard_id, shard.epoch, store_id, adopted=True)
+            serial = self.book.stores[store_id].serial
+            self.stores[server][store_id] = StoreAt(serial, self.snapshot(store_id))
+
+    def give_up(self, server: str, store_id: str) -> None:
+        """End the adoption of a store: a child is opened here. What its timers gave is dropped, and they fire again."""
+        sessions = self.sessions[server]
+        for shard_id in [name for name, each in sessions.items() if each.store == store_id and each.adopted]:
+            del sessions[shard_id]
+            held = self.stores[server][store_id]
+            held.changes = [change for change in held.changes if change.shard != shard_id]
+
+    def fire(self) -> None:
+        """Fire timers of an adopted store, which count their keys on."""
+        server = self.server()
+        for shard_id, session in self.sessions[server].items():
+            for key in sorted(self.stream[shard_id].keys) if session.adopted else ():
+                held = self.stores[server][session.store]
+                change = Change(shard_id, key, held.values.get(key, 0) + 1)
+                _apply(held.values, change)
+                held.changes.append(change)
+                self.fired += 1
 
     def process(self) -> None:
         """Process records of one shard: each counts its key on, or forgets it."""
@@ -237,6 +282,7 @@ class World:
                     store_id,
                     each.serial,
                     tuple(session.shard_id for session in sessions if session.store == store_id),
+                    70 if self.likely() else None,
                 )
                 for store_id, each in held.items()
             ),
@@ -291,6 +337,7 @@ class World:
         server = self.server()
         self.sessions[server].clear()
         self.stores[server].clear()
+        self.run(rules.enter, server, 0)
 
     # The stream.
 
@@ -457,3 +504,11 @@ class FamilyWorld(World):
 @pytest.mark.parametrize("world", [World, FamilyWorld])
 def test_state_is_what_was_registered(world: type[World], seed: int) -> None:
     world(seed).live(STEPS)
+
+
+@pytest.mark.parametrize("world", [World, FamilyWorld])
+def test_the_worlds_fire_timers_of_stores_that_were_adopted(world: type[World]) -> None:
+    lived = [world(seed) for seed in range(5)]
+    for each in lived:
+        each.live(STEPS)
+    assert min(sum(each.adopted for each in lived), sum(each.fired for each in lived)) > 0

@@ -191,9 +191,14 @@ class LedgerMachine(RuleBasedStateMachine):
         fence = PositionUpdate(
             shard_id, shard.epoch, shard.position, shard.effective_ms, None, previous=shard.position
         )
-        update = StoreUpdate(shard.store, store.serial - (not data.draw(likely)), (shard_id,))
+        serial, due_ms = store.serial - (not data.draw(likely)), data.draw(times)
+        update = StoreUpdate(shard.store, serial, (shard_id,), due_ms)
         file = StateFile(f"state{self.files}", {shard.store: (store.key_range,)}, 1, 9)
         self.both(server, "register", Flush((fence,), stores=(update,), state_file=file), now_ms=self.now)
+
+    @rule(server=servers, shard_id=shards)
+    def adopt_store(self, server: int, shard_id: str) -> None:
+        self.both(server, "adopt_store", shard_id)
 
     @rule(server=servers, data=st.data(), fresh=likely)
     def compact_state(self, server: int, data: st.DataObject, fresh: bool) -> None:
@@ -238,7 +243,8 @@ class LedgerMachine(RuleBasedStateMachine):
         step = data.draw(
             st.none() | st.builds(self.step, st.integers(-1, 1), st.integers(-1, 1), few, few, times)
         )
-        letters = tuple(letter(n) for n in range(data.draw(st.integers(0, 2))))
+        timers: list[dict[str, Any]] = [{}, {"timer": "alarm", "due_ms": 7}]
+        letters = tuple(letter(n, **timers[n]) for n in range(data.draw(st.integers(0, 2))))
         self.both(
             server,
             "register",

@@ -254,8 +254,6 @@ class Sessions:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""
         if self._sessions.get(session.shard_id) is not session:
             return False
-        if session.adopted:
-            return True
         self.lineage.disconnect(session.shard_id, now_ms)
         self.watermark.disconnect(session.shard_id)
         return True
