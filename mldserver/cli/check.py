@@ -116,6 +116,10 @@ def render(handler: str, report: TrialReport) -> str:
     if trial := report.trial:
         lines += ["", f"records  {trial.records} gave {trial.rows} rows; {trial.failed} failed"]
         lines += row_lines(trial.first)
+        if trial.timers:
+            lines.append(
+                f"timers   {trial.timers} are set at the end: `mldserver sim --fire-timers` calls them"
+            )
         for text in failure_lines(trial.failures):
             label = "" if text.startswith(" ") else "failed"  # indented lines continue the one above
             lines.append(f"{label:8} {text}")

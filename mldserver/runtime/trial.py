@@ -114,6 +114,8 @@ class Trial:
     first: tuple[tuple[str, ...], ...]
     """As ``first_rows`` returns them."""
     failures: tuple[FailureClass, ...]
+    timers: int = 0
+    """How many timers are set at the end; the trial calls none of them."""
 
     @property
     def failed(self) -> int:
@@ -285,7 +287,9 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], around: _Around) -> Tr
         await runtime.close()
     tables = [rows for outcome in outcomes if (rows := outcome.effects.rows) is not None]
     letters = [letter for outcome in outcomes for letter in outcome.effects.dead_letters]
-    return Trial(len(lines), sum(map(len, tables)), first_rows(tables), by_class(letters))
+    report = outcomes[-1].timers
+    pending = 0 if report is None else report.pending
+    return Trial(len(lines), sum(map(len, tables)), first_rows(tables), by_class(letters), pending)
 
 
 def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,8 @@
 Batches are sent as they came; rows come back as Arrow. A shard stays with its worker. When a process dies, its unanswered
 requests are made again in the next process, which opens their shards first. These requests are suspects: from then on each
 has the process to itself. If a batch alone kills its process as often as a record may be tried, the runtime halves it to
-find the records that do so; these fail for good.
+find the records that do so; these fail for good. Of timers that are due it fires half as many, until the one that does so is
+alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -30,7 +31,7 @@ from mldserver.handler.failure import Failure
 from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
+from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, DueTimers, Payload
 from mldserver.runtime.keyed_state import STATE_BYTES
 from mldserver.runtime.outcome import halted
 from mldserver.status_document import WorkerRow
@@ -296,7 +297,8 @@ class WorkerRuntime:
             elif after is not None:
                 self._evade(self._worker(shard_id))
             work = partial(self._sent, delivery, held)
-            outcome = await self._tried(shard_id, work, self._policy.attempts, after=after)
+            times = 1 if _may_be_smaller(delivery.payload) else self._policy.attempts
+            outcome = await self._tried(shard_id, work, times, after=after)
         except WorkerGone as gone:
             worker = self._worker(shard_id)
             worker.searches += 1
@@ -330,8 +332,17 @@ class WorkerRuntime:
         raise after
 
     async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
-        """Process a batch that ends its process, except the records that do so (see ``search_parts``)."""
-        shard_id = delivery.shard_id
+        """Process a batch that ends its process, except the records that do so (see ``search_parts``).
+
+        Of due timers process half as many; a single one fails for good.
+        """
+        shard_id, timers = delivery.shard_id, delivery.payload
+        if _may_be_smaller(timers):
+            return await self.process(replace(delivery, payload=replace(timers, limit=timers.limit // 2)))
+        if isinstance(timers, DueTimers):
+            if not timers.letters:
+                return await self._surely(replace(delivery, condemned=died), held)
+            delivery = replace(delivery, part=range(len(timers.letters)))
 
         async def once(part: Delivery) -> BatchOutcome:
             return await self._tried(shard_id, partial(self._sent, part, held), 1, alone=True)
@@ -499,3 +510,8 @@ class WorkerRuntime:
             for letter in outcome.effects.dead_letters:
                 if letter.partition_key is not None:
                     keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
+
+
+def _may_be_smaller(payload: Payload) -> TypeGuard[DueTimers]:
+    """Return whether a batch is a portion of several due timers: what is left out of it is due later, too."""
+    return isinstance(payload, DueTimers) and not payload.letters and payload.limit > 1

@@ -149,3 +149,23 @@ def test_the_callbacks_of_timers_are_listed(tmp_path: Path) -> None:
     )
     done = run(tmp_path, "mine")
     assert "\ntimers   alarm\n         bell, skipped when it is more than 6 h late\n" in done.stdout
+
+
+def test_timers_that_records_set_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(5)))
+    (tmp_path / "mine.py").write_text(
+        "from mldserver import timer\n"
+        "def process_record(record, ctx):\n"
+        "    n = record.json()['n']\n"
+        "    if n < 3:\n"
+        "        ctx.timers.set(alarm, after='1 hour')\n"
+        "    elif n == 4:\n"
+        "        ctx.timers.set(print, after='1 hour')\n"
+        "@timer\ndef alarm(due, ctx): ...\n"
+    )
+    done = run(tmp_path, "mine", "--input", "in.jsonl", "--allow-dead-letters")
+    assert (
+        "records  5 gave 0 rows; 1 failed\ntimers   3 are set at the end: `mldserver sim --fire-timers` calls them\n"
+        "failed   1 with NotATimer, such as\n"
+    ) in done.stdout
+    assert "           mine.py:7: NotATimer: print is not a callback of timers. " in done.stdout
