@@ -276,6 +276,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         clock=clock,
         parks=settings.on_key_failure is OnKeyFailure.PARK,
         keyed=spec.keyed,
+        timed=bool(spec.timers),
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
     firing = None

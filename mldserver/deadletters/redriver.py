@@ -8,6 +8,8 @@ letters (``RedriveIntake``), so letters that run twice, after a crash or on two 
 If the handler keeps state, letters run only where the state of their key is now: on a live session of the store that has it.
 Until they are registered, no batch of the store's shards runs. Letters without such a session wait.
 
+Letters of timers run in the same way, as timers (``DueTimers.letters``).
+
 Letters run in portions: of one shard, in its order, with a limited size. The ledger returns letters in the order in which
 they were stored. That is the order of their shard, except for letters that failed again (stored behind the waiting ones) and
 letters from files. So if there is more than one page, all letters are read first without payloads, and then again in the
@@ -35,7 +37,7 @@ from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerErro
 from mldserver.ledger.contract import LETTERS_AT_ONCE, StoredLetter
 from mldserver.ledger.operations import Ledger
 from mldserver.records import DeadLetter, Record, Sequence
-from mldserver.runtime.interface import Delivery, Records, Runtime
+from mldserver.runtime.interface import Delivery, DueTimers, Payload, Records, Runtime, TimerLetter
 
 log = structlog.get_logger("mldserver")
 
@@ -52,6 +54,23 @@ def _record(letter: DeadLetter, shard_id: str) -> Record:
         partition_key=letter.partition_key,
         arrival_ms=letter.arrival_ms,
     )
+
+
+def _payload(letters: tuple[StoredLetter, ...], shard_id: str) -> Payload:
+    """Return letters as a batch of records, or of timers if the first is of one."""
+    plain = [stored.letter for stored in letters]
+    if not plain[0].timer:
+        return Records([_record(letter, shard_id) for letter in plain])
+    due = [
+        TimerLetter(letter.partition_key or "", letter.timer or "", letter.due_ms or 0, letter.data)
+        for letter in plain
+    ]
+    return DueTimers(0, len(due), letters=tuple(due))
+
+
+def _identity(letter: DeadLetter) -> object:
+    """Return what tells a letter from the others that run with it."""
+    return (letter.partition_key, letter.timer, letter.due_ms) if letter.timer else letter.sequence
 
 
 def _of_shard(rows: pa.Table | None, shard_id: str) -> pa.Table | None:
@@ -75,6 +94,8 @@ class Redriver:
     """Whether a partition key is parked while it has a dead letter: its later records become dead letters too, unrun."""
     keyed: bool = False
     """Whether the handler keeps state."""
+    timed: bool = False
+    """Whether the handler has timers."""
     why_not: str = ""
     """Why letters cannot run again with this handler, if so."""
     _waiting: dict[str, str] = field(default_factory=dict)
@@ -128,6 +149,11 @@ class Redriver:
             if self.why_not:
                 await self._mark_unwanted(letters, PeerError(self.why_not))
                 return
+            if not self.timed and (of_timers := tuple(each for each in letters if each.letter.timer)):
+                await self._mark_unwanted(of_timers, PeerError("The handler has no timers."))
+                letters = tuple(each for each in letters if not each.letter.timer)
+                if not letters:
+                    return
             if self.keyed:
                 for store_id, of_store in self._by_store(shard_id, letters):
                     await self._run_in_store(store_id, shard_id, of_store)
@@ -147,12 +173,12 @@ class Redriver:
     def _by_store(
         self, shard_id: str, letters: tuple[StoredLetter, ...]
     ) -> Iterator[tuple[str, tuple[StoredLetter, ...]]]:
-        """Yield the letters of a shard by the store that has their keys now. The others wait."""
-        found: dict[str | None, list[StoredLetter]] = {}
+        """Yield the letters of a shard by the store that has their keys now, those of timers apart. The others wait."""
+        found: dict[tuple[str | None, bool], list[StoredLetter]] = {}
         for stored in letters:
             home = self.redriving.home(shard_id, stored.letter.partition_key)
-            found.setdefault(home, []).append(stored)
-        for store_id, of_store in found.items():
+            found.setdefault((home, bool(stored.letter.timer)), []).append(stored)
+        for (store_id, _), of_store in found.items():
             if store_id is None:
                 self._waiting[shard_id] = (
                     f"keys of {shard_id} belong to a shard that is not open yet, or not known"
@@ -192,7 +218,7 @@ class Redriver:
         runs_on = shard_id if visit is None else visit.session.shard_id
         delivery = Delivery(
             runs_on,
-            Records([_record(stored.letter, runs_on) for stored in letters]),
+            _payload(letters, runs_on),
             # Replaces missing arrival times: a record fails soon after it has arrived.
             received_ms=min(stored.letter.at_ms for stored in letters),
             after=None,
@@ -200,9 +226,14 @@ class Redriver:
             number=None if visit is None else visit.number,
         )
         outcome = await self.runtime.process(delivery)
-        earlier_attempts = {stored.letter.sequence: stored.letter.attempts for stored in letters}
+        earlier = {_identity(stored.letter): stored.letter for stored in letters}
         failed_again = tuple(
-            replace(letter, shard_id=shard_id, attempts=letter.attempts + earlier_attempts[letter.sequence])
+            replace(
+                letter,
+                shard_id=shard_id,
+                sequence=(before := earlier[_identity(letter)]).sequence,
+                attempts=letter.attempts + before.attempts,
+            )
             for letter in outcome.effects.dead_letters
         )
         rows = _of_shard(outcome.effects.rows, shard_id)

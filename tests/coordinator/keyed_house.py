@@ -53,6 +53,10 @@ class Counting:
 class House:
     """A coordinator, a handler that counts, consumers of shards, and a redriver."""
 
+    handler: ClassVar[type] = Counting
+    attempts = 1
+    polled = True
+
     def __init__(self, tmp_path: Path, *, family: bool = False) -> None:
         self.store = StoreClaim(None) if family else None
         self.pipeline = Pipeline(tmp_path, keyed=True, ask_stream=None if family else self.ask)
@@ -67,11 +71,12 @@ class House:
     async def life(self) -> AsyncIterator[None]:
         Counting.healed = False
         pipeline = self.pipeline
-        spec, findings = inspect_handler(Loaded("counting", sys.modules[__name__], Counting, "Counting"))
+        loaded = Loaded("counting", sys.modules[__name__], self.handler, self.handler.__name__)
+        spec, findings = inspect_handler(loaded)
         assert spec is not None, findings
         self.runtime = InlineRuntime(
             spec,
-            policy=FailurePolicy(attempts=1),
+            policy=FailurePolicy(attempts=self.attempts),
             clock=pipeline.clock,
             random=random.Random(1).random,
             at_once=True,
@@ -86,6 +91,7 @@ class House:
                 redriving=self.redriving,
                 clock=pipeline.clock,
                 keyed=True,
+                timed=bool(spec.timers),
             )
             await self.runtime.start()
             try:
@@ -108,12 +114,14 @@ class House:
 
     async def open(self, shard_id: str, *parents: str) -> Consumer:
         consumer = self.consumers[shard_id] = Consumer(self.parts)
-        opening = ShardOpening(shard_id, None, tells_lag=True, parents=parents, polled=True, store=self.store)
+        opening = ShardOpening(
+            shard_id, None, tells_lag=True, parents=parents, polled=self.polled, store=self.store
+        )
         await consumer.open(opening, Shard(shard_id, None))
         return consumer
 
-    async def put(self, shard_id: str, *records: tuple[str, bytes]) -> None:
-        """Deliver a batch of keys and payloads."""
+    async def put(self, shard_id: str, *records: tuple[str, bytes], lag_ms: int = 0) -> None:
+        """Deliver a batch of keys and payloads, which arrived one after the other just now or ``lag_ms`` ago."""
         made = []
         for key, data in records:
             self.sequences += 1
@@ -123,12 +131,15 @@ class House:
                     sequence_number=str(self.sequences),
                     data=data,
                     partition_key=key,
-                    arrival_ms=1_000_000 + self.sequences,
+                    arrival_ms=self.arrival_ms(lag_ms),
                 )
             )
         consumer = self.consumers[shard_id]
-        consumer.deliver(Records(made, 0), 10)
+        consumer.deliver(Records(made, lag_ms), 10)
         await consumer.acknowledged()
+
+    def arrival_ms(self, _lag_ms: int) -> int:
+        return 1_000_000 + self.sequences
 
     async def end(self, shard_id: str) -> None:
         consumer = self.consumers.pop(shard_id)
