@@ -238,7 +238,12 @@ def titles(server: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("grace", "errors"),
-    [(None, "stderr"), ("1s", "stderr"), (None, "/dev/full")],
+    [
+        # By day the same with a standard error that takes nothing.
+        pytest.param(None, "stderr", marks=pytest.mark.long),
+        ("1s", "stderr"),
+        (None, "/dev/full"),
+    ],
     ids=["a second signal", "the end of the grace", "its standard error takes nothing"],
 )
 async def test_what_forces_the_stop_ends_the_process_though_the_handler_refuses_to_be_cancelled(

@@ -35,6 +35,8 @@ DEPARTURES: Final = "flights-2013-01.jsonl.xz"
 _LOG: Final = "_server.log"
 """In the output folder; readers of the folder skip names that begin with an underscore."""
 _BAD: Final = frozenset({"error", "critical"})
+_SETTLE_MS: Final = 2000
+"""Every shard of the fake connects at once, so two seconds are enough to see them all."""
 
 _OUTWARD: Final = frozenset(
     {
@@ -169,9 +171,8 @@ def play_settings(
     settings = resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD)
     # The user's cluster is not used: its machines may not see the folder ``out``.
     master = spark_master or (settings.spark_master if is_local(settings.spark_master) else "local[*]")
-    # Every shard of the fake connects at once, so two seconds are enough to see them all.
     settings = resolve(fixed | {"spark_master": master}, environ=environ, folder=folder, leave_out=_OUTWARD)
-    return dataclasses.replace(settings, constants={"settle_time_ms": 2000})
+    return dataclasses.replace(settings, constants={"settle_time_ms": _SETTLE_MS})
 
 
 def quick_spark(settings: Settings) -> Engine | None:

@@ -128,7 +128,7 @@ def test_a_shops_changes_come_to_what_is_left_in_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "ORDERS", 300)
-    monkeypatch.setattr(shop, "DAY_SECONDS", 1.0)
+    monkeypatch.setattr(shop, "DAY_SECONDS", 0.3)
     code, told = played(tmp_path / "out", on_table=summed_orders, source="dynamodb")
     assert code == 0, told
     assert "300 placed" in told

@@ -141,6 +141,7 @@ def test_a_run_plays_by_arrival_times_when_it_is_told_a_speed(
     assert "50 durable, 0 late" in capsys.readouterr().out
 
 
+@pytest.mark.long  # by day test_a_run_plays_by_arrival_times… plays at a speed, and late rows are the coordinator's tests'
 def test_a_row_is_late_when_its_record_comes_late_by_the_datas_own_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,11 @@ async def play_keyed(
     assert toll.died.total() >= wanted
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(
+    "runtime",
+    # By day servers with the handler inside are killed in simulated worlds, and in dynamodb_streams/test_kills.py.
+    [pytest.param("inside the server", marks=pytest.mark.long), "in a worker process"],
+)
 async def test_a_counting_server_killed_over_a_file_counts_each_record_once(
     runtime: str, tmp_path: Path, seed: int, long: bool
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from support.serving import no_aws, quick, serving, until
 
 from mldserver.config.resolve import resolve
+from mldserver.dynamodb_streams import direct_source
 from mldserver.dynamodb_streams.positions import ReadPosition, Token
 from mldserver.dynamodb_streams.shard_tree import After
 from mldserver.errors import ConfigError
@@ -36,12 +37,13 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     (tmp_path / "changed_ids.py").write_text(HANDLER)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(direct_source, "AGAIN_SECONDS", 0.1)
     return "changed_ids"
 
 
 def reading(out: Path, handler: str, url: str, **changes: Any) -> Any:
     source = f"dynamodb://orders?endpoint_url={url}&region=us-east-1"
-    return quick(out, handler, source=source, poll_seconds=0.05, list_seconds=1.0, **changes)
+    return quick(out, handler, source=source, poll_seconds=0.05, list_seconds=0.2, **changes)
 
 
 def published(out: Path) -> Counter[int]:
@@ -182,7 +184,9 @@ async def test_a_token_s_file_that_cannot_be_read_is_the_operators_error(
     assert "token.json cannot be read" in failed["what"]
 
 
-@pytest.mark.parametrize("trouble", ["disconnect", "ExpiredTokenException", "pause"])
+@pytest.mark.parametrize(
+    "trouble", [pytest.param("disconnect", marks=pytest.mark.long), "ExpiredTokenException", "pause"]
+)
 async def test_the_lag_grows_while_nothing_can_be_read(tmp_path: Path, handler: str, trouble: str) -> None:
     fake = FakeStreams()
     fake.put({"id": 1})

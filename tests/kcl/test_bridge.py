@@ -36,6 +36,8 @@ LIMIT = 120
 
 MIB = 1024 * 1024
 
+KINDS = ("c", "python", "c over TLS", "python over TLS")
+
 INITIALIZE = {
     "action": "initialize",
     "shardId": "shardId-1",
@@ -68,6 +70,12 @@ def command(request: pytest.FixtureRequest, files: Files) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("tls"))
+
+
+def lingering(*by_day: str) -> pytest.MarkDecorator:
+    """Run a test that waits for a bridge's linger with these kinds of bridges by day, with the others in the long lane."""
+    kinds = [pytest.param(kind, marks=() if kind in by_day else pytest.mark.long) for kind in KINDS]
+    return pytest.mark.parametrize("bridged", kinds, indirect=True)
 
 
 class Bridged:
@@ -113,7 +121,7 @@ class Bridged:
         return self.process.stderr.read().decode()
 
 
-@pytest.fixture(params=["c", "python", "c over TLS", "python over TLS"])
+@pytest.fixture(params=KINDS)
 def bridged(request: pytest.FixtureRequest, files: Files, certificates: Certificates) -> Iterator[Bridged]:
     command, encrypted = program(request.param, files), "TLS" in request.param
     shown = (certificates.ca, certificates.client, certificates.client) if encrypted else ()
@@ -172,12 +180,14 @@ def test_the_end_of_stdin_is_a_half_close_and_late_replies_still_arrive(bridged:
     assert bridged.exit_code() == 0
 
 
+@lingering("c over TLS", "python over TLS")
 def test_after_the_end_of_stdin_a_silent_server_is_not_waited_for(bridged: Bridged) -> None:
     bridged.close_stdin()
     assert bridged.exit_code() == 0
     assert bridged.read() == b""
 
 
+@lingering("c", "python")
 def test_after_the_end_of_stdin_a_server_that_does_not_read_is_not_waited_for(bridged: Bridged) -> None:
     assert bridged.process.stdin is not None
     pipe = bridged.process.stdin.fileno()

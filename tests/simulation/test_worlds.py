@@ -35,6 +35,9 @@ ELSEWHERE = {
     "retention by a host's clock": "coordinator/test_clocks.py",
     "readiness without a daemon": "coordinator/test_coordinator_windows.py",
     "expiry by arrival": "runtime/test_keyed_state.py",
+    "children without their parents' times": "coordinator/test_lineage.py",
+    "a watermark that goes back": "coordinator/test_watermark.py",
+    "nobody is held": "coordinator/test_coordinator_bounds.py",
 }
 """Where every day's run finds a bug. Worlds look for it in the long lane; the first of them shows each of the others."""
 

@@ -235,7 +235,9 @@ async def test_another_shard_of_the_store_that_is_opened_during_a_search_takes_n
         assert store.counts() == {"x": 8, "y": 2}
 
 
-@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize(
+    "at", [pytest.param(0, marks=pytest.mark.long), 3, pytest.param(7, marks=pytest.mark.long)]
+)
 async def test_a_record_that_ends_its_process_takes_no_part_in_the_counts(
     made: Make, at: int, logged: list[dict[str, Any]]
 ) -> None:

@@ -98,7 +98,9 @@ def fail_with(error: str) -> None:
     Path("mine.py").write_text(f"def process_record(record): raise {error}")
 
 
-@pytest.mark.parametrize("change", ["other code", "no Python", "no file"])
+@pytest.mark.parametrize(
+    "change", ["other code", pytest.param("no Python", marks=pytest.mark.long), "no file"]
+)
 async def test_a_worker_that_is_replaced_runs_the_code_that_the_first_one_has_loaded(
     runtime: WorkerRuntime, logged: list[dict[str, Any]], change: str
 ) -> None:
