@@ -10,7 +10,7 @@ from mldserver.coordinator.core.flush import Buffer, buffered
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.sessions import Session, Sessions, make_reload
 from mldserver.ledger.contract import with_ancestors
-from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome, TimerReport
 from mldserver.stores import hash_of, key_bytes
 from mldserver.windows import WindowSpec
 
@@ -24,6 +24,8 @@ class StoreVisit:
     sessions: list[Session]
     """All sessions of the store here."""
     registered: bool = False
+    report: TimerReport | None = None
+    """What the letters' outcome says of the store's timers."""
 
     @property
     def number(self) -> int:
@@ -103,8 +105,9 @@ class RedriveIntake:
             yield visit
         finally:
             if not visit.registered:
-                # The runtime may have applied the letters' changes.
+                # The runtime may have applied the letters' changes, also to timers: the next portion finds when one is due.
                 make_reload(self.live(store_id))
+                self.sessions.next_due_ms[store_id] = 0
 
     async def settle(self, store_id: str) -> None:
         """Return once no flush can change a store without the reader's knowledge (``Sessions.unsettled``)."""
@@ -133,7 +136,7 @@ class RedriveIntake:
             if self.live(batch.store) != visit.sessions:
                 return
             self.sessions.unsettled.add(batch.store)
-            self._registering = visit
+            self._registering, visit.report = visit, outcome.timers
         number = self.buffer.add(batch)
         try:
             await self.flush("redrive")
@@ -154,3 +157,5 @@ class RedriveIntake:
         if visit is not None and visit.session.shard_id in shard_ids:
             visit.session.outcomes += 1
             visit.registered = True
+            if visit.report is not None and visit.session.store is not None:
+                self.sessions.next_due_ms[visit.session.store.store_id] = visit.report.next_call_ms

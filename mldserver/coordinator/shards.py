@@ -32,7 +32,7 @@ from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import ShardState, StoreState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
-from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.interface import BatchOutcome, TimerReport
 from mldserver.stores import SnapshotSource, StateSnapshot, StoreClaim
 from mldserver.windows import WindowSpec
 
@@ -240,7 +240,8 @@ class CoordinatorIntake:
                 position.accept(last)
         last = position.claim(outcome.position if outcome.keeps_position else last)
         session.outcomes += outcome is not AT_TIP
-        self._note_timers(session, outcome)
+        if outcome.timers is not None:
+            self._note_timers(session.store_id, outcome.timers)
         if outcome.effects is NOTHING or not outcome.effects:
             # Most batches of quiet shards only move a position. If rows have an event time, records without rows do
             # not show it.
@@ -287,7 +288,8 @@ class CoordinatorIntake:
         node = self.lineage.nodes[shard_id]
         floor_ms = self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
         session.outcomes += 1
-        self._note_timers(session, outcome)
+        if outcome.timers is not None:
+            self._note_timers(session.store_id, outcome.timers)
         if outcome.effects:
             batch = buffered(shard_id, session.epoch, outcome, floor_ms=floor_ms, spec=self.spec)
             # After a restart the shard's watermark goes on from its records, as it does now.
@@ -302,9 +304,8 @@ class CoordinatorIntake:
             self.soon()
         return has_room
 
-    def _note_timers(self, session: IntakeSession, outcome: BatchOutcome) -> None:
-        if outcome.timers is not None:
-            self.sessions.next_due_ms[session.store_id] = outcome.timers.next_call_ms
+    def _note_timers(self, store_id: str, report: TimerReport) -> None:
+        self.sessions.next_due_ms[store_id] = report.next_call_ms
 
     async def admit(
         self,

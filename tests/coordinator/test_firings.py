@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from coordinator.keyed import CLAIM, firing, pending, setting
+from coordinator.outcomes import dead_letter
 from coordinator.pipeline import RULES, Pipeline, two
 from support.shards import accept
 
@@ -163,6 +164,25 @@ async def test_a_snapshot_says_when_the_first_timer_is_due(tmp_path: Path) -> No
         assert session.next_due_ms is None
         assert await pending(session) == {50: 3000}
         assert session.next_due_ms == 3000
+
+
+@pytest.mark.parametrize("purged", [False, True])
+async def test_timers_that_redriven_letters_set_are_due_in_time(tmp_path: Path, purged: bool) -> None:
+    """If the letters were purged meanwhile, the runtime loads the store again with the next portion, which comes at once."""
+    pipeline = Pipeline(tmp_path / "out")
+    async with pipeline.life() as coordinator:
+        session = await session_of(pipeline)
+        await pipeline.give(session, [(1, 1000)], rows=[], letters=[dead_letter("a", 1)])
+        await pipeline.cycle()
+        (letter,) = await pipeline.ledger.letters(limit=9)
+        await pipeline.ledger.redrive((letter.id,))
+        redriving, made = coordinator.redriving, setting(session, (1, 1000), (50, 3000))
+        with redriving.visit("a", "a") as visit:
+            if purged:
+                await pipeline.ledger.purge((letter.id,))
+            await pipeline.clock.drive(redriving.register("a", made, (letter.id,), visit))
+        assert session.next_due_ms == (0 if purged else 3000)
+        assert await pending(session) == ({} if purged else {50: 3000})
 
 
 # Stores whose shards have ended.
