@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mldserver.admin.http_client import Client
-from mldserver.dynamodb_streams import direct_source
+from mldserver.dynamodb_streams import direct_source, stream_listing
 from mldserver.testing import playground, simulation
 
 
@@ -22,6 +22,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLDSERVER_ADMIN", "none")
     monkeypatch.setattr(playground, "_SETTLE_MS", 400)
     monkeypatch.setattr(direct_source, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(stream_listing, "_CHILD_SECONDS", (0.01, 0.05))
     monkeypatch.setattr(simulation, "_RESTART_SECONDS", 0.05)
     monkeypatch.setattr(simulation, "_LEASE_BACK_SECONDS", 0.05)
     monkeypatch.setitem(Client.__init__.__kwdefaults__, "seconds", 600.0)  # type: ignore[index]  # it has some

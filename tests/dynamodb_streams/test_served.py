@@ -11,7 +11,7 @@ import pytest
 from support.serving import no_aws, quick, serving, until
 
 from mldserver.config.resolve import resolve
-from mldserver.dynamodb_streams import direct_source
+from mldserver.dynamodb_streams import stream_listing
 from mldserver.dynamodb_streams.positions import ReadPosition, Token
 from mldserver.dynamodb_streams.shard_tree import After
 from mldserver.errors import ConfigError
@@ -37,7 +37,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     (tmp_path / "changed_ids.py").write_text(HANDLER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(direct_source, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(stream_listing, "_CHILD_SECONDS", (0.01, 0.05))
     return "changed_ids"
 
 
