@@ -81,7 +81,7 @@ class StateFiles:
             moment = self._gather(session, state)
             kill_point("state.loading")
             try:
-                entries = await asyncio.to_thread(self._entries, moment)
+                entries, due_ms = await asyncio.to_thread(self._entries, moment)
             except (OSError, pa.ArrowException) as error:
                 now = (await self.ledger.peek()).state_files
                 if any(now.get(file.path) != file for file in moment.files):
@@ -89,7 +89,7 @@ class StateFiles:
                 raise _unreadable(moment.store.store_id, session.shard_id, error) from error
             kill_point("state.loaded")
             break
-        self.sessions.loaded(moment.store.store_id, state_files.first_due_ms(entries))
+        self.sessions.loaded(moment.store.store_id, due_ms)
         self.snapshots += 1
         self.snapshot_ms += (spent_ms := self.clock.steady_ms() - began_ms)
         store = moment.store
@@ -125,7 +125,8 @@ class StateFiles:
             expired_ms=all_expired_ms(state).get(store.store_id),
         )
 
-    def _entries(self, moment: _Moment) -> pa.Table:
+    def _entries(self, moment: _Moment) -> tuple[pa.Table, int | None]:
+        """Return the entries of a store, and when the first timer among them is due."""
         store = moment.store
         newest_first = [
             (store.store_id, blob)
@@ -134,9 +135,10 @@ class StateFiles:
         ]
         buffered = state_files.changes(newest_first, {store.store_id: state_files.BUFFERED})
         tables = self.store.for_each(self._read, moment.files)
-        return state_files.entries(
+        entries = state_files.entries(
             zip(tables, moment.files, strict=True), store, buffered=buffered, expired_ms=moment.expired_ms
         )
+        return entries, state_files.first_due_ms(entries)
 
     def _read(self, file: StateFile) -> pa.Table:
         with self.store.parquet(file.path) as content:
