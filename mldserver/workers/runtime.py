@@ -7,8 +7,7 @@
 Batches are sent as they came; rows come back as Arrow. A shard stays with its worker. When a process dies, its unanswered
 requests are made again in the next process, which opens their shards first. These requests are suspects: from then on each
 has the process to itself. If a batch alone kills its process as often as a record may be tried, the runtime halves it to
-find the records that do so; these fail for good. Of timers that are due it fires half as many, until the one that does so is
-alone.
+find the records that do so; these fail for good. Timers that are due it fires one by one, once some have killed their process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -31,7 +30,7 @@ from mldserver.handler.failure import Failure
 from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, DueTimers, Payload
+from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, DueTimers
 from mldserver.runtime.keyed_state import STATE_BYTES
 from mldserver.runtime.outcome import halted
 from mldserver.status_document import WorkerRow
@@ -107,6 +106,8 @@ class WorkerRuntime:
         self._owing: set[str] = set()
         """Shards whose record processor has not checkpointed all records that it was given. Only its own process
         knows which of them are done."""
+        self._wary: dict[str, int] = {}
+        """Shards of whose timers one ends its process, and after how many the runtime stops firing them one by one."""
         self._state_bytes, self._clock = state_bytes, clock
         self._reloading = asyncio.Lock()
         self.spec: HandlerSpec
@@ -240,6 +241,7 @@ class WorkerRuntime:
             return
         self._parked.pop(shard_id, None)
         self._owing.discard(shard_id)
+        self._wary.pop(shard_id, None)
         self._stores.remove(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
         worker.opened.pop(shard_id, None)
@@ -256,6 +258,7 @@ class WorkerRuntime:
             process is None
             or worker.opened.get(shard_id) != worker.generation
             or self._parks
+            or shard_id in self._wary
             or (pass_ := worker.gate.enter_now()) is None
         ):
             return self.process(delivery)
@@ -289,16 +292,42 @@ class WorkerRuntime:
 
         ``after``: how the first process ended that the batch was sent to, or that it refused the batch.
         """
+        shard_id, payload = delivery.shard_id, delivery.payload
+        if isinstance(after, StateMoved):
+            self._moved(shard_id)
+            after = None
+        elif after is not None:
+            self._evade(self._worker(shard_id))
+        if isinstance(payload, DueTimers) and payload.limit > 1 and not payload.letters:
+            return await self._fire(delivery, payload, after)
+        return await self._process(delivery, after)
+
+    async def _fire(self, delivery: Delivery, due: DueTimers, after: WorkerGone | None) -> BatchOutcome:
+        """Fire timers. If they end their process, fire them one by one, also in later deliveries, until that timer was found."""
+        shard_id = delivery.shard_id
+        if after is None and shard_id not in self._wary:
+            with contextlib.closing(Held(due)) as held:
+                try:
+                    return await self._with_process(
+                        shard_id, partial(self._sent, delivery, held), alone=False
+                    )
+                except WorkerGone as gone:
+                    after = gone
+        self._wary[shard_id] = due.limit if after is not None else self._wary[shard_id]
+        # The first timer need not be that one: its attempts begin now.
+        outcome = await self._process(replace(delivery, payload=replace(due, limit=1)), None)
+        left = self._wary.pop(shard_id, 0) - 1
+        if left > 0:
+            self._wary[shard_id] = left
+        return outcome
+
+    async def _process(self, delivery: Delivery, after: WorkerGone | None) -> BatchOutcome:
         shard_id, held = delivery.shard_id, Held(delivery.payload)
         try:
-            if isinstance(after, StateMoved):
-                self._moved(shard_id)
-                after = None
-            elif after is not None:
-                self._evade(self._worker(shard_id))
             work = partial(self._sent, delivery, held)
-            times = 1 if _may_be_smaller(delivery.payload) else self._policy.attempts
-            outcome = await self._tried(shard_id, work, times, after=after)
+            outcome = await self._tried(
+                shard_id, work, self._policy.attempts, after=after, alone=shard_id in self._wary
+            )
         except WorkerGone as gone:
             worker = self._worker(shard_id)
             worker.searches += 1
@@ -334,15 +363,14 @@ class WorkerRuntime:
     async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
         """Process a batch that ends its process, except the records that do so (see ``search_parts``).
 
-        Of due timers process half as many; a single one fails for good.
+        Of due timers, the batch has one only.
         """
-        shard_id, timers = delivery.shard_id, delivery.payload
-        if _may_be_smaller(timers):
-            return await self.process(replace(delivery, payload=replace(timers, limit=timers.limit // 2)))
-        if isinstance(timers, DueTimers):
-            if not timers.letters:
+        shard_id = delivery.shard_id
+        if isinstance(delivery.payload, DueTimers):
+            if not delivery.payload.letters:
+                self._wary.pop(shard_id, None)
                 return await self._surely(replace(delivery, condemned=died), held)
-            delivery = replace(delivery, part=range(len(timers.letters)))
+            delivery = replace(delivery, part=range(len(delivery.payload.letters)))
 
         async def once(part: Delivery) -> BatchOutcome:
             return await self._tried(shard_id, partial(self._sent, part, held), 1, alone=True)
@@ -510,8 +538,3 @@ class WorkerRuntime:
             for letter in outcome.effects.dead_letters:
                 if letter.partition_key is not None:
                     keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
-
-
-def _may_be_smaller(payload: Payload) -> TypeGuard[DueTimers]:
-    """Return whether a batch is a portion of several due timers: what is left out of it is due later, too."""
-    return isinstance(payload, DueTimers) and not payload.letters and payload.limit > 1
