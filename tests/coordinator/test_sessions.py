@@ -489,6 +489,20 @@ def test_windows_do_not_wait_for_a_session_that_has_adopted_a_store(around: Arou
     assert around.lineage.all_ended()
 
 
+def test_a_shard_is_not_forgotten_while_its_store_is_adopted(around: Around) -> None:
+    """Timers may be due long after the stream has forgotten the shard."""
+    session = adopt(around)
+    assert around.lineage.forget_ended(10**9) == ()
+    around.sessions.let_go(session, 0)
+    assert around.lineage.forget_ended(10**9) == ("a",)
+
+
+def test_a_shard_that_was_adopted_and_is_read_again_is_forgotten_as_any_other(around: Around) -> None:
+    adopt(around)
+    around.sessions.end(around.open(shard("a", 3), serial=4), 0)
+    assert around.lineage.forget_ended(10**9) == ("a",)
+
+
 @pytest.mark.parametrize(
     ("state", "left"),
     [
@@ -543,16 +557,6 @@ def test_the_store_of_shards_that_are_forgotten_is_forgotten(around: Around) -> 
     assert serial_of(around) == 0
     around.sessions.forget(["b"])
     assert around.sessions.stores() == {}
-
-
-def test_an_adopted_store_outlives_what_is_known_of_its_shard(around: Around) -> None:
-    gone = around.open(ShardState("a", 1, store="a"), serial=3)
-    gone.alive = False
-    adopter = Stub("b", 1, SessionPosition(None), StoreState("b", 5), adopted=True)
-    around.sessions.adopt(adopter, ShardState("b", 1, store="b"), 0)
-    around.sessions.forget(["a", "b"])
-    assert around.sessions.all_live() == [adopter]
-    assert set(around.sessions.stores()) == {"b"}
 
 
 def test_a_runtime_that_must_load_a_store_again_finds_that_no_number_follows() -> None:

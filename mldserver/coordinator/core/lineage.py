@@ -64,6 +64,8 @@ class LineageNode:
     effective_ms: int | None = None
     """Effective time of its last accepted record."""
     children: set[str] = field(default_factory=set)
+    adopted: bool = False
+    """A session of this server fires the timers of its store, after its end: it is not forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +123,7 @@ class Lineage:
         """Note that a known shard has a connection, and that its ancestors have ended."""
         self._move(shard_id, Presence.CONNECTED, now_ms)
         self._end_ancestors(shard_id, now_ms)
+        self.nodes[shard_id].adopted = False
 
     def disconnect(self, shard_id: str, now_ms: int) -> None:
         """Note that a shard's connection is gone without the shard's end."""
@@ -202,7 +205,7 @@ class Lineage:
 
         Their children keep them as unknown parents.
         """
-        ended = (node for node in self.nodes.values() if node.presence is Presence.ENDED)
+        ended = (n for n in self.nodes.values() if n.presence is Presence.ENDED and not n.adopted)
         old = tuple(node.id for node in ended if node.since_ms < before_ms and node.id not in keep)
         self._drop(old)
         return old

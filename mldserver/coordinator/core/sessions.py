@@ -198,7 +198,8 @@ class Sessions:
         """Give a shard that has ended to a session which only fires timers. Windows do not wait for it."""
         self.lineage.add(session.shard_id, now_ms, ended=True)
         self.lineage.reach(session.shard_id, state.effective_ms)
-        self._take(session)
+        if self._take(session):
+            self.lineage.nodes[session.shard_id].adopted = True
 
     def _take(self, session: Session) -> bool:
         """Make a session the latest of its shard. False, and the session is dead: a newer one has the shard."""
@@ -255,6 +256,7 @@ class Sessions:
         if self._sessions.get(session.shard_id) is not session:
             return False
         self.lineage.disconnect(session.shard_id, now_ms)
+        self.lineage.nodes[session.shard_id].adopted = False
         self.watermark.disconnect(session.shard_id)
         return True
 
@@ -265,11 +267,9 @@ class Sessions:
         self.watermark.restart_settling(now_ms)
 
     def forget(self, shard_ids: Iterable[str]) -> None:
-        """Forget the sessions of shards that are forgotten, except those that have adopted a store."""
+        """Forget the sessions of shards that are forgotten."""
         for shard_id in shard_ids:
-            session = self.live(shard_id)
-            if session is None or not session.adopted:
-                self._sessions.pop(shard_id, None)
+            self._sessions.pop(shard_id, None)
         left = {session.store.store_id for session in self._sessions.values() if session.store is not None}
         self._stores = {store_id: store for store_id, store in self._stores.items() if store_id in left}
         self.next_due_ms = {store_id: ms for store_id, ms in self.next_due_ms.items() if store_id in left}
