@@ -145,8 +145,6 @@ class RedriveIntake:
             self.buffer.remove([number])
             self._registering = None
         self.sessions.unsettled.discard(batch.store)
-        if visit is not None and visit.registered and outcome.timers is not None:
-            self.sessions.next_due_ms[batch.store] = outcome.timers.next_call_ms
 
     def registered(self, shard_ids: Collection[str]) -> None:
         """Note the shards on whose sessions letters ran that a flush has registered now.

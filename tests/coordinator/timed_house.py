@@ -18,7 +18,10 @@ from mldserver.windows import Tumbling
 
 
 class Alarms:
-    """A record sets its key's alarm some seconds after its arrival, or cancels it. The alarm says when it was due."""
+    """A record sets its key's alarm some seconds after its arrival, or cancels it. The alarm says when it was due.
+
+    A record may ask how many alarms of its key there were: a row says so.
+    """
 
     schema = "key STRING, due BIGINT"
     windows = Tumbling(10_000)
@@ -28,18 +31,22 @@ class Alarms:
     heals: ClassVar[bool] = False
     """Whether records with words for seconds count as one second."""
 
-    def process_record(self, record: Record, ctx: Any) -> None:
+    def process_record(self, record: Record, ctx: Any) -> tuple[str, int] | None:
+        if record.data == b"alarms?":
+            return ctx.key, ctx.state.get("alarms", 0)
         if record.data == b"cancel":
             ctx.timers.cancel(self.alarm)
         elif record.data:
             seconds = b"1" if Alarms.heals and record.data.isalpha() else record.data
             ctx.timers.set(self.alarm, after=timedelta(seconds=float(seconds)))
+        return None
 
     @timer
     def alarm(self, due: Timer, ctx: Any) -> tuple[str, int]:
         Alarms.fired.append((ctx.key, round(due.at.timestamp() * 1000)))
         if Alarms.fails:
             raise ValueError("no")
+        ctx.state["alarms"] = ctx.state.get("alarms", 0) + 1
         return Alarms.fired[-1]
 
 
@@ -85,5 +92,7 @@ class TimedHouse(House):
         return Alarms.fired
 
     def rows(self) -> list[tuple[str, int]]:
-        """The durable rows."""
-        return sorted((row["key"], row["due"]) for row in self.pipeline.rows("_mldserver/segments/*"))
+        """The durable rows, wherever they are."""
+        places = ("_mldserver/segments/*", "window=*", "_late/window=*")
+        found = [row for place in places for row in self.pipeline.rows(place)]
+        return sorted((row["key"], row["due"]) for row in found)
