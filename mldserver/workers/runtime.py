@@ -298,7 +298,7 @@ class WorkerRuntime:
             after = None
         elif after is not None:
             self._evade(self._worker(shard_id))
-        if isinstance(payload, DueTimers) and payload.limit > 1 and not payload.letters:
+        if isinstance(payload, DueTimers) and payload.limit > 1 and not (payload.letters or payload.cancel):
             return await self._fire(delivery, payload, after)
         return await self._process(delivery, after)
 

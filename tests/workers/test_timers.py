@@ -196,6 +196,20 @@ async def test_timers_are_cancelled_in_a_worker(runtime: WorkerRuntime) -> None:
         assert server.rows == ["x", "z"]
 
 
+async def test_timers_are_cancelled_together_while_one_that_ends_its_process_is_looked_for(
+    runtime: WorkerRuntime,
+) -> None:
+    async with running(runtime), asyncio.timeout(300):
+        server = Server(runtime)
+        await server.open()
+        await server.set("v", "w", "x!", "y", "z")
+        await server.send(server.firing())
+        assert server.rows == ["v"]
+        outcome = await server.send(server.firing(cancel=TimerFilter()))
+        assert outcome.timers is not None
+        assert (outcome.timers.cancelled, outcome.timers.pending, server.letters) == (4, 0, [])
+
+
 async def test_new_code_fires_timers_that_old_code_has_set(runtime: WorkerRuntime) -> None:
     async with running(runtime), asyncio.timeout(300):
         server = Server(runtime)
