@@ -66,8 +66,9 @@ class Firing:
                         group.create_task(self._fire(store), name="firing")
                 looks += 1
                 if looks % _LOOKS_AT_ORPHANS == 0:
-                    for store_id in self.timers.orphans():
-                        if store_id not in self._adopted:
+                    for store_id, shard_ids in self.timers.orphans().items():
+                        # A connection that opens one of the shards just now needs no adopter.
+                        if store_id not in self._adopted and self.claims.current.keys().isdisjoint(shard_ids):
                             self._adopted.add(store_id)
                             group.create_task(self._adopt(store_id), name="adoption")
 
@@ -155,6 +156,9 @@ class Firing:
     async def _opened(self, session: TimerSession) -> AsyncGenerator[None, None]:
         """Open the handler of a shard that has no connection, and claim the shard for it. Raises Superseded."""
         shard_id = session.shard_id
+        if shard_id in self.claims.current:  # its opening raises the epoch again
+            session.disconnected()
+            raise Superseded
         claim = self.claims.take(shard_id)
         try:
             async with claim.work():

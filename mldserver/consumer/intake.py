@@ -6,7 +6,7 @@ assigns shards to this server.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -204,8 +204,8 @@ class TimerStores(Protocol):
     def not_accepted(self, store: TimedStore) -> None:
         """Have the runtime load a store again: it may have applied changes that no session has accepted."""
 
-    def orphans(self) -> list[str]:
-        """Return the stores with timers of shards that have ended without a child, and that no server has."""
+    def orphans(self) -> Mapping[str, Collection[str]]:
+        """Return the stores with timers of shards that have ended without a child, and that no server has; and their shards."""
 
     @property
     def adopt(self) -> Callable[[str], Awaitable[TimerSession | None]]:

@@ -123,28 +123,28 @@ class TimerIntake:
 
     # Stores without a server.
 
-    def orphans(self) -> list[str]:
-        """Return the stores with timers whose shards have all ended, without a known child, and that no server has."""
+    def orphans(self) -> dict[str, frozenset[str]]:
+        """Return the stores with timers whose shards have all ended, without a known child, and that no server has; and their shards."""
         state, here = self.view.state, self.sessions.live_stores()
-        found = {
+        waiting = {
             store_id
             for store_id, store in state.stores.items()
             if store.next_due_ms is not None and not store.closed and store_id not in here
         }
-        if not found or self.watermark.is_settling(self.clock.steady_ms()):
-            return []
-        found.difference_update(
-            shard.store
-            for shard in state.shards.values()
-            if not shard.ended or shard.owner not in {None, self.view.server_id}
-        )
+        if not waiting or self.watermark.is_settling(self.clock.steady_ms()):
+            return {}
+        for shard in state.shards.values():
+            if not shard.ended or shard.owner not in {None, self.view.server_id}:
+                waiting.discard(shard.store)
         for node in self.lineage.nodes.values():
-            shard = state.shards.get(node.id)
-            own = "" if shard is None else shard.store
+            own = state.shards[node.id].store if node.id in state.shards else ""
             for parent in node.parents:
                 if parent in state.shards and state.shards[parent].store != own:
-                    found.discard(state.shards[parent].store)
-        return sorted(found)
+                    waiting.discard(state.shards[parent].store)
+        return {
+            store_id: frozenset(each.shard_id for each in state.shards.values() if each.store == store_id)
+            for store_id in sorted(waiting)
+        }
 
     def is_abandoned(self, session: TimerSession) -> bool:
         """Return whether a session of an adopted store has nothing left to do: it is over, or the store has no timers or is closed."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coordinator.keyed_house import HIGH_KEY, LOW_KEY
 from coordinator.pipeline import RULES, named
 from coordinator.timed_house import Alarms, TimedHouse
 
@@ -164,6 +165,19 @@ async def test_an_arrival_time_shows_that_the_hosts_clock_is_behind(tmp_path: Pa
         await house.wait(1)
         await house.tip("parent")
         assert house.fired == [("a", START + 3_601_000)]
+
+
+async def test_receipts_of_a_daemon_that_sends_no_arrival_times_follow_the_civil_time(tmp_path: Path) -> None:
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        house.parts = house.parts._replace(civil=house.timers.civil)
+        house.pipeline.clock.step(3600)
+        await house.open("parent")
+        house.arrival_ms = lambda _: None  # type: ignore[assignment,method-assign,return-value]  # as V1 daemons
+        await house.put("parent", ("a", b"5"))
+        await house.wait(5)
+        await house.tip("parent")
+        assert house.fired == [("a", START + 5000)]
 
 
 async def test_timers_are_cancelled_for_good(tmp_path: Path) -> None:
@@ -437,3 +451,58 @@ async def test_no_shard_of_a_family_goes_on_from_a_firing_that_was_not_accepted(
         assert house.fired == [("a", START + 5000)] * 2
         await house.wait(2)
         assert house.rows() == [("a", 0), ("a", START + 5000)]
+
+
+async def test_a_connection_that_opens_the_shard_meanwhile_keeps_it(tmp_path: Path) -> None:
+    house = TimedHouse(tmp_path, family=True)
+    async with house.life():
+        await house.open("root")
+        await house.put("root", ("a", b"1"))
+        await house.end("root")
+        adopt = house.timers.adopt
+
+        async def slow(store_id: str) -> Any:
+            session = await adopt(store_id)
+            house.timers.adopt = adopt
+            opening.append(asyncio.ensure_future(house.open("root")))
+            await asyncio.sleep(0)
+            return session
+
+        opening: list[Any] = []
+        house.timers.adopt = slow
+        await house.wait(5)
+        consumer = await opening[0]
+        assert consumer.alive
+        await house.tip("root")
+        assert house.fired == [("a", START + 1000)]
+
+
+async def test_a_claim_of_the_shard_keeps_adopters_away(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    house = TimedHouse(tmp_path, family=True)
+    async with house.life():
+        await house.open("root")
+        await house.put("root", ("a", b"1"))
+        await house.end("root")
+        claim = house.parts.claims.take("root")
+        await house.wait(5)
+        assert named(logged, "store.adopted") == []
+        house.parts.claims.release("root", claim)
+        await house.wait(2)
+        assert named(logged, "store.adopted")
+
+
+async def test_after_a_split_each_timer_fires_on_the_shard_that_has_its_key_now(tmp_path: Path) -> None:
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        await house.open("parent")
+        await house.put("parent", (LOW_KEY, b"9"), (HIGH_KEY, b"9"))
+        await house.end("parent")
+        await house.open("low", "parent")
+        await house.wait(9)
+        await house.tip("low")
+        assert house.fired == [(LOW_KEY, START + 9000)]
+        await house.open("high", "parent")
+        await house.tip("high")
+        assert house.fired == [(LOW_KEY, START + 9000), (HIGH_KEY, START + 9000)]
+        await house.wait(2)
+        assert house.rows() == sorted(house.fired)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, NoRegionError
 
+from mldserver.base.clock import CivilClock
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since, Start, StreamShard
 from mldserver.dynamodb_streams.streams_api import (
     Description,
@@ -75,13 +76,17 @@ async def api(client: Client) -> AsyncIterator[StreamsApi]:
     assert client.closed
 
 
-def made(client: Client, *, patience_seconds: float | None = None) -> StreamsApi:
+def made(
+    client: Client, *, patience_seconds: float | None = None, civil: CivilClock | None = None
+) -> StreamsApi:
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Client]:
         yield client
         client.closed = True
 
-    return StreamsApi(make, clock=client.clock, random=lambda: 1.0, patience_seconds=patience_seconds)
+    return StreamsApi(
+        make, clock=client.clock, random=lambda: 1.0, patience_seconds=patience_seconds, civil=civil
+    )
 
 
 async def test_the_time_is_that_of_aws_as_soon_as_it_has_answered(
@@ -388,3 +393,12 @@ async def test_a_missing_region_says_what_to_do() -> None:
         async with StreamsApi(make, clock=VirtualClock(), random=lambda: 0.0):
             pass
     assert raised.value.advice == "Set the AWS region."
+
+
+async def test_the_date_of_a_listing_corrects_the_civil_time(client: Client, clock: VirtualClock) -> None:
+    civil = CivilClock(clock)
+    dated = {"ResponseMetadata": {"HTTPHeaders": {"date": "Wed, 21 Oct 2015 07:28:00 GMT"}}}
+    client.script("describe_stream", stream() | dated)
+    async with made(client, civil=civil) as api:
+        await api.describe(NEW)
+    assert civil.now_ms() == 1_445_412_480_000 + 500

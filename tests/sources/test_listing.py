@@ -13,6 +13,7 @@ import pytest
 from botocore.exceptions import ClientError, HTTPClientError
 
 from mldserver.base.aws import aws_client
+from mldserver.base.clock import CivilClock
 from mldserver.consumer.intake import ShardListing
 from mldserver.sources import listing
 from mldserver.sources.listing import StreamLister
@@ -55,6 +56,7 @@ class FakeClient:
         self.failures = failures
         self.made = 0
         self.open = False
+        self.date: str | None = None
 
     @contextlib.asynccontextmanager
     async def make(self) -> AsyncIterator[FakeClient]:
@@ -70,7 +72,7 @@ class FakeClient:
         if self.failures:
             self.failures -= 1
             raise ConnectionError("no route")
-        return PAGES[request.get("NextToken")]
+        return PAGES[request.get("NextToken")] | {"ResponseMetadata": {"HTTPHeaders": {"date": self.date}}}
 
 
 @contextlib.asynccontextmanager
@@ -252,3 +254,15 @@ async def test_the_real_client_asks_the_endpoint_that_it_was_given() -> None:
             group.create_task(polls.ask())
             assert await told.get() == LISTING
     assert targets == ["Kinesis_20131202.ListShards"] * 4
+
+
+async def test_the_date_of_a_listing_corrects_the_civil_time() -> None:
+    client, clock = FakeClient(), VirtualClock()
+    civil = CivilClock(clock)
+    client.date = "Wed, 21 Oct 2015 07:28:00 GMT"
+    polls = StreamLister("flights", client.make, clock=clock, civil=civil)
+    task = asyncio.create_task(polls.run(lambda _: None))
+    await clock.advance(1)
+    assert civil.now_ms() == 1_445_412_480_000 + 500 + 1000
+    task.cancel()
+    await asyncio.wait({task})
