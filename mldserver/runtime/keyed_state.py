@@ -174,7 +174,7 @@ class KeyedState:
 
     def admit(self, key: str) -> None:
         """Raise KeyElsewhere for a key that does not belong to the store."""
-        if self._ranged and hash_of(key_bytes(key)) not in self.key_range:
+        if self._ranged and key not in self._entries and hash_of(key_bytes(key)) not in self.key_range:
             raise KeyElsewhere(
                 f"The partition key {key!r:.100} hashes outside the range of its shard ({self.store_id}).",
                 did="The call failed: another shard has the state of this key.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.clock import Durations
 from mldserver.handler.timers import Timer, split_id, time_at
@@ -21,15 +21,17 @@ from mldserver.stores import TimerEntry, key_bytes, key_text, pack_timer, unpack
 if TYPE_CHECKING:
     from mldserver.handler.spec import TimerHook
 
-_HEAD: Final = struct.Struct(">QQH")
-"""How a timer begins, in its entry and in the queue: due time, number, and the length of its id. Entries of the queue are compared
-as bytes."""
+_HEAD: Final = struct.Struct(">QQ")
+"""How a timer begins, in its entry and in the queue: due time and number. Items of the queue are compared as bytes."""
+_LENGTH: Final = struct.Struct(">H")
+"""Then follows the timer's id, after its length."""
+_PLACE: Final = _HEAD.size
 _DUE: Final = 1 << 63
 """Is added to due times, which may lie before 1970."""
-_PLACE: Final = 16
-"""So many bytes of the head distinguish two timers of a store."""
 _TIMER_BYTES: Final = 220
 """What a timer takes in memory in addition to twice its id and key, and its value."""
+_KNOWN_IDS: Final = 1_000
+"""The ids of so many timers are remembered as bytes: usually they are the names of the callbacks."""
 _FEW: Final = 64
 """So many entries without a timer may always stay in the queue."""
 
@@ -40,6 +42,8 @@ class DueTimer(Record):
     __slots__ = ("callback", "due_ms", "is_letter", "received_ms", "timer", "timer_id")
 
     partition_key: str
+    sequence_text: Any
+    sub_sequence_number: Any
     timer_id: str
     callback: str
     due_ms: int
@@ -62,19 +66,20 @@ class DueTimer(Record):
     ) -> None:
         """Create it. ``after``: the sequence of the shard's last record; without one the record's sequence is null."""
         number, sub = after or (None, None)
-        keep = object.__setattr__
-        keep(self, "shard_id", shard_id)
-        keep(self, "sequence_text", None if number is None else str(number))
-        keep(self, "sub_sequence_number", sub)
-        keep(self, "_data", timer.payload)
-        keep(self, "partition_key", key)
-        keep(self, "arrival_ms", None)
-        keep(self, "timer_id", timer_id)
-        keep(self, "callback", split_id(timer_id)[0])
-        keep(self, "due_ms", timer.due_ms)
-        keep(self, "timer", timer)
-        keep(self, "received_ms", received_ms)
-        keep(self, "is_letter", is_letter)
+        self.shard_id = shard_id
+        self.sequence_text = None if number is None else str(number)
+        self.sub_sequence_number = sub
+        self._data = timer.payload
+        self.partition_key = key
+        self.arrival_ms = None
+        self.timer_id = timer_id
+        self.callback = split_id(timer_id)[0]
+        self.due_ms = timer.due_ms
+        self.timer = timer
+        self.received_ms = received_ms
+        self.is_letter = is_letter
+
+    __setattr__ = object.__setattr__  # no handler gets one, so none can change it
 
     @property
     def sequence(self) -> Sequence:
@@ -117,6 +122,8 @@ class TimerTable:
         self._of: dict[str, bytes | dict[str, bytes]] = {}
         """The entries of each key: one, or several by id. An entry has a head, the timer's id, and its value."""
         self._callable, self._unknown = _Queue(), _Queue()
+        self._tags: dict[str, tuple[bytes, _Queue]] = {}
+        """Of some ids, the length and the id as bytes, and the queue of their timers."""
         self.bytes = 0
         """About how much memory the timers take."""
         self._number = 0
@@ -126,7 +133,7 @@ class TimerTable:
         for key, timer_id, due_ms, value in entries:
             timer = unpack_timer(due_ms, value)
             self._number = max(self._number, timer.number)
-            self._put(key, timer_id, _entry(timer_id, due_ms, timer.number, value))
+            self._put(key, timer_id, self._entry(timer_id, due_ms, timer.number, value))
         self.begin()
 
     def __len__(self) -> int:
@@ -189,7 +196,7 @@ class TimerTable:
         for timer_id, change in changes.items():
             if change is not None:
                 self._set += 1
-                self._set_timer(key, timer_id, TimerEntry(*change))
+                self._set_timer(key, timer_id, *change)
             elif self._change(key, timer_id, None):
                 self._cancelled += 1
 
@@ -203,7 +210,7 @@ class TimerTable:
             item = heappop(queue.items)
             if (timer := self._find(item)) is not None:
                 queue.taken.append(item)
-                found.append(timer)
+                found.append((timer[0], timer[1], _timer(timer[2])))
         return found
 
     def take(self, due: DueTimer) -> bool:
@@ -230,8 +237,8 @@ class TimerTable:
     def set_again(self, due: DueTimer, after_ms: int) -> None:
         """Set a timer again whose call has failed: it is due so many milliseconds after this firing."""
         self._failed += 1
-        again = due.timer._replace(due_ms=due.received_ms + after_ms, attempt=due.timer.attempt + 1)
-        self._set_timer(due.partition_key, due.timer_id, again)
+        due_ms, timer = due.received_ms + after_ms, due.timer
+        self._set_timer(due.partition_key, due.timer_id, due_ms, timer.payload, timer.attempt + 1)
 
     def cancel(self, which: TimerFilter, limit: int) -> None:
         """Cancel the timers that match, at most ``limit``."""
@@ -246,10 +253,10 @@ class TimerTable:
             self._change(key, timer_id, None)
             self._cancelled += 1
 
-    def _set_timer(self, key: str, timer_id: str, timer: TimerEntry) -> None:
-        self._number += 1
-        value = pack_timer(timer._replace(number=self._number))
-        self._change(key, timer_id, _entry(timer_id, timer.due_ms, self._number, value))
+    def _set_timer(self, key: str, timer_id: str, due_ms: int, payload: bytes, attempt: int = 0) -> None:
+        number = self._number = self._number + 1
+        value = pack_timer(TimerEntry(due_ms, payload, attempt, number))
+        self._change(key, timer_id, self._entry(timer_id, due_ms, number, value))
 
     def _change(self, key: str, timer_id: str, entry: bytes | None) -> bool:
         """Replace a timer's entry in this batch; None: remove it. Return whether there was one."""
@@ -259,9 +266,23 @@ class TimerTable:
 
     def _get(self, key: str, timer_id: str) -> bytes | None:
         held = self._of.get(key)
-        if type(held) is dict:
-            return held.get(timer_id)
-        return held if isinstance(held, bytes) and _id(held) == timer_id else None
+        if isinstance(held, bytes):
+            return held if held.startswith(self._tag(timer_id)[0], _PLACE) else None
+        return None if held is None else held.get(timer_id)
+
+    def _tag(self, timer_id: str) -> tuple[bytes, _Queue]:
+        """Return what follows the head in the entries of an id, and the queue of its timers."""
+        tag = self._tags.get(timer_id)
+        if tag is None:
+            if len(self._tags) >= _KNOWN_IDS:
+                self._tags.clear()
+            id_ = timer_id.encode()
+            queue = self._callable if split_id(timer_id)[0] in self._hooks else self._unknown
+            tag = self._tags[timer_id] = _LENGTH.pack(len(id_)) + id_, queue
+        return tag
+
+    def _entry(self, timer_id: str, due_ms: int, number: int, value: bytes) -> bytes:
+        return _HEAD.pack(due_ms + _DUE, number) + self._tag(timer_id)[0] + value
 
     def _entries(self, key: str) -> Iterator[tuple[str, bytes]]:
         held = self._of.get(key)
@@ -272,14 +293,17 @@ class TimerTable:
 
     def _put(self, key: str, timer_id: str, entry: bytes | None, *, queued: bool = False) -> bytes | None:
         """Replace a timer's entry; None: remove it. Return the entry before. ``queued``: the queue has the entry's item."""
-        queue = self._callable if split_id(timer_id)[0] in self._hooks else self._unknown
+        tag, queue = self._tag(timer_id)
         before = self._get(key, timer_id)
-        for sign, each in ((-1, before), (1, entry)):
-            if each is not None:
-                queue.timers += sign
-                self.bytes += sign * (_TIMER_BYTES + 2 * len(key) + len(timer_id) + len(each))
-        if entry is not None and not queued:
-            heappush(queue.items, entry[: _HEAD.size] + timer_id.encode() + key_bytes(key))
+        fixed = _TIMER_BYTES + 2 * len(key) + len(tag)
+        if before is not None:
+            queue.timers -= 1
+            self.bytes -= fixed + len(before)
+        if entry is not None:
+            queue.timers += 1
+            self.bytes += fixed + len(entry)
+            if not queued:
+                heappush(queue.items, entry[:_PLACE] + tag + key_bytes(key))
         held = self._of.get(key)
         if entry is None:
             if isinstance(held, dict):
@@ -294,12 +318,16 @@ class TimerTable:
             self._of[key] = {_id(held): held, timer_id: entry}
         return before
 
-    def _find(self, item: bytes) -> tuple[str, str, TimerEntry] | None:
-        """Return the timer of an item of the queue; None if it is not set any more."""
-        length = _HEAD.unpack_from(item)[2]
-        timer_id, key = item[_HEAD.size : _HEAD.size + length].decode(), key_text(item[_HEAD.size + length :])
-        entry = self._get(key, timer_id)
-        return None if entry is None or entry[:_PLACE] != item[:_PLACE] else (key, timer_id, _timer(entry))
+    def _find(self, item: bytes) -> tuple[str, str, bytes] | None:
+        """Return key, id and entry of the timer of an item of the queue; None if it is not set any more."""
+        start, end = _PLACE + _LENGTH.size, _id_end(item)
+        key = key_text(item[end:])
+        held = self._of.get(key)
+        if held is None:
+            return None
+        timer_id = item[start:end].decode()
+        entry = held if isinstance(held, bytes) else held.get(timer_id, b"")
+        return (key, timer_id, entry) if entry.startswith(item[:end]) else None
 
     def _first_due_ms(self, queue: _Queue) -> int | None:
         """Return when the first timer of a queue is due; None if it has none."""
@@ -322,22 +350,22 @@ class TimerTable:
                 heapify(queue.items)
 
 
-def _entry(timer_id: str, due_ms: int, number: int, value: bytes) -> bytes:
-    id_ = timer_id.encode()
-    return _HEAD.pack(due_ms + _DUE, number, len(id_)) + id_ + value
-
-
 def _due_ms(entry: bytes) -> int:
     due_ms: int = _HEAD.unpack_from(entry)[0] - _DUE
     return due_ms
 
 
+def _id_end(entry: bytes) -> int:
+    length: int = _LENGTH.unpack_from(entry, _PLACE)[0]
+    return _PLACE + _LENGTH.size + length
+
+
 def _id(entry: bytes) -> str:
-    return entry[_HEAD.size : _HEAD.size + _HEAD.unpack_from(entry)[2]].decode()
+    return entry[_PLACE + _LENGTH.size : _id_end(entry)].decode()
 
 
 def _value(entry: bytes) -> bytes:
-    return entry[_HEAD.size + _HEAD.unpack_from(entry)[2] :]
+    return entry[_id_end(entry) :]
 
 
 def _timer(entry: bytes) -> TimerEntry:

@@ -313,3 +313,12 @@ def test_whatever_is_set_fired_cancelled_and_taken_back_the_table_says_what_a_mo
         table.apply(place[0], {place[1]: None})
     end(table)
     assert (table.bytes, len(table)) == (0, 0)
+
+
+def test_timers_with_many_names_are_told_apart(table: TimerTable) -> None:
+    for number in range(2_500):
+        set_(table, "a" if number % 2 else "b", **{f"alarm_{number}": number})
+    end(table)
+    assert fire(table, now_ms=1 << 40, limit=3_000) == [
+        f"{'a' if number % 2 else 'b'} alarm/{number}" for number in range(2_500)
+    ]
