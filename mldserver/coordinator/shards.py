@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import structlog
+from msgspec import structs
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
@@ -27,16 +29,19 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
 from mldserver.coordinator.store_claims import StoreClaims
-from mldserver.effects import NOTHING
+from mldserver.effects import NOTHING, Effects
 from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import ShardState, StoreState
 from mldserver.ledger.operations import Ledger
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, TimerReport
-from mldserver.stores import SnapshotSource, StateSnapshot, StoreClaim
+from mldserver.stores import SnapshotSource, StateChange, StateSnapshot, StoreClaim, pack_changes
 from mldserver.windows import WindowSpec
 
 log = structlog.get_logger("mldserver")
+
+_CORRECTION: Final = Effects(state=(pack_changes([StateChange(b"", None)]),))
+"""Changes no key, and has the next flush correct when the store's first timer is due."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -290,6 +295,8 @@ class CoordinatorIntake:
         session.outcomes += 1
         if outcome.timers is not None:
             self._note_timers(session.store_id, outcome.timers)
+            if not outcome.effects and self.sessions.differs(session.store_id, outcome.timers.next_due_ms):
+                outcome = structs.replace(outcome, effects=_CORRECTION)
         if outcome.effects:
             batch = buffered(shard_id, session.epoch, outcome, floor_ms=floor_ms, spec=self.spec)
             # After a restart the shard's watermark goes on from its records, as it does now.

@@ -89,7 +89,7 @@ class StateFiles:
                 raise _unreadable(moment.store.store_id, session.shard_id, error) from error
             kill_point("state.loaded")
             break
-        self.sessions.loaded(moment.store.store_id, due_ms)
+        self.sessions.loaded(moment.store.store_id, due_ms, moment.store.next_due_ms)
         self.snapshots += 1
         self.snapshot_ms += (spent_ms := self.clock.steady_ms() - began_ms)
         store = moment.store

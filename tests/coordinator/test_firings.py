@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from coordinator.keyed import CLAIM, firing, pending, setting
+from coordinator.keyed import CLAIM, firing, key_of, pending, setting
 from coordinator.outcomes import dead_letter
 from coordinator.pipeline import RULES, Pipeline, two
 from support.shards import accept
@@ -15,7 +15,7 @@ from support.shards import accept
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
-from mldserver.stores import KeyRange, StoreClaim
+from mldserver.stores import ALL_KEYS, KeyRange, StoreClaim, hash_of
 
 FIRST = "1970-01-01T00-00-00Z"
 FAMILY = StoreClaim(None)
@@ -81,14 +81,35 @@ async def test_a_firing_does_not_move_the_watermark_also_not_after_a_restart(tmp
         assert coordinator.watermark.reached_ms() == {"a": 1000}
 
 
+async def test_a_child_without_timers_corrects_the_time_that_its_parent_had(tmp_path: Path) -> None:
+    """Otherwise servers would look for its timers for ever, once the child has ended."""
+    pipeline = Pipeline(tmp_path / "out")
+    async with pipeline.life() as coordinator:
+        parent = await session_of(pipeline)
+        await accept(parent, setting(parent, (1, 1000), (50, 3000)))
+        assert await parent.end()
+        hashed = hash_of(key_of(50))
+        child = await session_of(pipeline, "b", StoreClaim(KeyRange(hashed + 1, ALL_KEYS.last)), "a")
+        assert pipeline.state().stores["b"].next_due_ms == 3000
+        assert await pending(child) == {}
+        assert child.next_due_ms == 3000
+        child.accept_firing(firing(child))
+        assert child.next_due_ms is None
+        await pipeline.cycle()
+        assert pipeline.state().stores["b"].next_due_ms is None
+        assert await pending(child) == {}
+        child.accept_firing(firing(child))
+        assert len(coordinator.buffer) == 0, "the ledger has it right now"
+
+
 async def test_a_portion_in_which_no_timer_was_due_counts_as_an_outcome_only(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path / "out")
     async with pipeline.life() as coordinator:
         session = await session_of(pipeline)
         number = session.next_number
         assert number is not None
-        session.accept_firing(firing(session, next_due_ms=7))
-        assert (session.next_number, session.next_due_ms) == (number + 1, 7)
+        session.accept_firing(firing(session))
+        assert session.next_number == number + 1
         assert len(coordinator.buffer) == 0
 
 

@@ -468,8 +468,17 @@ def test_a_copy_that_was_read_never_hides_an_earlier_timer_that_was_set_meanwhil
     sessions.next_due_ms["s"] = 60
     sessions.loaded("s", 80)
     assert sessions.next_due_ms == {"s": 60}
+    sessions.loaded("s", None, 50)
+    assert sessions.next_due_ms == {"s": 50}, "what the ledger says"
     sessions.forget([])
     assert sessions.next_due_ms == {}
+
+
+def test_a_store_whose_first_timer_the_ledger_has_wrong_is_known(around: Around) -> None:
+    around.sessions._stores["s"] = StoreState("s", next_due_ms=70)
+    assert around.sessions.differs("s", None)
+    assert not around.sessions.differs("s", 70)
+    assert not around.sessions.differs("forgotten", 70)
 
 
 def adopt(around: Around, store: str = "s", epoch: int = 2) -> Stub:

@@ -274,13 +274,19 @@ class Sessions:
         self._stores = {store_id: store for store_id, store in self._stores.items() if store_id in left}
         self.next_due_ms = {store_id: ms for store_id, ms in self.next_due_ms.items() if store_id in left}
 
-    def loaded(self, store_id: str, due_ms: int | None) -> None:
-        """Note when the first timer is due in a copy of a store that was read for a runtime.
+    def loaded(self, store_id: str, *times_ms: int | None) -> None:
+        """Note when the first timer is due in a copy of a store that was read for a runtime, and when the ledger says so.
 
-        An outcome that was accepted meanwhile may know of an earlier one. A time that is too early does no harm: nothing fires.
+        An outcome that was accepted meanwhile may know of an earlier one. A time that is too early does no harm: nothing fires, and
+        the outcome says when the first one is due.
         """
-        times = (due_ms, self.next_due_ms.get(store_id))
-        self.next_due_ms[store_id] = min((ms for ms in times if ms is not None), default=None)
+        known = (*times_ms, self.next_due_ms.get(store_id))
+        self.next_due_ms[store_id] = min((ms for ms in known if ms is not None), default=None)
+
+    def differs(self, store_id: str, due_ms: int | None) -> bool:
+        """Return whether the ledger has another time for a store's first timer: a child begins with its parents' earliest."""
+        store = self._stores.get(store_id)
+        return store is not None and store.next_due_ms != due_ms
 
     # What becomes of them in the ledger.
 
