@@ -170,6 +170,8 @@ class TimerReport(msgspec.Struct, frozen=True):
     """Timers that are set."""
     unknown: int = 0
     """Timers of ``pending`` whose callback the loaded handler does not have: they are held."""
+    callbacks: tuple[str, ...] = ()
+    """The callbacks of ``pending``."""
     next_due_ms: int | None = None
     """When the first of ``pending`` is due; None without timers. The ledger keeps it."""
     next_call_ms: int | None = None
@@ -215,7 +217,8 @@ class Delivery(msgspec.Struct, frozen=True):
     shard_id: str
     payload: Payload
     received_ms: int
-    """When it was complete (server's clock); replaces arrival times that its source does not report."""
+    """When it was complete (server's clock); replaces arrival times that its source does not report. For timers, the civil time of
+    the firing."""
     after: Sequence | None
     """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
     part: range | None = None
@@ -321,6 +324,9 @@ class Runtime(Protocol):
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a batch and run the handler over its records.
+
+        Also fires timers (``DueTimers``), of which none stops the shard; it may fire fewer than are due. A portion whose timers
+        end their process comes back with one.
 
         Raises PeerError when its payload is not a valid message (the handler was not called), HandlerHalted when a
         record failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its

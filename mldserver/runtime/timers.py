@@ -100,15 +100,18 @@ def timer_of(timer_id: str, entry: TimerEntry) -> Timer:
 class _Queue:
     """Timers by their due times, and for the same time by their numbers."""
 
-    __slots__ = ("items", "taken", "timers")
+    __slots__ = ("callbacks", "items", "taken")
 
     def __init__(self) -> None:
         self.items: list[bytes] = []
         """A heap: the head of each timer, its id and its key."""
         self.taken: list[bytes] = []
         """Items that the present batch has taken out."""
-        self.timers = 0
-        """How many of the items are of timers that are set."""
+        self.callbacks: dict[str, int] = {}
+        """How many timers are set for each callback."""
+
+    def __len__(self) -> int:
+        return sum(self.callbacks.values())
 
 
 class TimerTable:
@@ -122,8 +125,8 @@ class TimerTable:
         self._of: dict[str, bytes | dict[str, bytes]] = {}
         """The entries of each key: one, or several by id. An entry has a head, the timer's id, and its value."""
         self._callable, self._unknown = _Queue(), _Queue()
-        self._tags: dict[str, tuple[bytes, _Queue]] = {}
-        """Of some ids, the length and the id as bytes, and the queue of their timers."""
+        self._tags: dict[str, tuple[bytes, str, _Queue]] = {}
+        """Of some ids, the length and the id as bytes, the callback, and the queue of their timers."""
         self.bytes = 0
         """About how much memory the timers take."""
         self._number = 0
@@ -137,7 +140,7 @@ class TimerTable:
         self.begin()
 
     def __len__(self) -> int:
-        return self._callable.timers + self._unknown.timers
+        return len(self._callable) + len(self._unknown)
 
     def begin(self) -> None:
         """Begin a batch. Changes of a batch that did not come to its end are taken back."""
@@ -172,7 +175,8 @@ class TimerTable:
             lateness=tuple(self._late.counts) if any(self._late.counts) else (),
             lateness_sum_ms=self._late.sum_ms,
             pending=len(self),
-            unknown=self._unknown.timers,
+            unknown=len(self._unknown),
+            callbacks=(*self._callable.callbacks, *self._unknown.callbacks),
             next_due_ms=min((due_ms for due_ms in due if due_ms is not None), default=None),
             next_call_ms=due[0],
         )
@@ -270,15 +274,15 @@ class TimerTable:
             return held if held.startswith(self._tag(timer_id)[0], _PLACE) else None
         return None if held is None else held.get(timer_id)
 
-    def _tag(self, timer_id: str) -> tuple[bytes, _Queue]:
-        """Return what follows the head in the entries of an id, and the queue of its timers."""
+    def _tag(self, timer_id: str) -> tuple[bytes, str, _Queue]:
+        """Return what follows the head in the entries of an id, its callback, and the queue of its timers."""
         tag = self._tags.get(timer_id)
         if tag is None:
             if len(self._tags) >= _KNOWN_IDS:
                 self._tags.clear()
-            id_ = timer_id.encode()
-            queue = self._callable if split_id(timer_id)[0] in self._hooks else self._unknown
-            tag = self._tags[timer_id] = _LENGTH.pack(len(id_)) + id_, queue
+            id_, callback = timer_id.encode(), split_id(timer_id)[0]
+            queue = self._callable if callback in self._hooks else self._unknown
+            tag = self._tags[timer_id] = _LENGTH.pack(len(id_)) + id_, callback, queue
         return tag
 
     def _entry(self, timer_id: str, due_ms: int, number: int, value: bytes) -> bytes:
@@ -293,17 +297,19 @@ class TimerTable:
 
     def _put(self, key: str, timer_id: str, entry: bytes | None, *, queued: bool = False) -> bytes | None:
         """Replace a timer's entry; None: remove it. Return the entry before. ``queued``: the queue has the entry's item."""
-        tag, queue = self._tag(timer_id)
+        tag, callback, queue = self._tag(timer_id)
         before = self._get(key, timer_id)
-        fixed = _TIMER_BYTES + 2 * len(key) + len(tag)
+        fixed, timers = _TIMER_BYTES + 2 * len(key) + len(tag), queue.callbacks.pop(callback, 0)
         if before is not None:
-            queue.timers -= 1
+            timers -= 1
             self.bytes -= fixed + len(before)
         if entry is not None:
-            queue.timers += 1
+            timers += 1
             self.bytes += fixed + len(entry)
             if not queued:
                 heappush(queue.items, entry[:_PLACE] + tag + key_bytes(key))
+        if timers:
+            queue.callbacks[callback] = timers
         held = self._of.get(key)
         if entry is None:
             if isinstance(held, dict):
@@ -345,7 +351,7 @@ class TimerTable:
                 if self._find(item) is not None:
                     heappush(queue.items, item)
             queue.taken.clear()
-            if len(queue.items) > 2 * queue.timers + _FEW:
+            if len(queue.items) > 2 * len(queue) + _FEW:
                 queue.items = [item for item in queue.items if self._find(item) is not None]
                 heapify(queue.items)
 

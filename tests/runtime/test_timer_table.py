@@ -93,7 +93,7 @@ def test_a_report_says_what_the_batch_has_done_and_what_is_set(table: TimerTable
     table.changes()
     report = table.report()
     assert (report.set, report.cancelled, report.pending, report.unknown) == (3, 1, 2, 1)
-    assert (report.next_due_ms, report.next_call_ms) == (5, 10)
+    assert (report.next_due_ms, report.next_call_ms, report.callbacks) == (5, 10, ("alarm", "gone"))
     table.begin()
     assert fire(table, now_ms=10 + BOUNDS_MS[2]) == ["a alarm"]
     table.changes()
@@ -101,6 +101,7 @@ def test_a_report_says_what_the_batch_has_done_and_what_is_set(table: TimerTable
     assert (report.fired, report.skipped, report.failed, report.lateness_sum_ms) == (1, 0, 0, BOUNDS_MS[2])
     assert [place for place, count in enumerate(report.lateness) if count] == [2]
     assert (report.pending, report.next_due_ms, report.next_call_ms) == (1, 5, None)
+    assert report.callbacks == ("gone",)
 
 
 def test_callbacks_that_the_handler_does_not_have_are_held_until_a_version_has_them() -> None:

@@ -179,7 +179,9 @@ async def test_a_timer_fires_once_with_its_rows_and_state(fired: Any) -> None:
     shard = await fired()
     outcome = await shard.records("k alarm - 10 x")
     assert timers(outcome) == {"k/alarm": (11.0, 0, ["x"])}
-    assert report(outcome) == TimerReport(set=1, pending=1, next_due_ms=11_000, next_call_ms=11_000)
+    assert report(outcome) == TimerReport(
+        set=1, pending=1, callbacks=("alarm",), next_due_ms=11_000, next_call_ms=11_000
+    )
     early = await shard.fire(10.999)
     assert (texts(early), early.effects.state, report(early).pending) == ([], (), 1)
     outcome = await shard.fire(11.25)
