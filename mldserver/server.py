@@ -488,6 +488,11 @@ class Server:
         parts = None if self._stop.is_set() else self._begun
         return await carry_out(parts, self._clock, act, argument)
 
+    async def fire_timers(self) -> None:
+        """Fire pending timers without waiting for their due times; for simulations. See ``Firing.fire_all``. Raises LedgerError."""
+        if self._begun is not None and self._begun.firing is not None:
+            await self._begun.firing.fire_all()
+
     @property
     def is_ready(self) -> bool:
         """Whether readiness is green."""

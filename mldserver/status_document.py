@@ -271,6 +271,35 @@ class KeyedStateSection(_Part, frozen=True, kw_only=True):
     """The largest twenty, the largest first."""
 
 
+class TimersSection(_Part, frozen=True, kw_only=True):
+    """Durable timers of this server's shards; counts are since the start."""
+
+    set: int = 0
+    """How often a handler has set a timer; a timer that is set again counts again."""
+    cancelled: int = 0
+    """Timers that a handler or an operator has cancelled."""
+    fired: int = 0
+    """Callbacks that succeeded, gave a dead letter, or were left out by a failure rule."""
+    skipped: int = 0
+    """Timers that were later than their ``max_lateness``."""
+    failed: int = 0
+    """Callbacks that failed and are set again."""
+    lateness: Histogram = Histogram()
+    """How long after its due time each callback was called for the first time."""
+    pending: int = 0
+    """Timers that the open stores of this server hold now."""
+    unknown: int = 0
+    """Pending timers whose callback the handler does not have. They wait for a version that has it."""
+    held: int = 0
+    """Shards with due timers that do not fire: the shard lags, is paused, or has no room in memory."""
+    held_by: str | None = None
+    """The shard whose timer has been due for the longest; None: no timer is held."""
+    held_seconds: float = 0.0
+    """For how long that timer has been due."""
+    next_due_ms: int | None = None
+    """When the next timer is due; None: none is pending."""
+
+
 class Budget(_Part, frozen=True, kw_only=True):
     """What is bounded."""
 
@@ -318,6 +347,8 @@ class Status(_Part, frozen=True, kw_only=True):
     servers: tuple[Peer, ...] = ()
     state: KeyedStateSection | None = None
     """None for a handler that keeps no state."""
+    timers: TimersSection | None = None
+    """None for a handler without timers."""
     budgets: dict[str, Budget] = {}
     """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk), ``state`` (keyed state in memory)."""
     resident_bytes: int = 0

@@ -4,6 +4,7 @@
     resume [SHARD]       answer again
     flush                make all accepted rows durable now
     drain-shard SHARD    flush and checkpoint a shard, then hold its answers: after a move of its lease no record is delivered again
+    cancel-timers WHICH  remove pending timers: WHICH is a ``TimerFilter`` as JSON
     log-level LEVEL      set the lowest level that the server and its workers log
     reload               replace the workers and Spark's driver by new ones that load the handler's present code
 
@@ -15,16 +16,21 @@ from __future__ import annotations
 import logging
 from typing import Final, get_args
 
+import msgspec
+
 from mldserver.assembly import Parts
 from mldserver.base.clock import Clock, in_time
 from mldserver.config.settings import Level
 from mldserver.coordinator.core.sessions import Session
-from mldserver.errors import HandlerError, OperatorError
+from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.observe.logging import Logger, set_level
+from mldserver.runtime.interface import TimerFilter
 from mldserver.sources.link import Link
+from mldserver.stores import hash_of, key_bytes
+from mldserver.windows import counted
 from mldserver.workers.runtime import WorkerRuntime
 
-ACTS: Final = ("pause", "resume", "flush", "drain-shard", "log-level", "reload")
+ACTS: Final = ("pause", "resume", "flush", "drain-shard", "cancel-timers", "log-level", "reload")
 _PATIENCE_SECONDS: Final = 4.0
 """How long the client waits for the ledger or a daemon. The act continues after that."""
 _LEVELS: Final = get_args(Level)
@@ -46,6 +52,8 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
                 text = await acts.resume(argument)
             case "drain-shard":
                 text = await acts.drain_shard(argument)
+            case "cancel-timers":
+                text = await acts.cancel_timers(argument)
             case "log-level":
                 text = acts.log_level(argument)
             case "flush" if not argument:
@@ -55,7 +63,7 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
             case _:
                 request = f"{act} {argument}".strip()
                 return False, f"There is no act {request!r}. Acts are {', '.join(ACTS)}."
-    except (OperatorError, HandlerError) as error:
+    except (OperatorError, HandlerError, LedgerError) as error:
         return False, str(error)
     return True, text
 
@@ -146,6 +154,30 @@ class _Acts:
             f"ended, or the lease moved, and nothing is delivered again. {resume}"
         )
 
+    async def cancel_timers(self, which: str) -> str:
+        """Remove pending timers from the stores that this server has open. Raises LedgerError."""
+        try:
+            chosen = msgspec.json.decode(which, type=TimerFilter)
+        except msgspec.MsgspecError as error:
+            raise OperatorError(
+                f"{which!r:.100} does not say which timers: {error}.", advice="Use `mldserver timers cancel`."
+            ) from error
+        if self._parts.firing is None:
+            raise OperatorError("The handler has no timers.")
+        text = f"{counted(await self._parts.firing.cancel(chosen), 'timer')} cancelled."
+        state, here = self._shards.view.state, self._shards.sessions.live_stores()
+        others = sorted(
+            store.store_id
+            for store in state.stores.values()
+            if store.next_due_ms is not None
+            and not store.closed
+            and store.store_id not in here
+            and (chosen.key is None or hash_of(key_bytes(chosen.key)) in store.key_range)
+        )
+        if others:
+            text += f" This server does not have these stores with timers open: {', '.join(others)}. Ask their servers too."
+        return text
+
     def log_level(self, level: str) -> str:
         """Set the lowest level that the server and its worker processes log."""
         if level not in _LEVELS:
@@ -171,7 +203,7 @@ class _Acts:
             )
         former_version = runtime.spec.version
         try:
-            await runtime.reload()
+            await runtime.reload(self._shards.timer_counts.callbacks())
         except HandlerError as error:
             error.did = error.did or "Nothing has changed: the old version goes on."
             raise

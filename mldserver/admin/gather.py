@@ -251,6 +251,7 @@ class Gatherer:
                 worker_of,
                 state_sizes=runtime.state_sizes(),
                 state_bytes=settings.state_bytes,
+                has_timers=parts.firing is not None,
                 shown=error_text,
             ),
             **common,

@@ -166,6 +166,26 @@ state_snapshot_seconds_total  state.snapshot_seconds
     Time that reading these states took.
 state_compactions_total  state.compactions
     How often several files of keyed state became one.
+timers_set_total  timers.set
+    How often the handler has set a timer; a timer that is set again counts again.
+timers_cancelled_total  timers.cancelled
+    Timers that the handler or an operator has cancelled.
+timers_fired_total  timers.fired
+    Timers whose callback was called and that are done.
+timers_skipped_total  timers.skipped
+    Timers that were later than their max_lateness.
+timers_failed_total  timers.failed
+    Calls of callbacks that failed, and are repeated later.
+timer_lateness_seconds  timers.lateness
+    From a timer's due time to the first call of its callback.
+timers_pending  timers.pending
+    Timers that this server's stores hold.
+timers_unknown  timers.unknown
+    Pending timers whose callback the handler does not have. They wait for a version that has it.
+timers_held  timers.held
+    Shards with due timers that wait, because the shard lags, is paused, or has no room in memory.
+timers_held_seconds  timers.held_seconds
+    For how long the oldest of these timers has been due.
 ledger_calls_total  totals.ledger_calls
     Transactions of the ledger.
 ledger_faults_total  totals.ledger_faults
@@ -235,7 +255,10 @@ _LABELS: Final = {
     "budgets": ("budget",),
 }
 """Of a field of the table that has any: by its name, or the name before its dot."""
-_KINDS: Final = {"batch_seconds": "histogram", "window_seconds": "histogram", "info": "info"}
+_KINDS: Final = {
+    **dict.fromkeys(("batch_seconds", "window_seconds", "timer_lateness_seconds"), "histogram"),
+    "info": "info",
+}
 """Of metrics that are neither counters nor gauges."""
 
 

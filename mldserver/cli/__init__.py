@@ -73,6 +73,7 @@ _COMMANDS: Final = {
     "windows": "Show windows; retry, set aside or skip windows that keep failing.",
     "ledger": "Show shards' positions and servers; reset a shard, or accept its gap.",
     "state": "Show the state that a handler keeps for its keys.",
+    "timers": "Show the timers that a handler has set, or cancel some.",
     "dead-letters": "Show records that failed for good, run them again, or delete them.",
     "streams": "Show the stream of a DynamoDB table, and how far the pipeline has read it.",
     "kcl": "Run the Java MultiLangDaemon and connect it to a server.",

@@ -120,6 +120,7 @@ def list_letters(
         sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
     counts = f"{state.dead_letters:,} dead letters, {state.redrives:,} of them to be redriven"
     columns = "letter wanted shard partition_key sequence attempts at_ms error"
+    columns += " timer due_ms" if any(row.get("timer") for row in rows) else ""
     print_result(
         as_json, rows, table(rows, columns), counts + (f" ({more:,} more match; --limit)" if more else "")
     )

@@ -63,8 +63,8 @@ class LineView:
         return as_text(event, colours=self.colours).encode("utf-8", "backslashreplace")
 
 
-def since_time(text: str, now: datetime) -> datetime:
-    """Parse the option ``--since``: an ISO 8601 time (UTC without a zone), or a duration before ``now``.
+def since_time(text: str, now: datetime, *, option: str = "--since", ahead: bool = False) -> datetime:
+    """Parse an option such as ``--since``: an ISO 8601 time (UTC without a zone), or a duration before ``now`` (``ahead``: after it).
 
     Raises ConfigError if it is neither.
     """
@@ -72,10 +72,11 @@ def since_time(text: str, now: datetime) -> datetime:
         when = datetime.fromisoformat(text)
     except ValueError:
         try:
-            return now - timedelta(milliseconds=duration_ms(text))
+            duration = timedelta(milliseconds=duration_ms(text))
+            return now + duration if ahead else now - duration
         except (ValueError, OverflowError) as error:
             raise ConfigError(
-                f"--since {text!r} is neither a time nor a duration.",
+                f"{option} {text!r} is neither a time nor a duration.",
                 advice="Write for example '2026-11-21T10:00' or '10 minutes'.",
             ) from error
     return when if when.tzinfo else when.replace(tzinfo=UTC)

@@ -30,6 +30,7 @@ connection a shard, and plays a file's lines as records.
 ```
 mldserver sim handlers.departures_daily --shards 3 --seed 1
 mldserver sim mypackage.orders --input events.jsonl --splits 2 --merges 1
+mldserver sim handlers.late_departures --key-field carrier,flight --fire-timers
 mldserver sim mypackage.orders --input events.jsonl --lost-leases 3 --throttle 0.2 --crashes 2 --engine local
 mldserver sim mypackage.orders --input events.jsonl --spark-master spark://HOST:7077 --out /shared/trial
 ```
@@ -110,6 +111,14 @@ def sim(
             help="Spark that computes the windows. A cluster must see --out. [default: the setting, if that is local; or local[*]]"
         ),
     ] = None,
+    fire_timers: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="At the end, fire pending timers in the order of their due times, also those that callbacks set meanwhile: at most "
+            "ten times as many as were pending. [default: count them]",
+        ),
+    ] = False,
     allow_dead_letters: Annotated[
         bool, Parameter(negative=(), help="Records that become dead letters do not change the exit code.")
     ] = False,
@@ -153,6 +162,7 @@ def sim(
         start_ms=time.time_ns() // 1_000_000 - round(len(lines) / rate * 1000),
         arrivals=None if time_field is None else playground.arrival_times(lines, time_field),
         keys=() if key_field is None else playground.partition_keys(lines, key_field),
+        ends=not fire_timers,
     )
     progress = ProgressLines(sys.stdout)  # what handlers print meanwhile goes to the log
     with logging_to(settings):
@@ -167,9 +177,12 @@ def sim(
             if engine == "local"
             else playground.quick_spark(settings),
             speed=speed,
+            fire_timers=fire_timers,
         )
         report = uvloop.run(simulation.run(progress))
     facts = _run_facts(simulation, report, folder)
+    if spec.timers:
+        facts["timers"] = _timers_text(simulation, fired=fire_timers)
     if spec.keyed:
         facts["state"] = f"mldserver state show --out {shlex.quote(str(folder))}"
         if key_field is None:
@@ -222,6 +235,24 @@ def _run_facts(simulation: Simulation, report: Report, folder: Path) -> dict[str
         "output": str(folder),
         "log": f"mldserver logs {shlex.quote(str(folder / '_server.log'))}",
     }
+
+
+def _timers_text(simulation: Simulation, *, fired: bool) -> str:
+    """Return what became of timers, in words. Those that are pending are read from the files, since the server has stopped."""
+    from mldserver.assembly import store_of  # noqa: PLC0415  # `--help` must not wait for the server's imports
+    from mldserver.cli.ledger_tool import open_ledger  # noqa: PLC0415  # see above
+    from mldserver.cli.state import stored_entries  # noqa: PLC0415  # see above
+
+    settings, counts = simulation.server.settings, simulation.server.document().timers
+    with open_ledger(settings) as (_, state, _):
+        entries = stored_entries(state, store_of(settings), None)
+        pending = sum(entry["timer"] is not None for entry in entries)
+    names = ("set", "cancelled", "fired", "skipped", "failed")
+    words = [f"{getattr(counts, name, 0):,} {name}" for name in names]
+    text = f"{', '.join(words)}, {pending:,} pending"
+    if pending and not fired:
+        text += " (--fire-timers fires them)"
+    return text
 
 
 def _result_text(report: Report, failed_records: int) -> str:

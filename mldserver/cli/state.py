@@ -36,7 +36,7 @@ Exit codes: 0 done, 2 the key has no state, or the ledger does not exist or cann
 
 app = App(name="state", help=_HELP, help_format="markdown")
 
-_VALUE_LENGTH = 200
+VALUE_LENGTH = 200
 """A table shows so many characters of a value; JSON shows all."""
 
 
@@ -66,7 +66,7 @@ def show_state(
 
     settings = ledger_settings(where if name is None else dataclasses.replace(where, pipeline=name))
     with open_ledger(settings) as (_, state, _):
-        rows = list(_entries(state, store_of(settings), key))
+        rows = [row for row in stored_entries(state, store_of(settings), key) if row.pop("timer") is None]
     if key is not None and not rows:
         raise OperatorError(
             f"The key {key!r} has no state in the pipeline {settings.pipeline}.",
@@ -95,13 +95,16 @@ def show_state(
         text = f"The pipeline {settings.pipeline} has no keyed state: no handler that takes `ctx` has opened a shard."
     elif len(rows) > limit:
         text += f" ({counted(len(rows) - limit, 'key')} not shown)"
-    shown = [row | {"value": json.dumps(row["value"])[:_VALUE_LENGTH]} for row in entries]
+    shown = [row | {"value": json.dumps(row["value"])[:VALUE_LENGTH]} for row in entries]
     lines: list[RenderableType] = [table(shown, "key store bytes expires_ms value"), ""] if shown else []
     print_result(as_json, document, *lines, text)
 
 
-def _entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the present entries of all stores, or of one key, with encoded values. Raises OSError for a missing file."""
+def stored_entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the present entries of all stores, or of one key: states (``timer`` is None) and timers, with encoded values.
+
+    Raises OSError for a missing file.
+    """
     from mldserver.coordinator.core import state_files  # noqa: PLC0415  # `--help` must not wait for Arrow
     from mldserver.coordinator.store_files import all_expired_ms  # noqa: PLC0415  # see above
     from mldserver.stores import key_bytes  # noqa: PLC0415  # see above
@@ -123,6 +126,7 @@ def _entries(state: LedgerState, store: OutputStore, key: str | None) -> Iterato
             if wanted in {None, entry["key"]}:
                 yield {
                     "key": str(entry["key"], "utf-8", "surrogatepass"),
+                    "timer": entry["timer"],
                     "store": store_id,
                     "bytes": len(entry["value"]),
                     "expires_ms": entry["expires_ms"],

@@ -35,6 +35,7 @@ from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.status_document import Status
+from mldserver.windows import counted
 
 EXIT_NOT_READY: Final = 3
 
@@ -234,7 +235,7 @@ def facts(status: Status) -> dict[str, Any]:
     words += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
     up = format_duration((status.taken_ms - status.started_ms) / 1000)
     totals, windows, spark, letters = status.totals, status.windows, status.spark, status.dead_letters
-    state = status.state
+    state, timers = status.state, status.timers
     return {
         "pipeline": f"{status.pipeline}, {status.handler}",
         "server": f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}",
@@ -261,6 +262,19 @@ def facts(status: Status) -> dict[str, Any]:
             "snapshots": state.snapshots,
             "compactions": state.compactions,
         },
+        "timers": timers
+        and {
+            name: getattr(timers, name)
+            for name in ("pending", "set", "cancelled", "fired", "skipped", "failed")
+        }
+        | ({"without a callback": timers.unknown} if timers.unknown else {})
+        | (
+            {
+                "held": f"{counted(timers.held, 'shard')}, {timers.held_by} for {format_duration(timers.held_seconds)}"
+            }
+            if timers.held
+            else {}
+        ),
         "budgets": ", ".join(
             f"{name} {format_size(budget.used_bytes)} of {format_size(budget.limit_bytes)}"
             for name, budget in status.budgets.items()

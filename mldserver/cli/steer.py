@@ -41,6 +41,17 @@ _LEVEL: Final = inspect.Parameter(
 )
 
 
+def steer(at: SteeringOptions, act: str, argument: str, *, as_json: bool) -> int:
+    """Send a request to a running server, print the result, and return the exit code. Raises OperatorError if it is refused."""
+    client = at.steering_client()
+    fetch_status(client, at.expected_pipeline())  # raises for the server of another pipeline
+    result = client.act(act, argument, seconds=_ACT_SECONDS)
+    if not (result.done or as_json):
+        raise OperatorError(result.text)
+    print_result(as_json, {"done": result.done, "text": result.text}, plain_text(result.text))
+    return EXIT_CLEAN if result.done else EXIT_OPERATOR
+
+
 def _steering_command(name: str, what: str, example: str, more: str = "", *takes: inspect.Parameter) -> App:
     """Return the command ``name``, which sends a request of this name to a running server and prints the result.
 
@@ -48,13 +59,7 @@ def _steering_command(name: str, what: str, example: str, more: str = "", *takes
     """
 
     def act(*argument: str, at: SteeringOptions = _FROM_SETTINGS, as_json: AsJson = False) -> int:
-        client = at.steering_client()
-        fetch_status(client, at.expected_pipeline())  # raises for the server of another pipeline
-        result = client.act(name, "".join(argument), seconds=_ACT_SECONDS)
-        if not (result.done or as_json):
-            raise OperatorError(result.text)
-        print_result(as_json, {"done": result.done, "text": result.text}, plain_text(result.text))
-        return EXIT_CLEAN if result.done else EXIT_OPERATOR
+        return steer(at, name, "".join(argument), as_json=as_json)
 
     # cyclopts reads the signature: replace `*argument` by the argument that this command takes.
     signature = inspect.signature(act, eval_str=True)

@@ -198,8 +198,15 @@ class TimerStores(Protocol):
     def next_ms(self, store_id: str) -> int | None:
         """Return when the first timer of a store is due that the handler has a callback for; None: there is none."""
 
+    @property
+    def pending(self) -> int:
+        """How many timers the stores of this server hold."""
+
     def civil_ms(self) -> int:
         """Return the time of day (``CivilClock``)."""
+
+    def move_to(self, ms: int) -> None:
+        """Move the time of day on to ``ms``, unless it is later; for simulations."""
 
     def not_accepted(self, store: TimedStore) -> None:
         """Have the runtime load a store again: it may have applied changes that no session has accepted."""

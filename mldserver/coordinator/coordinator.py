@@ -33,6 +33,7 @@ from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.sessions import Session, Sessions
 from mldserver.coordinator.core.shape import Shape
+from mldserver.coordinator.core.state_files import pending_timers
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Destination, Flusher
 from mldserver.coordinator.membership import Membership, ServerLocks
@@ -193,10 +194,11 @@ class Coordinator:
             lineage=self.lineage,
             watermark=self.watermark,
             sessions=self._sessions,
+            counts=self.shards.timer_counts,
             adopt=self.shards.adopt,
             flush=self.flush,
         )
-        self.sections = Sections(self.shards, view, self.state_files, self.redriving).all
+        self.sections = Sections(self.shards, view, self.state_files, self.redriving, self.timers).all
         """Makes the coordinator's sections of the status document."""
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
         self.cuts_all = False  # whether cycles cut every open window, due or not
@@ -204,7 +206,9 @@ class Coordinator:
     async def _snapshot(self, session: Session) -> StateSnapshot:
         assert session.store is not None, "only sessions of handlers that keep state are asked"
         await self.redriving.settle(session.store.store_id)
-        return await self.state_files.snapshot(session)
+        snapshot = await self.state_files.snapshot(session)
+        self.shards.timer_counts.loaded(snapshot.store_id, *pending_timers(snapshot.entries))
+        return snapshot
 
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.

@@ -12,6 +12,7 @@ from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.coordinator.store_files import StateFiles
+from mldserver.coordinator.timers import TimerIntake
 from mldserver.records import Sequence
 from mldserver.sources.source import SourceStatus
 from mldserver.status_document import (
@@ -22,7 +23,9 @@ from mldserver.status_document import (
     Peer,
     ShardRow,
     StoreRow,
+    TimersSection,
     WatermarkSection,
+    histogram,
 )
 from mldserver.stores import StoreSize
 
@@ -51,11 +54,16 @@ class Sections:
     """Makes the coordinator's sections from its parts."""
 
     def __init__(
-        self, shards: CoordinatorIntake, view: LedgerView, state_files: StateFiles, redriving: RedriveIntake
+        self,
+        shards: CoordinatorIntake,
+        view: LedgerView,
+        state_files: StateFiles,
+        redriving: RedriveIntake,
+        timers: TimerIntake,
     ) -> None:
         """``shards`` shares the coordinator's parts."""
         self._shards, self._view = shards, view
-        self._state_files, self._redriving = state_files, redriving
+        self._state_files, self._redriving, self._timers = state_files, redriving, timers
         self._undurable: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
         """Of each shard, what ``waited_seconds`` has seen of positions that are not durable."""
         self._unstored: defaultdict[str, list[tuple[int, Sequence]]] = defaultdict(list)
@@ -69,6 +77,7 @@ class Sections:
         *,
         state_sizes: tuple[StoreSize, ...],
         state_bytes: int,
+        has_timers: bool,
         shown: Callable[[str], str],
     ) -> dict[str, Any]:
         """Return fields of the status document.
@@ -94,6 +103,7 @@ class Sections:
             "dead_letters": self._dead_letters(status, shown),
             "servers": self._servers(),
             "state": state,
+            "timers": self._timers_section() if has_timers else None,
             "budgets": budgets,
             "stream_ended": status.stream_ended,
             "unread_shards": status.unread_shards,
@@ -220,6 +230,22 @@ class Sections:
                 for size in sizes
                 if (store := held.stores.get(size.store_id)) is not None
             ),
+        )
+
+    def _timers_section(self) -> TimersSection:
+        timers, counts, sessions = self._timers, self._shards.timer_counts, self._shards.sessions
+        stores = sessions.live_stores()
+        reports, dues_ms = counts.latest(stores), sessions.next_due_ms
+        held_by, since_ms = timers.longest_held or (None, timers.civil.now_ms())
+        return TimersSection(
+            **counts.totals,
+            lateness=histogram(counts.lateness),
+            pending=sum(report.pending for report in reports),
+            unknown=sum(report.unknown for report in reports),
+            held=timers.held,
+            held_by=held_by,
+            held_seconds=(timers.civil.now_ms() - since_ms) / 1000,
+            next_due_ms=min((ms for each in stores if (ms := dues_ms.get(each)) is not None), default=None),
         )
 
     def _budgets(self, status: CoordinatorStatus, source: SourceStatus) -> dict[str, Budget]:

@@ -29,6 +29,7 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.progress import Reports
 from mldserver.coordinator.store_claims import StoreClaims
+from mldserver.coordinator.timer_counts import TimerCounts
 from mldserver.effects import NOTHING, Effects
 from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import ShardState, StoreState
@@ -70,6 +71,7 @@ class CoordinatorIntake:
     ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
     claims: StoreClaims
+    timer_counts: TimerCounts = field(init=False, default_factory=TimerCounts)
     _openings: Counter[str] = field(init=False, default_factory=Counter)
     """How many connections are opening each shard now."""
     _unlisted: set[str] = field(init=False, default_factory=set)
@@ -313,6 +315,7 @@ class CoordinatorIntake:
 
     def _note_timers(self, store_id: str, report: TimerReport) -> None:
         self.sessions.next_due_ms[store_id] = report.next_call_ms
+        self.timer_counts.count(store_id, report)
 
     async def admit(
         self,

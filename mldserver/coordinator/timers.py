@@ -18,6 +18,7 @@ from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.sessions import Sessions, make_reload
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.shards import IntakeSession
+from mldserver.coordinator.timer_counts import TimerCounts
 
 log = structlog.get_logger("mldserver")
 
@@ -32,12 +33,15 @@ class TimerIntake:
     lineage: Lineage
     watermark: Watermark
     sessions: Sessions
+    counts: TimerCounts
     adopt: Callable[[str], Awaitable[IntakeSession | None]]
     """Opens a session for an orphan. None: another server was faster, or a child of the shard has come."""
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
     held: int = field(init=False, default=0)
     """How many stores here have a due timer that may not fire: a shard lags or is paused, or the server has no room."""
+    longest_held: tuple[str, int] | None = field(init=False, default=None)
+    """Of these stores, the one whose timer has been due for the longest, and since when."""
     _differs: bool = field(init=False, default=False)
     """Whether the host's clock was seen to differ from AWS's."""
 
@@ -79,6 +83,9 @@ class TimerIntake:
             if until_ms is not None and at_ms is not None and at_ms <= until_ms:
                 found.append(TimedStore(store_id, tuple(sessions), until_ms))
         self.held = len(due) - len(found)
+        fires = {store.store_id for store in found}
+        held = [(at_ms, name) for name in due if name not in fires and (at_ms := next_ms[name]) is not None]
+        self.longest_held = (min(held)[1], min(held)[0]) if held else None
         return found
 
     def _frontier_ms(self, sessions: Iterable[IntakeSession], now_ms: int, civil_ms: int) -> int | None:
@@ -116,6 +123,15 @@ class TimerIntake:
             if differs_ms:
                 log.warning("clock.differs", seconds=differs_ms / 1000)
         return self.civil.now_ms()
+
+    def move_to(self, ms: int) -> None:
+        """Move the time of day on to ``ms``, unless it is later; for simulations."""
+        self.civil.arrived(ms, self.clock.steady_ms())
+
+    @property
+    def pending(self) -> int:
+        """How many timers the stores of this server hold, as far as their batches have reported."""
+        return sum(report.pending for report in self.counts.latest(self.sessions.live_stores()))
 
     def not_accepted(self, store: TimedStore) -> None:
         """Have the runtime load a store again before the next delivery of each of its shards."""

@@ -2,7 +2,7 @@
 
 ``FakeMLD`` plays a ``FakeStream`` to a server over a real socket as strictly as the Java does (``DaemonProtocol`` is the
 same without I/O); ``FakeStreams`` answers as DynamoDB Streams do; ``LocalEngine`` computes windows without Spark;
-``VirtualClock`` moves only when told to. The pytest fixtures come with the installed package.
+``VirtualClock`` moves only when told to; ``HandlerRun`` tries a handler and its timers under it. The pytest fixtures come with the installed package.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mldserver.testing.fake_stream import FakeStream, JavaThrow, LeaseTable, Place, StreamRecord
     from mldserver.testing.fake_streams import FakeStreams
     from mldserver.testing.fake_table import FakeShard
+    from mldserver.testing.handler_run import HandlerRun
     from mldserver.testing.stand_ins import LocalEngine, VirtualClock
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "FakeStreams",
     "Form",
     "Habits",
+    "HandlerRun",
     "Hang",
     "JavaThrow",
     "JvmExit",
@@ -46,6 +48,7 @@ _HOMES: Final = {
     "fake_stream": ("FakeStream", "JavaThrow", "LeaseTable", "Place", "StreamRecord"),
     "fake_streams": ("FakeStreams",),
     "fake_table": ("FakeShard",),
+    "handler_run": ("HandlerRun",),
     "stand_ins": ("LocalEngine", "VirtualClock"),
 }
 

@@ -6,6 +6,9 @@ need is imported when a test asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from mldserver import testing
@@ -27,3 +30,9 @@ def fake_stream() -> testing.FakeStream:
 def local_engine() -> testing.LocalEngine:
     """An engine without Spark: windows come out as their rows went in."""
     return testing.LocalEngine()
+
+
+@pytest.fixture
+def run_handler(virtual_clock: testing.VirtualClock) -> Callable[..., testing.HandlerRun]:
+    """Returns a ``HandlerRun`` of a handler under ``virtual_clock``, by its dotted path."""
+    return partial(testing.HandlerRun, clock=virtual_clock)

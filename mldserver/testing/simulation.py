@@ -20,6 +20,7 @@ from mldserver.config.settings import Settings
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR
 from mldserver.jobs.engine import Engine
+from mldserver.records import Sequence as Position
 from mldserver.server import Server
 from mldserver.testing.daemon import Form, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits
@@ -57,6 +58,7 @@ def build_stream(
     start_ms: int,
     arrivals: Sequence[int] | None = None,
     keys: Sequence[str] = (),
+    ends: bool = True,
 ) -> FakeStream:
     """Return a stream with one record for each line, and with splits and merges of shards.
 
@@ -64,7 +66,7 @@ def build_stream(
 
     The seed decides where the splits and merges come between the records, and which open shards they take. A merge is
     skipped if no two open shards have adjacent hash ranges. Arrival times begin at ``start_ms`` (milliseconds since the
-    epoch), unless ``arrivals`` has one for each line. The stream is ended after the last record.
+    epoch), unless ``arrivals`` has one for each line. The stream is ended after the last record, unless ``ends`` is False.
     """
     stream = FakeStream(shards, seed=seed, start_ms=start_ms)
     shape_random = random.Random(f"{seed}/shape")  # noqa: S311  # repeatable, not secret
@@ -84,7 +86,8 @@ def build_stream(
                 arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
             )
             stream.put(lines[number], keys[number] if keys else f"key-{number}", arrival_ms=arrival_ms)
-    stream.end()
+    if ends:
+        stream.end()
     return stream
 
 
@@ -236,14 +239,17 @@ class Simulation(ServerRun):
         engine: Engine | None = None,
         clock: Clock | None = None,
         speed: float | None = None,
+        fire_timers: bool = False,
     ) -> None:
         """Prepare a server, and a fake daemon that plays ``stream`` to it. ``settings`` should listen on port 0.
 
         ``engine``: in place of Spark. ``speed``: seconds of arrival times that are played in one second; None: all at once.
+        ``fire_timers``: ``stream`` has not ended. Once its records are durable, fire pending timers without waiting for their
+        due times, and end it.
         """
         super().__init__(clock or SystemClock())
         self.stream = stream
-        self._speed = speed
+        self._speed, self._fires_timers = speed, fire_timers
         self.faults = faults or Faults()
         self.server = Server(settings, engine=engine, clock=clock, kinesis=FakeKinesis(stream, clock).make)
         self._fault_random = random.Random(f"{seed}/faults")  # noqa: S311  # repeatable, not secret
@@ -293,13 +299,35 @@ class Simulation(ServerRun):
                 (shard.records[0].arrival_ms for shard in shards if shard.records), default=0
             )
             self.stream.tip_ms = lambda: first_arrival_ms + int((self.clock.steady_ms() - began_ms) * speed)
-        try:
-            while await self.mld.run() == EXIT_KILLED:
-                await self.clock.sleep(_RESTART_SECONDS)
-        except (NoServer, DaemonHangs):
-            return  # the report shows it: as the server's exit code, or as a violation
+        async with asyncio.TaskGroup() as group:
+            firing = group.create_task(self._fire_and_end()) if self._fires_timers else None
+            try:
+                while await self.mld.run() == EXIT_KILLED:
+                    await self.clock.sleep(_RESTART_SECONDS)
+            except (NoServer, DaemonHangs):
+                return  # the report shows it: as the server's exit code, or as a violation
+            finally:
+                if firing is not None:
+                    firing.cancel()
         if self.mld.finished:
             await self._wait_until_published()
+
+    async def _fire_and_end(self) -> None:
+        """Fire the pending timers once all records are durable, then end the stream."""
+        last = {
+            shard.id: str(Position(*record.order))
+            for shard in self.stream.shards.values()
+            for record in shard.records[-1:]
+        }
+
+        def is_durable() -> bool:
+            at = {row.id: row.position for row in self.server.document().shards}
+            return all(at.get(name) == place or self.mld.leases.ended(name) for name, place in last.items())
+
+        while not is_durable():
+            await self.clock.sleep(_TICK_SECONDS)
+        await self.server.fire_timers()
+        self.stream.end()
 
     def _lose_random_lease(self) -> None:
         """Move the lease of a connected shard to another worker for a moment: gracefully every second time."""

@@ -40,10 +40,11 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
     windows = [windows_text(spec.windows) for spec in (before, now)]
     kinds = [str(spec.kind) for spec in (before, now)]
     state = ["used" if spec.keyed else "not used" for spec in (before, now)]
-    names = ("the schema", "windows", "the kind of handler", "keyed state")
+    timers = ["present" if spec.timers else "absent" for spec in (before, now)]
+    names = ("the schema", "windows", "the kind of handler", "keyed state", "a callback of timers")
     return [
         f"{name} was {then}, and is {is_}"
-        for name, (then, is_) in zip(names, (schemas, windows, kinds, state), strict=True)
+        for name, (then, is_) in zip(names, (schemas, windows, kinds, state, timers), strict=True)
         if then != is_
     ]
 
@@ -58,6 +59,8 @@ class Reload:
     stores: OpenStores
     parked: Mapping[str, Mapping[str, Position]]
     owing: AbstractSet[str]
+    pending_callbacks: AbstractSet[str] = frozenset()
+    """The callbacks for which timers are pending."""
 
     async def run(self, before: HandlerSpec) -> HandlerSpec:
         """Replace the workers' processes by new ones and return the spec that these have loaded.
@@ -72,6 +75,13 @@ class Reload:
                     did=_DID,
                     advice="A reload brings code, no other rows. Stop the server and start the new version; where it does not "
                     "go with rows that are there, `mldserver drain` with the old one closes and publishes every window first.",
+                )
+            if stranded := sorted(self.pending_callbacks & before.timers.keys() - now.timers.keys()):
+                raise OperatorError(
+                    f"Timers are pending that call {', '.join(stranded)}, and the new version has no such callback.",
+                    did=_DID,
+                    advice="Keep the function, marked with @timer, until they have fired, or cancel them with `mldserver timers "
+                    f"cancel --timer {stranded[0]}`.",
                 )
             async with self._nothing_in_hand():
                 if self.owing:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -137,17 +138,23 @@ class WorkerRuntime:
         self.spec = wire.spec_of(self._standby.handler, await self._standby.first())
         return self.spec
 
-    async def reload(self) -> None:
+    async def reload(self, pending_callbacks: AbstractSet[str] = frozenset()) -> None:
         """Replace all processes by new ones that have loaded the handler's present code. ``spec`` is then theirs.
 
-        Raises HandlerError if the new code cannot be loaded or a shard cannot be opened with it, and OperatorError
+        ``pending_callbacks``: the callbacks for which timers are pending, which the new code must have too. Raises HandlerError if the new code cannot be loaded or a shard cannot be opened with it, and OperatorError
         if the old processes cannot be replaced now. In both cases nothing changes.
         """
         if self._reloading.locked():
             raise OperatorError("Another reload is under way.")
         async with self._reloading:
             reload = Reload(
-                self._standby, self._workers, self._shards, self._stores, self._parked, self._owing
+                self._standby,
+                self._workers,
+                self._shards,
+                self._stores,
+                self._parked,
+                self._owing,
+                pending_callbacks,
             )
             self.spec = await reload.run(self.spec)
 

@@ -26,6 +26,7 @@ from mldserver.status_document import (
     ShardRow,
     Spark,
     Status,
+    TimersSection,
     WatermarkSection,
     Windows,
     WorkerRow,
@@ -63,6 +64,9 @@ def status(*shards: ShardRow) -> Status:
         servers=(Peer(id="box:7", this=True),),
         state=KeyedStateSection(
             keys=5, files=2, file_bytes=700, snapshots=1, snapshot_seconds=0.25, compactions=3
+        ),
+        timers=TimersSection(
+            set=9, fired=4, lateness=Histogram(sum_seconds=1.5), pending=5, held=1, held_seconds=61.5
         ),
         budgets={"buffer": Budget(used_bytes=1, limit_bytes=2)},
     )
@@ -208,7 +212,7 @@ def test_what_is_deployed_names_metrics_that_there_are(file: str) -> None:
 
 def test_each_alert_is_tested_as_it_fires_and_as_it_does_not() -> None:
     text = (DEPLOY / "prometheus-alerts-test.yml").read_text("utf-8")
-    assert len(alerts()) == 12
+    assert len(alerts()) == 14
     assert set(re.findall(r"alertname: (\w+), exp_alerts: \[\]", text)) == alerts()
     assert set(re.findall(r"alertname: (\w+)\n +exp_alerts:\n +- exp_labels", text)) == alerts()
 

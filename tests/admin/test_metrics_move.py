@@ -86,6 +86,36 @@ def process_record(record, ctx: Context):
 """
 
 
+TIMED = """
+from mldserver import timer
+
+def process_record(record, ctx):
+    wish = record.json()["wish"]
+    ctx.timers.set(globals()[wish], after="1 minute")
+    ctx.timers.set(cancelled, after="3650 days")
+
+@timer
+def alarm(due, ctx):
+    ctx.timers.cancel(cancelled)
+
+@timer(max_lateness="1 hour")
+def punctual(due, ctx): ...
+
+@timer
+def cancelled(due, ctx): ...
+
+@timer
+def fails(due, ctx):
+    if not due.attempt:
+        raise OSError("not now")
+"""
+LOST = """
+@timer
+def lost(due, ctx):
+    raise OSError("never")
+"""
+
+
 @pytest.fixture
 def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "wishing.py").write_text(HANDLER)
@@ -158,6 +188,11 @@ class Child:
                 }
             )
         self.send("processRecords", records=records, millisBehindLatest=lag_ms)
+
+    async def is_at_tip(self) -> None:
+        """Send empty batches, more than a daemon may have read ahead."""
+        for _ in range(20):
+            await self.batch()
 
     async def batch(self, *events: dict[str, Any], **more: Any) -> None:
         self.records(*events, **more)
@@ -362,6 +397,33 @@ async def test_keyed_state_moves_from_its_first_key_to_the_compaction_of_its_fil
             async with asyncio.timeout(240):
                 await until(partial(flushed, serial))
         await watch.moved("state_compactions_total")
+
+
+async def test_timers_move_when_they_are_set_held_fired_and_left_without_a_callback(
+    tmp_path: Path, handler: str
+) -> None:
+    (tmp_path / "timed.py").write_text(TIMED + LOST)
+    (tmp_path / "changed.py").write_text(TIMED)
+    stream = FakeStream(1)
+    (shard_id,) = stream.shards
+    settings = quick(tmp_path / "out", "timed", pipeline="p")
+    async with watched(settings, stream=stream) as watch, child(watch, shard_id) as one:
+        await one.batch({"wish": "alarm"}, lag_ms=5000)
+        await watch.moved("timers_set_total", "timers_pending", "timers_held", "timers_held_seconds")
+        document = watch.server.document()
+        assert document.timers is not None
+        assert document.timers.held_by == shard_id
+        await one.is_at_tip()
+        await watch.moved("timers_fired_total", "timer_lateness_seconds", "timers_cancelled_total")
+        await one.batch({"wish": "punctual"}, {"wish": "fails"}, {"wish": "lost"})
+        await one.is_at_tip()
+        await watch.moved("timers_skipped_total", "timers_failed_total")
+    settings = replace(settings, handler="changed")
+    async with watched(settings, stream=stream) as watch, child(watch, shard_id) as one:
+        watch.before["timers_unknown"] = {("mldserver_timers_unknown",): 0.0}
+        one.last = 4
+        await one.batch({"wish": "alarm"})
+        await watch.moved("timers_unknown")
 
 
 async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str) -> None:

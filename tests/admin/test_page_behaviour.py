@@ -67,6 +67,8 @@ def test_what_is_the_matter_is_told_in_words_the_worst_first(browser: Browser, t
             "1 shard has no connection: shardId-000000000006.",
             "2 windows have failed, and are tried again. 2026-11-23T02-00-00Z: ConnectionError",
             "ingest-4-1208 has not been heard of for 3 min 4 s.",
+            "1 shard holds due timers, shardId-000000000005 for 11 min 40 s",
+            "2 timers without a callback",
             "37 records failed for good and wait for a person.",
         ):
             assert any(part in line for line in reasons), part
@@ -99,6 +101,8 @@ def test_each_part_of_the_server_is_there(browser: Browser, tmp_path: Path) -> N
         assert "963 MiB of 1 GiB (94 %)" in browser.text("#budgets")
         assert "ingest-3-4711 (this)" in browser.text("#servers-table")
         assert "37 waiting · 37 since the start · ValueError 29, KeyError 8" in browser.text("#letters")
+        assert "000 pending · the next is due at" in browser.text("#timers-count")
+        assert "1 shard, shardId-000000000005 for 11 min 40 s" in browser.text("#timers-facts")
         assert "13 min" in browser.text("#watermark .big")
         assert "listens on 127.0.0.1:7070" in browser.text("#about")
         # Times of outage are marked in every chart.
@@ -318,6 +322,6 @@ def test_a_screen_reader_finds_landmarks_names_and_a_health_that_speaks(
         tables = [name for role, name in found if role == "table"]
         assert len(tables) == 5
         assert all(tables)
-        assert browser.text("#spoken") == "Needs a look. Lag, Memory and disk"
+        assert browser.text("#spoken") == "Needs a look. Lag, Memory and disk, Timers"
         spoken = browser.run("return [spoken.getAttribute('role'), spoken.getAttribute('aria-live')]")
         assert spoken == ["status", "polite"]

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from mldserver.cli import run
 from mldserver.testing import simulation
+from mldserver.testing.playground import read_lines
 
 
 def test_help_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +185,69 @@ def test_a_handler_that_keeps_state_counts_each_key_through_splits_merges_and_cr
     assert run(["state", "show", "--out", "out", "--json", "--limit", "1000"]) == 0
     stored = {entry["key"]: entry["value"]["n"] for entry in json.loads(capsys.readouterr().out)["entries"]}
     assert stored == {key: len(numbers) for key, numbers in counts.items()}
+
+
+def test_the_example_with_timers_on_the_bundled_departures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    last: dict[str, dict[str, Any]] = {}
+    times: Counter[str] = Counter()
+    for line in read_lines(None, limit=4_000):
+        flight = json.loads(line)
+        key = f"{flight['carrier']} {flight['flight']}"
+        last[key] = flight
+        times[key] += (flight["dep_delay"] or 0) > 60
+    wanted = {
+        key: (flight["dep_delay"], times[key])
+        for key, flight in last.items()
+        if (flight["dep_delay"] or 0) > 60
+    }
+    assert len(wanted) > 20
+    assert sum(times.values()) > len(wanted), "some alarms are cancelled"
+    arguments = [
+        "handlers.late_departures",
+        "--key-field",
+        "carrier,flight",
+        "--limit",
+        "4000",
+        "--engine",
+        "local",
+    ]
+    assert run(["sim", *arguments, "--out", "counted"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(
+        rf"^timers .* 0 fired, .* {len(wanted)} pending \(--fire-timers fires them\)$", told, re.MULTILINE
+    )
+    assert run(["timers", "list", "--out", "counted", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pending"] == len(wanted)
+    faults = ["--splits", "1", "--merges", "1", "--crashes", "1"]
+    assert run(["sim", *arguments, *faults, "--fire-timers", "--out", "out"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(rf"^timers .* {len(wanted)} fired, 0 skipped, 0 failed, 0 pending$", told, re.MULTILINE)
+    rows = [
+        row
+        for file in Path("out").glob("window=*/*.parquet")
+        for row in pq.ParquetFile(file).read().to_pylist()
+    ]
+    assert len(rows) == len(wanted)
+    assert {f"{row['carrier']} {row['flight']}": (row["delay"], row["times"]) for row in rows} == wanted
+
+
+def test_timers_that_set_themselves_again_fire_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "forever.py").write_text(
+        "from mldserver import timer\nschema = 'at TIMESTAMP'\n"
+        "def process_record(record, ctx):\n    ctx.timers.set(hourly, after='1 hour')\n"
+        "@timer\ndef hourly(due, ctx):\n    ctx.timers.set(hourly, after='1 hour')\n    return (due.at,)\n"
+    )
+    (tmp_path / "in.jsonl").write_text("{}\n{}\n")
+    arguments = ["forever", "--input", "in.jsonl", "--engine", "local", "--shards", "1", "--fire-timers"]
+    assert run(["sim", *arguments, "--out", "out"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^timers +22 set, 0 cancelled, 20 fired, .* 2 pending$", told, re.MULTILINE)
 
 
 def test_dead_letters_are_told_by_class_with_an_example_and_are_no_success(

@@ -66,6 +66,9 @@ def test_one_look_shows_everything_that_a_person_on_call_asks_for(
     assert line(text, "dead letters").endswith("waiting 2")
     assert line(text, "budgets").endswith("buffer 12 MiB of 256 MiB")
     assert line(text, "keyed state").endswith("keys here 1,234, files 3, size 2.0 MiB, snapshots 2")
+    assert line(text, "timers").endswith(
+        "pending 4,000, set 5,000, cancelled 600, fired 390, skipped 10, held 1 shard, shardId-1 for 1 min 30 s"
+    )
     assert line(text, "shardId-0").split()[1:4] == ["connected", "1.5", "s"]
     assert "495:2" in line(text, "shardId-0")
     assert "1 min 30 s" in line(text, "shardId-1")

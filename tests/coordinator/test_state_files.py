@@ -18,6 +18,7 @@ from mldserver.coordinator.core.state_files import (
     compaction,
     entries,
     first_due_ms,
+    pending_timers,
 )
 from mldserver.ledger.contract import StateFile, StoreState
 from mldserver.stores import ALL_KEYS, KeyRange, StateChange, divide, hash_of, pack_changes
@@ -178,6 +179,7 @@ def test_a_key_has_a_state_and_timers_each_with_its_newest_row() -> None:
     found = entries([(each, a_file(s=WHOLE)) for each in (new, old)], StoreState("s"))
     assert shown_timers(found) == {None: ("state", None), "alarm": ("2", 6), "alarm/x": ("1", 8)}
     assert first_due_ms(found) == 6
+    assert pending_timers(found) == (2, ("alarm",))
 
 
 def test_of_a_batch_with_timers_and_one_without_the_newest_change_of_each_counts() -> None:
@@ -198,6 +200,7 @@ def test_timers_that_were_due_long_ago_stay_in_snapshots_and_compactions() -> No
 
 def test_a_store_without_timers_has_no_first_one() -> None:
     assert first_due_ms(entries([], StoreState("s"))) is None
+    assert pending_timers(entries([], StoreState("s"))) == (0, ())
     assert first_due_ms(entries([(table("s", 1, ("a", "1", 5)), a_file(s=WHOLE))], StoreState("s"))) is None
 
 

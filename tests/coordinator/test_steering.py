@@ -179,11 +179,11 @@ REFUSED = {
     (
         "flush",
         "a",
-    ): "There is no act 'flush a'. Acts are pause, resume, flush, drain-shard, log-level, reload.",
+    ): "There is no act 'flush a'. Acts are pause, resume, flush, drain-shard, cancel-timers, log-level, reload.",
     (
         "explode",
         "",
-    ): "There is no act 'explode'. Acts are pause, resume, flush, drain-shard, log-level, reload.",
+    ): "There is no act 'explode'. Acts are pause, resume, flush, drain-shard, cancel-timers, log-level, reload.",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import json
@@ -9,7 +10,7 @@ import re
 import shlex
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, Records
 from mldserver.runtime.trial import report
-from mldserver.testing import FakeStreams, VirtualClock, simulation
+from mldserver.testing import FakeStreams, HandlerRun, VirtualClock, simulation
 from mldserver.testing.playground import read_lines
 
 pytestmark = pytest.mark.quick
@@ -108,9 +109,11 @@ def makes_a_row(example: Example, record: Any, tmp_path: Path, monkeypatch: pyte
     module = f"example_{example.page.partition('.')[0]}_{example.line}"
     (tmp_path / f"{module}.py").write_text(example.text)
     monkeypatch.syspath_prepend(tmp_path)
-    path = f"{module}:Clicks" if "class Clicks" in example.text else module
+    cls = re.search(r"^class (\w+)", example.text, re.MULTILINE)
+    path = f"{module}:{cls[1]}" if cls else module
     found = report(path, None, [json.dumps(record).encode()])
-    assert (found.findings, found.trial and (found.trial.rows, found.trial.failures)) == ((), (1, ()))
+    rows = 0 if "@timer" in example.text else 1  # a check fires no timer
+    assert (found.findings, found.trial and (found.trial.rows, found.trial.failures)) == ((), (rows, ()))
 
 
 def rows_of(
@@ -168,19 +171,117 @@ def test_totals_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_click_half_an_hour_after_the_last_begins_a_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = rows_of("session", tmp_path, monkeypatch, *((minute, {}) for minute in (0, 20, 45, 75, 76)))
+    rows = rows_of(
+        "session TIMESTAMP", tmp_path, monkeypatch, *((minute, {}) for minute in (0, 20, 45, 75, 76))
+    )
     minutes = [(begin.hour * 60 + begin.minute, clicks) for _, begin, clicks, _ in rows]
     assert minutes == [(0, 1), (0, 2), (0, 3), (75, 1), (75, 2)]
 
 
+@pytest.fixture
+def timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_handler: Callable[..., HandlerRun]
+) -> Callable[..., HandlerRun]:
+    """Runs the example with timers that has a word in it, of handlers.md unless another page is named."""
+
+    def run(word: str, page: str = "handlers.md") -> HandlerRun:
+        (example,) = (
+            one for one in EXAMPLES if one.page == page and "@timer" in one.text and word in one.text
+        )
+        module = f"timed_{example.line}"
+        (tmp_path / f"{module}.py").write_text(example.text)
+        monkeypatch.syspath_prepend(tmp_path)
+        cls = re.search(r"^class (\w+)", example.text, re.MULTILINE)
+        return run_handler(f"{module}:{cls[1]}" if cls else module)
+
+    return run
+
+
+async def test_an_alarm_comes_half_an_hour_after_a_late_departure(timed: Callable[..., HandlerRun]) -> None:
+    flight = {"carrier": "UA", "flight": 1545}
+    async with timed("LATE_MINUTES") as run:
+        assert await run.put(flight | {"dep_delay": 61}, key="UA-1545") == []
+        assert await run.advance("29 minutes") == []
+        assert await run.put(flight | {"dep_delay": 90}, key="UA-1545") == [], "it begins again"
+        assert await run.advance("29 minutes") == []
+        (row,) = await run.advance("1 minute")
+        assert (row["flight"], row["delay"], row["times"]) == (1545, 90.0, 2)
+        await run.put(flight | {"dep_delay": 61}, key="UA-1545")
+        await run.put(flight | {"dep_delay": None}, key="UA-1545")
+        assert (await run.advance("1 day"), run.pending, run.dead_letters) == ([], 0, [])
+
+
+def test_the_example_of_late_departures_is_the_handler_that_is_shipped() -> None:
+    (example,) = (one for one in EXAMPLES if "LATE_MINUTES" in one.text)
+    shown, shipped = (
+        ast.parse(example.text),
+        ast.parse((ROOT / "handlers/late_departures.py").read_text("utf-8")),
+    )
+    shipped.body = shipped.body[1:]
+    for each in shipped.body:
+        if isinstance(each, ast.FunctionDef):
+            each.body = each.body[1:]
+    assert ast.unparse(shown) == ast.unparse(shipped)
+
+
+@pytest.mark.parametrize(("word", "page"), [("last TIMESTAMP", "handlers.md"), ("silent", "README.md")])
+async def test_a_key_that_falls_silent_gives_a_row_once(
+    word: str, page: str, timed: Callable[..., HandlerRun], virtual_clock: VirtualClock
+) -> None:
+    async with timed(word, page) as run:
+        for _ in range(3):
+            assert await run.put(RECORD, key="a7") == []
+            last_ms = virtual_clock.now_ms()
+            assert await run.advance("9 minutes") == []
+        (row,) = await run.advance("1 hour")
+        assert next(iter(row.values())) == "a7"
+        assert row["at"].timestamp() * 1000 == last_ms + 600_000
+        assert await run.advance("1 day") == []
+
+
+async def test_a_session_gives_one_row_when_it_ends(timed: Callable[..., HandlerRun]) -> None:
+    async with timed('clicks BIGINT"\n\ndef') as run:
+        for minutes in (20, 29):
+            assert await run.put(RECORD, key="7") == []
+            assert await run.advance(60 * minutes) == []
+        assert await run.put(RECORD, key="8") == []
+        rows = await run.advance("2 hours")
+        assert [(row["user"], row["clicks"]) for row in rows] == [("7", 2), ("8", 1)]
+        await run.put(RECORD, key="7")
+        (row,) = await run.advance("2 hours")
+        assert row["clicks"] == 1
+
+
+async def test_an_order_that_is_not_paid_is_reminded_of(timed: Callable[..., HandlerRun]) -> None:
+    new, key = ORDER | {"id": {"S": "b"}}, '{"id":{"S":"b"}}'
+    insert: dict[str, Any] = {
+        "eventName": "INSERT",
+        "dynamodb": {
+            "ApproximateCreationDateTime": 1_357_035_300,
+            "Keys": {"id": {"S": "b"}},
+            "NewImage": new,
+        },
+    }
+    images = {"OldImage": new, "NewImage": new | {"paid": {"BOOL": True}}}
+    paid = {"eventName": "MODIFY", "dynamodb": {**insert["dynamodb"], **images}}
+    async with timed("class Reminders") as run:
+        await run.put(insert, key=key)
+        (row,) = await run.advance("2 days")
+        assert (row["item"], row["customer"]) == (key, "Ada")
+        await run.put(insert, key=key)
+        await run.put(paid, key=key)
+        assert (await run.advance("3 days"), run.dead_letters) == ([], [])
+
+
 @each("python", "async def test_")
-async def test_a_test_passes(example: Example, virtual_clock: VirtualClock) -> None:
+async def test_a_test_passes(
+    example: Example, virtual_clock: VirtualClock, run_handler: Callable[..., HandlerRun]
+) -> None:
     names: dict[str, Any] = {}
     exec(example.text, names)
     (test,) = (value for name, value in names.items() if name.startswith("test_"))
-    wanted = inspect.signature(test).parameters
-    assert wanted.keys() <= {"virtual_clock"}
-    await (test(virtual_clock) if wanted else test())
+    there = {"virtual_clock": virtual_clock, "run_handler": run_handler}
+    await test(**{name: there[name] for name in inspect.signature(test).parameters})
 
 
 @each("python", "current_files")

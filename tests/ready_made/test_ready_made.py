@@ -28,6 +28,7 @@ PATHS = [
     "handlers.departures_daily",
     "handlers.clicks:Clicks",
     "handlers.columns",
+    "handlers.late_departures",
     "handlers.raw",
     "handlers.audit",
     "handlers.dynamodb_changes",

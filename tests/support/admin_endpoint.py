@@ -25,6 +25,7 @@ from mldserver.status_document import (
     Spark,
     Status,
     StoreRow,
+    TimersSection,
     Totals,
     WatermarkSection,
     WindowRow,
@@ -67,6 +68,7 @@ DOCUMENT = Status(
     dead_letters=DeadLetters(waiting=2, latest=(LetterRow(at_ms=HOUR, shard="shardId-1", sequence="496:0", error="ValueError: bad"),)),
     servers=(Peer(id="one", this=True), Peer(id="two", this=False, beat_age_seconds=1.0, watermark_ms=9 * HOUR)),
     state=KeyedStateSection(keys=1_234, files=3, file_bytes=2 << 20, snapshots=2, snapshot_seconds=0.5, stores=(StoreRow(id="shardId-4", keys=1_234, bytes=5 << 20, files=3, serial=41),)),
+    timers=TimersSection(pending=4_000, set=5_000, cancelled=600, fired=390, skipped=10, held=1, held_by="shardId-1", held_seconds=90.0),
     budgets={"buffer": Budget(used_bytes=12 << 20, limit_bytes=256 << 20)},
 )  # fmt: skip
 

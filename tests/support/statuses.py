@@ -21,6 +21,7 @@ from mldserver.status_document import (
     Spark,
     Status,
     StoreRow,
+    TimersSection,
     Totals,
     WatermarkSection,
     WindowRow,
@@ -81,6 +82,7 @@ def healthy(at_ms: int = NOW) -> Status:
                 for n in range(8)
             ),
         ),
+        timers=_timers(at_ms),
         budgets=_budgets(0.21, 0.02, 0.34),
         resident_bytes=212 << 20,
     )
@@ -105,6 +107,9 @@ def lagging(at_ms: int = NOW) -> Status:
         servers=(
             Peer(id="ingest-3-4711", this=True, watermark_ms=NOW - 13 * MINUTE),
             Peer(id="ingest-4-1208", this=False, beat_age_seconds=1.4, watermark_ms=NOW - 20_000),
+        ),
+        timers=msgspec.structs.replace(
+            _timers(at_ms), held=1, held_by="shardId-000000000005", held_seconds=700.0, unknown=2
         ),
         budgets=_budgets(0.94, 0.4, 0.55),
     )
@@ -239,6 +244,21 @@ def _batches(at_ms: int, slower: int) -> Histogram:
     for place, share in enumerate(shares):
         counts[min(place + slower, len(SECONDS))] += int(share * late / 20)
     return Histogram(counts=tuple(counts), sum_seconds=seconds)
+
+
+def _timers(at_ms: int) -> TimersSection:
+    fired = round((at_ms - NOW + 2 * HOUR) / 1000)
+    lateness = (0, 0, 0, 0, 0, 0, fired, *(len(SECONDS) - 6) * (0,))
+    return TimersSection(
+        set=3 * fired,
+        cancelled=2 * fired - 1_000,
+        fired=fired,
+        skipped=2,
+        failed=14,
+        lateness=Histogram(counts=lateness, sum_seconds=0.07 * fired),
+        pending=1_000,
+        next_due_ms=at_ms + 4_000,
+    )
 
 
 def _wave(at_ms: int, period: float) -> float:

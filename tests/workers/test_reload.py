@@ -18,7 +18,7 @@ from workers.kit import START, children, delivery, named, running
 from mldserver import tumbling
 from mldserver.errors import HandlerError, OperatorError
 from mldserver.handler.inspection import load_spec
-from mldserver.handler.spec import HandlerKind, parse_schema
+from mldserver.handler.spec import HandlerKind, TimerHook, parse_schema
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import BatchOutcome
@@ -176,6 +176,10 @@ async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_o
         ),
         ({"kind": HandlerKind.CLASS}, "the kind of handler was module, and is class"),
         ({"keyed": True}, "keyed state was not used, and is used"),
+        (
+            {"timers": {"alarm": TimerHook("alarm", is_async=False)}},
+            "a callback of timers was absent, and is present",
+        ),
     ],
 )
 def test_each_part_of_a_handlers_shape_that_differs_is_told(change: dict[str, Any], told: str) -> None:

@@ -150,6 +150,13 @@ def first_due_ms(found: pa.Table) -> int | None:
     return due_ms
 
 
+def pending_timers(found: pa.Table) -> tuple[int, tuple[str, ...]]:
+    """Return how many of a store's entries are timers, and the callbacks that these call."""
+    ids = found.column("timer").drop_null()
+    callbacks = pc.list_element(pc.split_pattern(ids, "/", max_splits=1), 0)
+    return len(ids), tuple(callbacks.unique().to_pylist())
+
+
 def rows_of(table: pa.Table, store: StoreState, ranges: SequenceABC[KeyRange]) -> pa.Table:
     """Return the rows of a file that belong to a store which needs the file for ``ranges``."""
     if "timer" not in table.column_names:
