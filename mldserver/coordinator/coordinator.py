@@ -207,7 +207,9 @@ class Coordinator:
         assert session.store is not None, "only sessions of handlers that keep state are asked"
         await self.redriving.settle(session.store.store_id)
         snapshot = await self.state_files.snapshot(session)
-        self.shards.timer_counts.loaded(snapshot.store_id, *pending_timers(snapshot.entries))
+        # There may be a million: the event loop does not wait for that.
+        pending = await asyncio.to_thread(pending_timers, snapshot.entries)
+        self.shards.timer_counts.loaded(snapshot.store_id, *pending)
         return snapshot
 
     async def start(self) -> None:
