@@ -252,16 +252,21 @@ async def test_a_timer_that_a_redriven_letter_sets_fires(tmp_path: Path) -> None
         assert [key for key, _ in house.fired] == ["a"]
 
 
-async def test_timers_wait_for_a_flush_while_memory_is_short(tmp_path: Path) -> None:
-    house = TimedHouse(tmp_path)
+@pytest.mark.parametrize("ended", [False, True], ids=["of a shard that is read", "of an adopted store"])
+async def test_timers_wait_for_a_flush_while_memory_is_short(tmp_path: Path, ended: bool) -> None:
+    house = TimedHouse(tmp_path, family=True)
     async with house.life():
-        await house.open("parent")
-        await house.put("parent", *((f"k{number:02d}", b"1") for number in range(64)))
-        await house.wait(2)
+        await house.open("root")
+        await house.put("root", *((f"k{number:02d}", b"9") for number in range(64)))
+        if ended:
+            await house.end("root")
+        await house.wait(8)
         pipeline = house.pipeline
         pipeline.coordinator._backpressure.rules = replace(pipeline.rules, buffer_bytes=1)
         flushes = pipeline.coordinator.status().flushes
-        await house.tip("parent")
+        await house.wait(1)
+        if not ended:
+            await house.tip("root")
         await house.wait(5)
         assert len(house.fired) == 64
         # Of 16, 32 and 16 timers: after each portion the buffer is full until a flush empties it.
