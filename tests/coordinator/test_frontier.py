@@ -59,9 +59,25 @@ def test_then_it_proves_that_all_was_delivered_that_had_arrived_when_the_batch_p
     stream = Stream().connect("a")
     receipts = []
     for _ in range(PREFETCH + 1):
-        stream.wait(100).batch("a", records=0, lag_ms=0)
+        stream.wait(19).batch("a", records=0, lag_ms=0)
         receipts.append(stream.now)
     assert frontier(stream) == receipts[0]
+
+
+def test_a_daemon_whose_batches_all_came_a_while_after_the_answers_has_an_empty_queue() -> None:
+    stream = Stream().connect("a")
+    at = stream.now
+    for _ in range(PREFETCH):
+        stream.wait(20).batch("a", lag_ms=0)
+    stream.wait(20).batch("a", records=0, lag_ms=0)
+    assert frontier(stream) == stream.now == at + 20 * (PREFETCH + 1)
+    stream.wait(19).batch("a", records=0, lag_ms=0)
+    assert frontier(stream) == stream.now - 19, "this batch may have been in the queue"
+    for _ in range(PREFETCH):
+        stream.wait(20).batch("a", records=0, lag_ms=0)
+        assert frontier(stream) < stream.now
+    stream.wait(20).batch("a", records=0, lag_ms=0)
+    assert frontier(stream) == stream.now
 
 
 def test_what_was_proved_stays_proved() -> None:

@@ -55,6 +55,9 @@ _VISIBLE_MS = 5000
 _EMPTY_QUEUE_MS = 500
 """A daemon that sends nothing for so long after an answer has no batch in its queue: it fetched the next one after that."""
 
+_WAITED_MS = 20
+"""A batch that was in the daemon's queue comes sooner after the answer to the batch before it, unless the daemon has just stopped."""
+
 _DRIFT = 1000
 """Steady time is trusted to one part in so many (Linux mends clocks by one in 2000)."""
 
@@ -93,6 +96,8 @@ class _ReadClock:
     """Whether the daemon sends empty batches."""
     told_ms: int = 0
     """When the batch came that said ``lag_ms``; before the first one, the shard's ``read_ms``."""
+    waited: int = 0
+    """How many batches in a row, to the latest one, came ``_WAITED_MS`` or more after the answer to the one before."""
     delivered_ms: int | None = None
     """Steady time up to which everything that had arrived is delivered; None: that is not known."""
 
@@ -276,6 +281,7 @@ class Watermark:
             self.arrived(arrival_ms, clock.received[-1])
         clock.lag_ms, clock.empty, clock.told_ms = lag_ms, records == 0, clock.received[-1]
         clock.sends_empty = clock.sends_empty or records == 0
+        clock.waited = clock.waited + 1 if clock.told_ms - clock.answered_ms >= _WAITED_MS else 0
         if arrival_ms is not None:
             clock.arrival_ms = arrival_ms
             if event_ms is not None or clock.rowless_since_ms is None:
@@ -295,7 +301,7 @@ class Watermark:
         received = clock.received
         if clock.polled:
             clock.delivered_ms = received[-1] - _VISIBLE_MS
-        elif received[-1] - clock.answered_ms >= _EMPTY_QUEUE_MS:
+        elif received[-1] - clock.answered_ms >= _EMPTY_QUEUE_MS or clock.waited > PREFETCH:
             clock.delivered_ms = received[-1]
         elif len(received) > PREFETCH:
             clock.delivered_ms = max(received[0], clock.delivered_ms or received[0])
