@@ -14,6 +14,7 @@ from support.serving import quick, serving, until
 
 from mldserver.testing import FakeMLD, FakeStream
 
+START_MS = 1_800_000_000_000
 HANDLER = '''
 """A record sets an alarm of its key, or cancels it. The alarm gives a row."""
 from mldserver import batches, timer
@@ -65,7 +66,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 async def test_timers_fire_once_after_their_time_unless_they_are_cancelled_or_set_again(
     settings: Any, tmp_path: Path
 ) -> None:
-    stream = FakeStream(1, seed=1, start_ms=1_800_000_000_000)
+    stream = FakeStream(1, seed=1, start_ms=START_MS)
     put(stream, "quiet", 1, "200 milliseconds")
     put(stream, "cancelled", 2, "30 seconds")
     put(stream, "again", 3, "30 seconds")
@@ -90,7 +91,7 @@ async def test_timers_fire_once_after_their_time_unless_they_are_cancelled_or_se
 async def test_a_timer_fires_on_the_server_that_has_the_shard_when_it_is_due(
     settings: Any, tmp_path: Path
 ) -> None:
-    stream = FakeStream(1, seed=1, start_ms=1_800_000_000_000)
+    stream = FakeStream(1, seed=1, start_ms=START_MS)
     for n in range(20):
         put(stream, f"key-{n}", n, "1 second")
     async with (
@@ -110,3 +111,20 @@ async def test_a_timer_fires_on_the_server_that_has_the_shard_when_it_is_due(
         await server.finished()
     fired = rows(tmp_path / "out")
     assert fired == Counter((f"key-{n}", n, each) for n in range(20) for each in (False, True))
+
+
+async def test_a_record_that_arrives_later_moves_the_time_on_to_its_arrival(
+    settings: Any, tmp_path: Path
+) -> None:
+    stream = FakeStream(1, seed=1, start_ms=START_MS)
+    put(stream, "a", 1, "30 minutes")
+    async with serving(settings, stream=stream) as server, asyncio.timeout(60):
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(FakeMLD(stream, await server.listening()).run())
+            await until(lambda: server.status().rows_durable == 1)
+            stream.put(b'{"n": 2, "after": null}', "b", arrival_ms=START_MS + 1_800_000)
+            await until(lambda: server.status().rows_durable == 3)
+            stream.end()
+            await playing
+        await server.finished()
+    assert rows(tmp_path / "out") == Counter([("a", 1, False), ("b", 2, False), ("a", 1, True)])

@@ -82,6 +82,7 @@ _COMMANDS: Final = {
 
 _MODULE_OF: Final = {
     "drain": "serve:drain_app",
+    "timers": "timer_commands:app",
     "windows": "window_commands:app",
     **{
         name: f"steer:{name.replace('-', '_')}_app"

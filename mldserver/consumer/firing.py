@@ -104,7 +104,7 @@ class Firing:
             due_ms, store_id = min(dues)
             self.timers.move_to(due_ms)
             try:
-                report = await self._portion(known[store_id], DueTimers(due_ms, left))
+                report = await self._portion(known[store_id], DueTimers(due_ms, min(left, _MOST)))
             except Superseded:
                 report = None
             if report is None:  # the shard is opened again
