@@ -185,6 +185,7 @@ class Coordinator:
             soon=self._cycle.soon,
             snapshot=self._snapshot,
             ask_stream=ask_stream,
+            timer_counts=self.redriving.timer_counts,
             claims=StoreClaims(view=view, clock=clock, ask_stream=ask_stream, keyed=keyed),
         )
         self.timers = TimerIntake(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from mldserver.coordinator.core.flush import Buffer, buffered
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.sessions import Session, Sessions, make_reload
+from mldserver.coordinator.timer_counts import TimerCounts
 from mldserver.ledger.contract import with_ancestors
 from mldserver.runtime.interface import BatchOutcome, TimerReport
 from mldserver.stores import hash_of, key_bytes
@@ -43,6 +44,7 @@ class RedriveIntake:
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
     sessions: Sessions
+    timer_counts: TimerCounts = field(default_factory=TimerCounts)
     waits_for: str = ""
     """Why letters of a handler that keeps state wait; empty: none waits."""
     _registering: StoreVisit | None = field(init=False, default=None)
@@ -157,3 +159,4 @@ class RedriveIntake:
             visit.registered = True
             if visit.report is not None and visit.session.store is not None:
                 self.sessions.next_due_ms[visit.session.store.store_id] = visit.report.next_call_ms
+                self.timer_counts.count(visit.session.store.store_id, visit.report)

@@ -71,7 +71,7 @@ class CoordinatorIntake:
     ask_stream: Callable[[], Awaitable[bool]] | None
     """See ``Coordinator``."""
     claims: StoreClaims
-    timer_counts: TimerCounts = field(init=False, default_factory=TimerCounts)
+    timer_counts: TimerCounts
     _openings: Counter[str] = field(init=False, default_factory=Counter)
     """How many connections are opening each shard now."""
     _unlisted: set[str] = field(init=False, default_factory=set)

@@ -24,8 +24,8 @@ class TimerCounts:
     """By store, what its last batch reported."""
 
     def loaded(self, store_id: str, pending: int, callbacks: tuple[str, ...]) -> None:
-        """Note that a store was read that has so many timers, of these callbacks."""
-        self._latest[store_id] = TimerReport(pending=pending, callbacks=callbacks)
+        """Note that a store was read that has so many timers, of these callbacks; what batches have reported is newer."""
+        self._latest.setdefault(store_id, TimerReport(pending=pending, callbacks=callbacks))
 
     def count(self, store_id: str, report: TimerReport) -> None:
         """Count what a batch has reported."""
