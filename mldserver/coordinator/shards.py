@@ -192,6 +192,11 @@ class CoordinatorIntake:
 
     async def adopt(self, store_id: str) -> IntakeSession | None:
         """Open a session that fires the timers of a store whose shards have all ended. None: the ledger refuses it."""
+        # The stream may have a child that it has not listed yet: the child's records come before the timers.
+        if self.ask_stream is not None and (
+            not await self.ask_stream() or self.lineage.nodes[store_id].children
+        ):
+            return None
         if any(session.alive for session in self.sessions.of_store(store_id)):
             return None
         state = await self.ledger.adopt_store(store_id)
@@ -280,6 +285,7 @@ class CoordinatorIntake:
             lag_ms=outline.millis_behind_latest,
             event_ms=event_ms if fresh else None,
             arrival_ms=effective_ms,
+            reported_ms=outline.latest_arrival_ms,
             received_ms=received_ms,
         )
         if self.buffer.new_bytes >= self.flush_at:

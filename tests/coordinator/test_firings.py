@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from coordinator.keyed import CLAIM, firing, key_of, pending, setting
 from coordinator.outcomes import dead_letter
-from coordinator.pipeline import RULES, Pipeline, two
+from coordinator.pipeline import RULES, Pipeline, listed, two
 from support.shards import accept
 
 from mldserver.coordinator.shards import IntakeSession
@@ -237,6 +237,28 @@ async def test_the_server_that_has_read_a_shard_to_its_end_fires_its_timers(tmp_
         again = await coordinator.shards.adopt("a")
         assert again is not None
         assert await pending(again) == {60: 3000}
+
+
+async def test_a_store_is_adopted_when_the_stream_says_that_its_shard_has_no_child(tmp_path: Path) -> None:
+    shards: dict[str, tuple[str, ...]] = {"a": ()}
+    answers = True
+
+    async def ask() -> bool:
+        pipeline.coordinator.shards.add_listing(listed(shards if answers else {}))
+        return answers
+
+    pipeline = Pipeline(tmp_path / "out", ask_stream=ask)
+    async with pipeline.life() as coordinator:
+        await ended(pipeline)
+        answers = False
+        assert await coordinator.shards.adopt("a") is None
+        answers = True
+        shards["b"] = ("a",)
+        assert await coordinator.shards.adopt("a") is None
+        assert pipeline.state().shards["a"].epoch == 1
+        del shards["b"]
+        coordinator.lineage.nodes["a"].children.clear()
+        assert await coordinator.shards.adopt("a") is not None
 
 
 async def test_another_server_adopts_a_store_once_the_first_is_gone(tmp_path: Path) -> None:

@@ -67,7 +67,13 @@ class Stream:
     ) -> Stream:
         self.watermark.began(shard, self.now)
         self.watermark.observed(
-            shard, self.now, records=records, lag_ms=lag_ms, event_ms=event_ms, arrival_ms=arrival_ms
+            shard,
+            self.now,
+            records=records,
+            lag_ms=lag_ms,
+            event_ms=event_ms,
+            arrival_ms=arrival_ms,
+            reported_ms=arrival_ms,
         )
         self.watermark.answered(shard, self.now)
         return self

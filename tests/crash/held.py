@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crash.stories import Letter
+from crash.timed import firing_of
 from support.counted import Named, Store
+from support.timed import Firing
 
 from mldserver.base.clock import SystemClock
 from mldserver.config.locations import DynamoPlace
@@ -29,13 +31,18 @@ class Held:
     """Paths of the files that windows are computed from."""
     revised: frozenset[str]
     """Windows that have more than one revision."""
+    timers: frozenset[Firing] = frozenset()
+    """The dead letters of timers."""
     state: Named = Named({}, {})  # noqa: RUF009  # a tuple that no test changes
 
 
 def in_sqlite(out: Path) -> Held:
     """Ask the file itself."""
     with closing(sqlite3.connect(out / "_mldserver" / "ledger.sqlite")) as db:
-        letters = db.execute("SELECT data, shard_id, sequence FROM dead_letters").fetchall()
+        letters = db.execute(
+            "SELECT data, shard_id, sequence FROM dead_letters WHERE coalesce(timer, '') = ''"
+        ).fetchall()
+        timers = db.execute("SELECT timer, partition_key, data FROM dead_letters WHERE timer > ''").fetchall()
         segments = db.execute("SELECT path FROM segments").fetchall()
         revised = db.execute("SELECT window_id FROM windows WHERE revision > 1").fetchall()
         stores = db.execute("SELECT store_id, first, last, closed FROM stores").fetchall()
@@ -44,6 +51,7 @@ def in_sqlite(out: Path) -> Held:
         Counter(Letter(json.loads(data)["id"], shard, sequence) for data, shard, sequence in letters),
         frozenset(path for (path,) in segments),
         frozenset(window for (window,) in revised),
+        frozenset(firing_of(*letter) for letter in timers),
         _named(stores, files),
     )
 
@@ -82,9 +90,14 @@ async def in_dynamodb(place: DynamoPlace, pipeline: str) -> Held:
     windows = state.windows.values()
     return Held(
         Counter(
-            Letter(json.loads(each.data)["id"], each.shard_id, str(each.sequence.number)) for each in letters
+            Letter(json.loads(each.data)["id"], each.shard_id, str(each.sequence.number))
+            for each in letters
+            if not each.timer
         ),
         frozenset(each.path for entry in windows for each in (*entry.segments, *entry.pending)),
         frozenset(entry.window_id for entry in windows if entry.revision > 1),
+        frozenset(
+            firing_of(each.timer, each.partition_key or "", each.data) for each in letters if each.timer
+        ),
         Named.of(state),
     )

@@ -149,4 +149,5 @@ async def _all_out(server: Server) -> bool:
     assert server._parts is not None
     state = await server._parts.ledger.peek()
     done = all(each.state is WindowState.PUBLISHED and not each.pending for each in state.windows.values())
-    return done and not state.late_segments and not server.status().buffered_bytes
+    timers = any(store.next_due_ms is not None for store in state.stores.values() if not store.closed)
+    return done and not (timers or state.late_segments or server.status().buffered_bytes)

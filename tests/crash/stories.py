@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from crash import timed
 from support.counted import check_stored
 from support.sqlite_table import read_table
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 START: Final = datetime(2027, 1, 15, 8, tzinfo=UTC)
 SIZE: Final = timedelta(seconds=10)
+_STEP: Final = timedelta(milliseconds=100)
+"""Between two records."""
 TABLE: Final = "_table.sqlite"
 """In the output folder: where the small engine publishes windows, when a story's sink is a table."""
 _FEW_KEYS: Final = 23
@@ -81,6 +84,8 @@ class Kind:
     """Whether the late dataset may hold rows in the end."""
     keyed: bool = False
     """Whether the handler counts the records of each key in its state."""
+    timed: bool = False
+    """Whether records set timers (``timed.py``)."""
     length: int = 1
     """Its stories have so many times the records of others."""
 
@@ -93,6 +98,7 @@ KINDS: Final = {
     "arrival": Kind('tumbling("10 seconds")'),
     "batches": Kind('batches(max_rows=37, max_age="80 ms")', batches=True),
     "keyed": Kind('tumbling("10 seconds")', {"stream": "told", "retention": 0.2}, keyed=True, length=3),
+    "timed": Kind('tumbling("10 seconds")', {"stream": "told", "retention": 0.2}, keyed=True, timed=True),
 }
 
 
@@ -107,17 +113,23 @@ ONLY_IN: Final = {
     "revision.cut": ("recompute",),
     "revision.exchanged": ("recompute",),
     "window.expired": ("forgetful",),
-    "state.loading": ("keyed",),
-    "state.loaded": ("keyed",),
-    "state.written": ("keyed",),
-    "state.compacting": ("keyed",),
-    "state.compacted": ("keyed",),
-    "state.dropped": ("keyed",),
+    "timers.firing": ("timed",),
+    "timers.fired": ("timed",),
+    "store.adopted": ("timed",),
+    "state.loading": ("keyed", "timed"),
+    "state.loaded": ("keyed", "timed"),
+    "state.written": ("keyed", "timed"),
+    "state.compacting": ("keyed", "timed"),
+    "state.compacted": ("keyed", "timed"),
+    "state.dropped": ("keyed", "timed"),
 }
 """Steps that some kinds of story come to, and others do not, or seldom."""
 
-OF_STATE: Final = frozenset(step for step, kinds in ONLY_IN.items() if kinds == ("keyed",))
+OF_STATE: Final = frozenset(step for step, kinds in ONLY_IN.items() if kinds[0] == "keyed")
 """Steps that have a test of their own too: there a server dies at each of them with either runtime."""
+
+OF_TIMERS: Final = frozenset(step for step, kinds in ONLY_IN.items() if kinds[0] == "timed")
+"""Others that have, as well."""
 
 OF_LETTERS: Final = frozenset({"letters.stored", "redrive.taken", "redrive.handled", "redrive.done"})
 """Steps that no story comes to: they have a test of their own."""
@@ -160,27 +172,39 @@ class Story:
     """What must be in the dead letters."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """How many records of each key count, for a handler that keeps state."""
+    events: Mapping[int, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
+    """When each record arrived (ms), and what it holds, by its id; for a handler with timers."""
 
 
 def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
     """Make a story: ids count up, event times mostly with them; every tenth record or so is something else."""
     dice = random.Random(f"{seed}/story")
-    stream = FakeStream(shards, seed=seed, start_ms=_ms(START))
+    # The server compares the due times of timers with the time of day.
+    start = (
+        START if not KINDS[kind].timed else datetime.now(UTC).replace(microsecond=0) - _STEP * (records + 120)
+    )
+    stream = FakeStream(shards, seed=seed, start_ms=_ms(start))
     changes = sorted(dice.sample(range(records // 10, records), 3))
     counts: Counter[str] = Counter()
+    events = {}
     for number in range(records):
         if changes and number == changes[0]:
             _reshard(stream, dice, split=len(changes) != 2)
             del changes[0]
-        what = dice.choices(["row", "old", "none", "twice", "poison"], [80, 8, 3, 6, 3])[0]
-        at = START + timedelta(milliseconds=100 * number)
+        # A call with a timer can be told from outside only if each record has one row.
+        weights = [80, 8, 0, 0, 3] if KINDS[kind].timed else [80, 8, 3, 6, 3]
+        what = dice.choices(["row", "old", "none", "twice", "poison"], weights)[0]
+        at = start + _STEP * number
         event_at = at - timedelta(seconds=dice.randint(5, 60)) if what == "old" else at
         key = f"key-{number % _FEW_KEYS if KINDS[kind].keyed else number}"
         event = {"id": number, "at": event_at.isoformat(), "what": what, "nth": counts[key]}
+        if KINDS[kind].timed:
+            event["timers"] = list(timed.acts(dice))
+            events[number] = _ms(at), event
         counts[key] += what != "poison"
         stream.put(json.dumps(event).encode(), key, arrival_ms=_ms(at))
     stream.end()
-    return Story(seed, kind, stream, *_expected(stream), +counts)
+    return Story(seed, kind, stream, *_expected(stream), +counts, events)
 
 
 def _expected(stream: FakeStream) -> tuple[Counter[Columns], Counter[Letter]]:
@@ -218,6 +242,7 @@ def write_handler(folder: Path, kind: str) -> str:
     text = _HANDLER.format(
         kind=kind, windows=KINDS[kind].windows, twice=TWICE, arguments=arguments, count=count
     )
+    text = timed.HANDLER if KINDS[kind].timed else text
     (folder / f"{name}.py").write_text(text, "utf-8")
     return name
 
@@ -230,6 +255,13 @@ class Row:
     clock: int
     window: str
     late: bool
+    call: timed.Counted | None = None
+    """Of a handler with timers."""
+
+    @property
+    def fired(self) -> bool:
+        """Whether a timer gave it."""
+        return self.call is not None and self.call.timer is not None
 
 
 def published(out: Path, tables: Iterable[tuple[str, pa.Table]] = ()) -> Iterator[Row]:
@@ -247,7 +279,8 @@ def published(out: Path, tables: Iterable[tuple[str, pa.Table]] = ()) -> Iterato
 
 def _rows(table: pa.Table, window: str, *, late: bool) -> Iterator[Row]:
     bounds = frozenset() if late or window.startswith("batch-") else _BOUNDS
-    assert {*table.column_names} == _NAMES | bounds, f"{window}: {table.column_names}"
+    calls = timed.COLUMNS if "timer" in table.column_names else frozenset[str]()
+    assert {*table.column_names} == _NAMES | bounds | calls, f"{window}: {table.column_names}"
     for row in table.to_pylist():
         columns = Columns(
             row["id"],
@@ -257,9 +290,10 @@ def _rows(table: pa.Table, window: str, *, late: bool) -> Iterator[Row]:
             row["_shard"],
             row["_sequence"],
             row["_sub_sequence"],
-            _ms(_aware(row["_arrival"])),
+            -1 if row["_arrival"] is None else _ms(_aware(row["_arrival"])),
         )
-        yield Row(columns, row["_clock"], window, late)
+        call = timed.Counted(*(row[name] for name in timed.Counted._fields)) if calls else None
+        yield Row(columns, row["_clock"], window, late, call)
 
 
 def _aware(at: datetime) -> datetime:
@@ -311,14 +345,19 @@ def check(
     ``alone``: no two servers ran at the same time, so that no two rows have one ``_clock``. ``tables``: see ``published``.
     """
     rows = list(published(out, tables))
-    found = Counter(row.columns for row in rows)
+    found = Counter(row.columns for row in rows if not row.fired)
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
     letters = held.letters
     assert letters == story.poisoned, f"lost: {story.poisoned - letters}; doubled: {letters - story.poisoned}"
     left = nameless(out, held)
     assert not left, f"left behind: {left}"
     kind = KINDS[story.kind]
-    assert check_stored(out, held.state, story.counts if kind.keyed else {}) == []
+    counts = story.counts if kind.keyed else {}
+    if kind.timed:
+        calls = [(row.columns.id, row.call) for row in rows if row.call is not None]
+        broken, counts = timed.check_calls(story.events, calls, held.timers)
+        assert broken == [], "\n".join(broken)
+    assert check_stored(out, held.state, counts) == []
     assert kind.late or not any(row.late for row in rows)
     for row in rows:
         if not kind.batches:
@@ -326,7 +365,7 @@ def check(
             assert row.window == _window_of(at_ms), row
     clocks = {row.clock for row in rows}
     assert not alone or len(clocks) == len(rows), f"{len(clocks)} clocks of {len(rows)} rows"
-    _check_order(rows)
+    _check_order([row for row in rows if not row.fired])
 
 
 def _window_of(at_ms: int) -> str:

@@ -58,15 +58,16 @@ async def play_keyed(
     toll: Toll,
     grounds: Callable[[], AbstractAsyncContextManager[Ground]],
     settings: dict[str, Any],
+    kind: str = "keyed",
 ) -> None:
-    """Play stories until every death was died."""
+    """Play stories of a kind until every death was died."""
 
     async def play(root: Path, story: Story, toll: Toll, kills: int) -> None:
         async with grounds() as ground:
             await World(root, story, toll, kills=kills, settings=settings, ground=ground).play()
 
     wanted = len(toll.ahead)
-    stories = await play_all(folder, toll, seed, play=play, kind_for=lambda *_: "keyed")
+    stories = await play_all(folder, toll, seed, play=play, kind_for=lambda *_: kind)
     print(f"{toll.died.total()} kills at {len(toll.died)} steps in {stories} stories")
     assert toll.died.total() >= wanted
 

@@ -16,6 +16,8 @@ from support.java_stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
+Pieces = list[list[dict[str, Any]]]
+
 HANDLER = """
 state_ttl = "1 day"
 
@@ -32,7 +34,7 @@ KEYS = [f"key-{number}" for number in range(29)]
 PIECE = 150
 
 
-def orders(dice: random.Random, pieces: int) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
+def orders(dice: random.Random, pieces: int) -> tuple[Pieces, Counter[str]]:
     """Make pieces of orders, each with its number among those of its key; return also how many each key has."""
     counts: Counter[str] = Counter()
     made = []
@@ -45,13 +47,8 @@ def orders(dice: random.Random, pieces: int) -> tuple[list[list[dict[str, Any]]]
     return made, counts
 
 
-async def test_each_record_counts_once_through_a_split_a_merge_and_kills_of_server_and_jvm(
-    tmp_path: Path,
-) -> None:
-    dice = random.Random(crash_seed())
-    pieces, counts = orders(dice, 8)
-    (tmp_path / "counts_orders.py").write_text(HANDLER)
-    stack = Stack(tmp_path, "counts_orders")
+async def journey(stack: Stack, dice: random.Random, pieces: Pieces) -> None:
+    """Put pieces of orders, while the stream splits and merges and the server and the JVM are killed, until all are durable."""
 
     async def kill_server() -> None:
         await stack.end(stack.server, signal.SIGKILL)
@@ -70,33 +67,39 @@ async def test_each_record_counts_once_through_a_split_a_merge_and_kills_of_serv
             await kill()
         await stack.put(piece[PIECE // len(kills) * len(kills) :] if kills else piece)
 
+    stack.start_server()
+    stack.start_daemon()
+    await put_and_kill(pieces[0])
+    await stack.until_durable()
+    first, second = sorted(stack.positions())
+    await put_and_kill(pieces[1], kill_server)
+    middle = dice.randrange(2**125, 3 * 2**125)
+    await stack.kinesis.split_shard(StreamName="orders", ShardToSplit=first, NewStartingHashKey=str(middle))
+    await put_and_kill(pieces[2], kill_jvm, kill_server)
+    await stack.until_durable()
+    await put_and_kill(pieces[3])
+    upper = "shardId-000000000003"
+    await stack.kinesis.merge_shards(StreamName="orders", ShardToMerge=upper, AdjacentShardToMerge=second)
+    await put_and_kill(pieces[4], kill_server, kill_jvm)
+    await stack.until_durable()
+    for piece in pieces[5:]:
+        await put_and_kill(piece, dice.choice((kill_server, kill_jvm)))
+    await stack.until_durable()
+    last = await stack.last_sequences()
+    assert len(last) == 5
+    ends = dict.fromkeys((first, second, upper), "SHARD_END")
+    await stack.until_checkpointed({shard: str(number) for shard, number in last.items() if number} | ends)
+
+
+async def test_each_record_counts_once_through_a_split_a_merge_and_kills_of_server_and_jvm(
+    tmp_path: Path,
+) -> None:
+    dice = random.Random(crash_seed())
+    pieces, counts = orders(dice, 8)
+    (tmp_path / "counts_orders.py").write_text(HANDLER)
+    stack = Stack(tmp_path, "counts_orders")
     async with stack.running(shards=2):
-        stack.start_server()
-        stack.start_daemon()
-        await put_and_kill(pieces[0])
-        await stack.until_durable()
-        first, second = sorted(stack.positions())
-        await put_and_kill(pieces[1], kill_server)
-        middle = dice.randrange(2**125, 3 * 2**125)
-        await stack.kinesis.split_shard(
-            StreamName="orders", ShardToSplit=first, NewStartingHashKey=str(middle)
-        )
-        await put_and_kill(pieces[2], kill_jvm, kill_server)
-        await stack.until_durable()
-        await put_and_kill(pieces[3])
-        upper = "shardId-000000000003"
-        await stack.kinesis.merge_shards(StreamName="orders", ShardToMerge=upper, AdjacentShardToMerge=second)
-        await put_and_kill(pieces[4], kill_server, kill_jvm)
-        await stack.until_durable()
-        for piece in pieces[5:]:
-            await put_and_kill(piece, dice.choice((kill_server, kill_jvm)))
-        await stack.until_durable()
-        last = await stack.last_sequences()
-        assert len(last) == 5
-        ends = dict.fromkeys((first, second, upper), "SHARD_END")
-        await stack.until_checkpointed(
-            {shard: str(number) for shard, number in last.items() if number} | ends
-        )
+        await journey(stack, dice, pieces)
         assert await stack.end(stack.daemon) == 0
         assert await stack.end(stack.server) == 0
     assert stack.query("SELECT * FROM dead_letters") == []

@@ -113,6 +113,9 @@ class WatchedStream(FakeStream):
         queue = self._queues.setdefault(shard_id, _Queue(now_ms))
         fetched_ms = queue.take(now_ms, self.prefetch_ms)
         shown = [each for each in records if self._put_ms[each.sequence_number] <= fetched_ms]
+        if not shown:  # a fake daemon waits before it hands on an empty batch, longer than KCL
+            queue.fetched_ms = now_ms
+            return records, behind
         return shown, behind if len(shown) == len(records) else 0
 
     def read(self, shard_id: str, after: Place, limit: int, *, raw: bool = False) -> Any:
@@ -138,8 +141,8 @@ class WatchedLeases(LeaseTable):
 
 @dataclass
 class Memory:
-    """What servers buffer, watched where it grows: no more than their budget and, of each shard, one batch, and one
-    portion of dead letters that run again.
+    """What servers buffer, watched where it grows: no more than their budget and, of each shard, one batch, one portion of
+    timers, and one of dead letters that run again.
 
     Whoever finds no room waits, behind the batch that it has brought.
     """
@@ -161,17 +164,17 @@ class WatchedBuffer(Buffer):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self._memory = memory
-        self._largest: dict[tuple[str, bool], int] = {}
-        """Of each shard's batches, and of its dead letters that run again: these come between two batches."""
+        self._largest: dict[tuple[str, bool, bool], int] = {}
+        """Of each shard's batches, and of its dead letters that run again and its timers: these come between two batches."""
 
     def add(self, batch: BufferedBatch) -> int:
         memory, before = self._memory, self.bytes
         number, size = super().add(batch), _weigh(batch)
-        source = batch.shard_id, bool(batch.redriven)
+        source = _source(batch)
         self._largest[source] = max(size, self._largest.get(source, 0))
         held = list(self._batches.values())  # a snapshot would be a cycle to it
         taken = sum(map(_weigh, held))
-        sources = {(each.shard_id, bool(each.redriven)) for each in held}
+        sources = set(map(_source, held))
         room = memory.budget + sum(self._largest[source] for source in sources)
         memory.short += before <= memory.budget < taken
         if taken > room:
@@ -179,6 +182,10 @@ class WatchedBuffer(Buffer):
         if self.bytes != taken:
             memory.broken.append(f"{self.bytes} bytes are said to be buffered, not {taken}")
         return number
+
+
+def _source(batch: BufferedBatch) -> tuple[str, bool, bool]:
+    return batch.shard_id, bool(batch.redriven), batch.timers is not None and batch.last is None
 
 
 def _weigh(batch: BufferedBatch) -> int:

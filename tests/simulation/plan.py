@@ -295,5 +295,5 @@ def _timed(plan: Plan) -> Plan:
         clock_steps=plan.clock_steps + trouble * dice.choice((0, 0, 1, 2)),
         restarts=plan.restarts + trouble * dice.choice((0, 1)),
         holds=trouble * dice.choice((0, 1, 2)),
-        prefetch_ms=dice.choice((None, 200, 1000)),
+        prefetch_ms=dice.choice((None, 200, 700)),
     )

@@ -344,6 +344,7 @@ class World:
         state = await self.ledger.peek()
         letters = await self.ledger.dead_letters(100_000)
         await self.ledger.close()
+        self.outputs.fired_ms = {due_ms for _, due_ms, _ in timed_handlers.fired}
         broken = self.positions.broken + self.outputs.check(letters, self.operator.purged)
         if self.plan.timed:
             start_ms = self.clock.now_ms() - round(self.loop.time() * 1000)
@@ -400,6 +401,7 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
     with _folder() as folder, stand_ins(replaced | dict(planted or {})):
         loop = VirtualLoop(lambda: plan.latency * dice.choice((0.2, 0.5, 1.0, 1.0, 3.0)))
         loop.set_task_factory(numbered())
+        timed_handlers.watch = loop
         with (
             asyncio.Runner(loop_factory=lambda: loop) as runner,
             mock.patch.object(os, "fsync", return_value=None),

@@ -100,6 +100,10 @@ class _ReadClock:
     """How many batches in a row, to the latest one, came ``_WAITED_MS`` or more after the answer to the one before."""
     delivered_ms: int | None = None
     """Steady time up to which everything that had arrived is delivered; None: that is not known."""
+    reported_ms: int | None = None
+    """Latest arrival time of its records that the stream itself gave; it is not raised to that of parents, or of timers."""
+    filled_ms: int = 0
+    """When the latest batch with records came; before the first one, when the shard was connected."""
 
     def advance(self, reached_ms: int | None) -> None:
         """Everything that had arrived by then is delivered; None: that is not known."""
@@ -207,7 +211,9 @@ class Watermark:
 
         ``polled``: this server polls the stream itself.
         """
-        clock = _ReadClock(tells_lag, event_ms, received=[now_ms], answered_ms=now_ms, last_row_ms=now_ms)
+        clock = _ReadClock(
+            tells_lag, event_ms, received=[now_ms], answered_ms=now_ms, last_row_ms=now_ms, filled_ms=now_ms
+        )
         clock.polled = clock.sends_empty = polled
         # A shard that the server opens again and again, without an answer from AWS, lags since its latest answer.
         clock.told_ms = self._lineage.nodes[shard_id].read_ms
@@ -267,12 +273,13 @@ class Watermark:
         lag_ms: int | None,
         event_ms: int | None,
         arrival_ms: int | None,
+        reported_ms: int | None = None,
         received_ms: int | None = None,
     ) -> None:
         """Note that a batch is accepted.
 
         ``event_ms``: the latest event time among its rows; ``arrival_ms``: the latest effective arrival time among its
-        records. None when it has none. ``received_ms``: when the batch came; None if ``began`` has recorded it.
+        records; ``reported_ms``: the latest that the stream reports. None when it has none. ``received_ms``: when the batch came; None if ``began`` has recorded it.
         """
         clock = self._shards[shard_id]
         if received_ms is not None:
@@ -289,17 +296,23 @@ class Watermark:
         if event_ms is not None:
             clock.last_row_ms = now_ms
             clock.event_ms = event_ms if clock.event_ms is None else max(event_ms, clock.event_ms)
-        if records == 0 and lag_ms == 0:
-            if len(clock.received) > PREFETCH:
-                clock.advance(self.aws_ms(clock.received[0]))
-            if clock.polled:
-                clock.advance(self.aws_ms(clock.received[-1] - _VISIBLE_MS))
+        if records:
+            clock.filled_ms, clock.reported_ms = clock.told_ms, reported_ms
+        elif not lag_ms:
             self._delivered(clock)
 
     def _delivered(self, clock: _ReadClock) -> None:
-        """Note what an empty batch at the tip proves: up to when everything that had arrived is delivered."""
-        received = clock.received
-        if clock.polled:
+        """Note what an empty batch proves, at the tip or without a lag: up to when everything that had arrived is delivered."""
+        received, idle_ms = clock.received, self.rules.idle_time_ms
+        if clock.lag_ms == 0 and len(received) > PREFETCH:
+            clock.advance(self.aws_ms(received[0]))
+        if clock.lag_ms == 0 and clock.polled:
+            clock.advance(self.aws_ms(received[-1] - _VISIBLE_MS))
+        if clock.lag_ms is None:
+            # Kinesis sends pages without records before the tip too, but not for long.
+            if received[-1] - clock.filled_ms >= idle_ms:
+                clock.delivered_ms = received[-1] - idle_ms
+        elif clock.polled:
             clock.delivered_ms = received[-1] - _VISIBLE_MS
         elif received[-1] - clock.answered_ms >= _EMPTY_QUEUE_MS or clock.waited > PREFETCH:
             clock.delivered_ms = received[-1]
@@ -317,10 +330,10 @@ class Watermark:
         delivered_ms = clock.delivered_ms
         if not clock.sends_empty and self._caught_up(clock, now_ms):
             delivered_ms = now_ms - self.rules.idle_time_ms
-        if delivered_ms is None:
-            return clock.arrival_ms
-        delivered_ms += civil_ms - now_ms
-        return delivered_ms if clock.arrival_ms is None else max(delivered_ms, clock.arrival_ms)
+        times = [] if delivered_ms is None else [delivered_ms + civil_ms - now_ms]
+        if clock.reported_ms is not None and clock.tells_lag:  # version 1 reports times of receipt
+            times.append(clock.reported_ms)
+        return max(times, default=None)
 
     def answered(self, shard_id: str, now_ms: int) -> None:
         """The work on a batch is over: from now on the shard's silence counts, unless it is ``busy``."""
