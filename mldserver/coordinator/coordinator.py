@@ -43,7 +43,7 @@ from mldserver.coordinator.sections import Sections
 from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.coordinator.store_claims import StoreClaims
 from mldserver.coordinator.store_files import StateFiles
-from mldserver.coordinator.timers import TimerIntake
+from mldserver.coordinator.timed_stores import TimerIntake
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState

@@ -12,7 +12,7 @@ from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.coordinator.redriving import RedriveIntake
 from mldserver.coordinator.shards import CoordinatorIntake
 from mldserver.coordinator.store_files import StateFiles
-from mldserver.coordinator.timers import TimerIntake
+from mldserver.coordinator.timed_stores import TimerIntake
 from mldserver.records import Sequence
 from mldserver.sources.source import SourceStatus
 from mldserver.status_document import (
@@ -236,7 +236,7 @@ class Sections:
         timers, counts, sessions = self._timers, self._shards.timer_counts, self._shards.sessions
         stores = sessions.live_stores()
         reports, dues_ms = counts.latest(stores), sessions.next_due_ms
-        held_by, since_ms = timers.longest_held or (None, timers.civil.now_ms())
+        since_ms, held_by = timers.longest_held or (timers.civil.now_ms(), None)
         return TimersSection(
             **counts.totals,
             lateness=histogram(counts.lateness),

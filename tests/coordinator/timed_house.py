@@ -12,7 +12,7 @@ from coordinator.keyed_house import House
 
 from mldserver import Timer, timer
 from mldserver.consumer.firing import Firing
-from mldserver.coordinator.timers import TimerIntake
+from mldserver.coordinator.timed_stores import TimerIntake
 from mldserver.records import Record
 from mldserver.windows import Tumbling
 

@@ -40,8 +40,8 @@ class TimerIntake:
     """Returns when a whole cycle that began after the call is done."""
     held: int = field(init=False, default=0)
     """How many stores here have a due timer that may not fire: a shard lags or is paused, or the server has no room."""
-    longest_held: tuple[str, int] | None = field(init=False, default=None)
-    """Of these stores, the one whose timer has been due for the longest, and since when."""
+    longest_held: tuple[int, str] | None = field(init=False, default=None)
+    """Since when the timer is due that has waited longest, and its store."""
     _differs: bool = field(init=False, default=False)
     """Whether the host's clock was seen to differ from AWS's."""
 
@@ -69,23 +69,22 @@ class TimerIntake:
         if shown_ms is not None:
             self.civil.arrived(shown_ms, now_ms)
         civil_ms = self.civil.now_ms()
-        next_ms = self.sessions.next_due_ms
+        live, next_ms = self._live(), self.sessions.next_due_ms
         due = {
-            store_id: sessions
-            for store_id, sessions in self._live().items()
+            store_id: at_ms
+            for store_id in live
             if (at_ms := next_ms[store_id]) is not None and at_ms <= civil_ms
         }
         incomplete = self._incomplete(due, now_ms) if due else frozenset()
-        found = []
-        for store_id, sessions in due.items():
+        found, held = [], []
+        for store_id, at_ms in due.items():
+            sessions = live[store_id]
             until_ms = None if store_id in incomplete else self._frontier_ms(sessions, now_ms, civil_ms)
-            at_ms = next_ms[store_id]
-            if until_ms is not None and at_ms is not None and at_ms <= until_ms:
+            if until_ms is not None and at_ms <= until_ms:
                 found.append(TimedStore(store_id, tuple(sessions), until_ms))
-        self.held = len(due) - len(found)
-        fires = {store.store_id for store in found}
-        held = [(at_ms, name) for name in due if name not in fires and (at_ms := next_ms[name]) is not None]
-        self.longest_held = (min(held)[1], min(held)[0]) if held else None
+            else:
+                held.append((at_ms, store_id))
+        self.held, self.longest_held = len(held), min(held, default=None)
         return found
 
     def _frontier_ms(self, sessions: Iterable[IntakeSession], now_ms: int, civil_ms: int) -> int | None:
