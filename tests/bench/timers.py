@@ -67,7 +67,7 @@ async def _measure(timers: int, each: int, idle: int, folder: Path) -> dict[str,
         began = time.perf_counter()
         for line in lines:
             await connection.exchange(line)
-        await daemon.until(_SET, 1, f"{_number(_FIRST + len(lines))}%")
+        await daemon.until(_SET, 1, f"%{_number(_FIRST + len(lines))}%")
         figures = {"set_s": timers / (time.perf_counter() - began)}
         if (behind_ms := _now_ms() - first_ms) > 0:
             raise RuntimeError(f"the last timer was set {behind_ms} ms after the first was due")
