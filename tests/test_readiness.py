@@ -23,6 +23,7 @@ class World:
     held_by_server: str | None = None
     unread_shards: int = 0
     trouble: str | None = None
+    timers: str = ""
     listening: bool = True
     overdue: tuple[str, float] | None = None
     readiness: Readiness = field(default_factory=Readiness)
@@ -41,6 +42,7 @@ class World:
             coordinator=SimpleNamespace(status=lambda: status),
             source=SimpleNamespace(waits_for=None if self.listening else "no address is listened on"),
             runtime=SimpleNamespace(trouble=self.trouble),
+            firing=SimpleNamespace(trouble=self.timers) if self.timers else None,
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
             runner=SimpleNamespace(overdue=lambda: self.overdue),
         )
@@ -144,4 +146,13 @@ def test_a_window_that_is_worked_on_for_too_long_is_named() -> None:
     )
     assert not world.readiness.green.is_set()
     world.overdue = None
+    assert told(world.look()) == "ready"
+
+
+def test_timers_that_cannot_be_fired_are_told_until_they_can() -> None:
+    world = World(spark=True)
+    assert told(world.look()) == "ready"
+    world.timers = "timers of the store a cannot be fired: no"
+    assert told(world.look()) == world.timers
+    world.timers = ""
     assert told(world.look()) == "ready"

@@ -128,6 +128,8 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
         )
     if parts.runtime.trouble is not None:
         found.append((parts.runtime.trouble, True))
+    if parts.firing is not None and parts.firing.trouble is not None:
+        found.append((parts.firing.trouble, True))
     if parts.engine is not None and not parts.engine.is_ready:
         why = parts.engine.trouble
         reason = "Spark is not running" if why is None else f"Spark computes no window. {why}"

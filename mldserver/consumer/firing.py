@@ -22,7 +22,7 @@ from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.consumer.claims import Claims, Superseded, visiting_all
 from mldserver.consumer.intake import TimedStore, TimerSession, TimerStores
-from mldserver.errors import LedgerError, MldserverError
+from mldserver.errors import MldserverError
 from mldserver.records import Shard
 from mldserver.runtime.interface import Delivery, DueTimers, Runtime, TimerFilter, TimerReport
 
@@ -53,8 +53,17 @@ class Firing:
     """The stores whose timers fire now, or which wait after a failure."""
     _adopted: set[str] = field(init=False, default_factory=set)
     """The stores that are being adopted, or are adopted."""
+    _failing: dict[str, str] = field(init=False, default_factory=dict)
+    """By store, why the latest portion failed."""
     _sizes: dict[str, int] = field(init=False, default_factory=dict)
     """By store, how many timers the next portion has."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What an operator should look at, as a clause for ``server.unready``; None while timers can be fired."""
+        for store_id, why in self._failing.items():
+            return f"timers of the store {store_id} cannot be fired: {why}"
+        return None
 
     async def run(self) -> None:
         """Fire timers when they are due, until cancelled."""
@@ -68,6 +77,10 @@ class Firing:
                         group.create_task(self._fire(store), name="firing")
                 looks += 1
                 if looks % _LOOKS_AT_ORPHANS == 0:
+                    here = {store.store_id for store in self.timers.stores()} if self._failing else ()
+                    self._failing = {
+                        store_id: why for store_id, why in self._failing.items() if store_id in here
+                    }
                     for store_id, shard_ids in self.timers.orphans().items():
                         # A connection that opens one of the shards just now needs no adopter.
                         if store_id not in self._adopted and self.claims.current.keys().isdisjoint(shard_ids):
@@ -124,12 +137,14 @@ class Firing:
                 if await self._portion(due, DueTimers(due.until_ms, size)) is None:
                     break
                 kill_point("timers.fired")
+                self._failing.pop(store_id, None)
                 self._sizes[store_id] = _adapted(size, self.clock.steady_ms() - began_ms)
                 due = next((each for each in self.timers.due() if each.store_id == store_id), None)
         except Superseded:
             pass  # the next look tries again, if the shard is still here
         except MldserverError as error:
             log.error("timer.failed", store=store_id, **error.told())
+            self._failing[store_id] = error.what.rstrip(".")
             await self.clock.sleep(_AGAIN_SECONDS)
         finally:
             self._busy.discard(store_id)
@@ -171,7 +186,7 @@ class Firing:
                         await self.clock.sleep(_LOOKS_AT_ORPHANS * _LOOK_SECONDS)
         except Superseded:
             pass  # a connection claims the shard
-        except (LedgerError, MldserverError) as error:
+        except MldserverError as error:
             log.error("timer.failed", store=store_id, **error.told())
             await self.clock.sleep(_AGAIN_SECONDS)
         finally:

@@ -89,6 +89,24 @@ async def test_a_paused_shard_holds_its_timers(tmp_path: Path) -> None:
         assert (house.fired, house.timers.held) == ([("a", START + 1000)], 0)
 
 
+async def test_a_failure_of_a_shard_that_another_server_has_now_is_no_trouble(tmp_path: Path) -> None:
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        consumer = await house.open("parent")
+        await house.put("parent", ("a", b"1"))
+        await house.wait(1)
+
+        async def fails(_delivery: Delivery) -> BatchOutcome:
+            raise InternalError("Out of order.")
+
+        house.runtime.process = fails  # type: ignore[method-assign]  # the test's eyes
+        await house.tip("parent")
+        assert house.firing.trouble
+        await house.pipeline.clock.drive(consumer.lose())
+        await house.wait(1)
+        assert house.firing.trouble is None
+
+
 async def test_a_portion_grows_while_it_is_quick_and_shrinks_when_it_is_slow(tmp_path: Path) -> None:
     house = TimedHouse(tmp_path)
     async with house.life():
@@ -151,8 +169,9 @@ async def test_after_a_failure_the_timers_of_a_store_wait_a_while(
         await house.tip("parent")
         await house.wait(4)
         assert house.fired == []
+        assert house.firing.trouble == "timers of the store parent cannot be fired: Out of order"
         await house.wait(1)
-        assert house.fired == [("a", START + 1000)]
+        assert (house.fired, house.firing.trouble) == ([("a", START + 1000)], None)
     (failed,) = named(logged, "timer.failed")
     assert (failed["store"], failed["what"]) == ("parent", "Out of order.")
 
