@@ -32,7 +32,7 @@ from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import Failure, bad_row, describe
 from mldserver.runtime.keyed_state import CallContext
 from mldserver.runtime.rows import BadRow
-from mldserver.runtime.timers import DueTimer
+from mldserver.runtime.timer_table import DueTimer
 from mldserver.runtime.values import materialized
 
 log = structlog.get_logger("mldserver")

@@ -38,7 +38,7 @@ from mldserver.runtime.keyed_state import STATE_BYTES, CallContext, KeyedState
 from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
-from mldserver.runtime.timers import TimerTable
+from mldserver.runtime.timer_table import TimerTable
 from mldserver.runtime.work import BatchWork
 from mldserver.stores import SnapshotSource, StateSnapshot, StoreSize, largest, nearly_full
 

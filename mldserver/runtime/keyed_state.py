@@ -29,7 +29,7 @@ from mldserver.runtime.state_values import (
     encode_payload,
     encode_state,
 )
-from mldserver.runtime.timers import DueTimer, TimerTable, timer_of
+from mldserver.runtime.timer_table import DueTimer, TimerTable, timer_of
 from mldserver.stores import (
     ALL_KEYS,
     ChangeColumns,

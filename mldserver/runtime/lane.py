@@ -31,7 +31,7 @@ from mldserver.runtime.outcome import FreshBatch
 from mldserver.runtime.plan import Again, BatchPlan, Step
 from mldserver.runtime.rows import Built, RowBuilder, failed_records, named_places
 from mldserver.runtime.tables import TableMismatch, take_table
-from mldserver.runtime.timers import DueTimer
+from mldserver.runtime.timer_table import DueTimer
 from mldserver.runtime.values import shown
 from mldserver.windows import counted, milliseconds
 

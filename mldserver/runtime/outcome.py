@@ -21,7 +21,7 @@ from mldserver.runtime.interface import BatchOutline, Delivery, DueTimers
 from mldserver.runtime.keyed_state import KeyedState
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
-from mldserver.runtime.timers import DueTimer
+from mldserver.runtime.timer_table import DueTimer
 from mldserver.stores import TimerEntry
 
 log = structlog.get_logger("mldserver")

@@ -36,7 +36,7 @@ from mldserver.runtime.outcome import (
 )
 from mldserver.runtime.plan import BatchPlan, End, Step
 from mldserver.runtime.rows import Built
-from mldserver.runtime.timers import DueTimer
+from mldserver.runtime.timer_table import DueTimer
 
 log = structlog.get_logger("mldserver")
 

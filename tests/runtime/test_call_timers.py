@@ -15,7 +15,7 @@ from mldserver.handler.spec import TimerHook
 from mldserver.records import Record
 from mldserver.runtime.keyed_state import CallContext, KeyedState
 from mldserver.runtime.state_values import MAX_ID_BYTES, MAX_PAYLOAD_BYTES, MAX_TIMERS, encode_payload
-from mldserver.runtime.timers import DueTimer, TimerTable
+from mldserver.runtime.timer_table import DueTimer, TimerTable
 from mldserver.stores import ALL_KEYS, KeyRange, StateSnapshot, TimerEntry, pack_timer, unpack_changes
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]

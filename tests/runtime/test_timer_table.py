@@ -11,7 +11,7 @@ from mldserver.base.clock import BOUNDS_MS
 from mldserver.handler.spec import TimerHook
 from mldserver.records import Sequence
 from mldserver.runtime.interface import TimerFilter
-from mldserver.runtime.timers import DueTimer, TimerTable
+from mldserver.runtime.timer_table import DueTimer, TimerTable
 from mldserver.stores import TimerEntry
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
