@@ -162,7 +162,7 @@ class Timers:
         else:
             due_ms = ms_at(at)
         if due_ms > _LAST_MS:
-            raise ValueError(f"a timer cannot be due after the year 9999: after={after!r:.100}")
+            raise ValueError(f"a timer cannot be due after the year 9999: {at or after!r:.100}")
         self._put(timer_id, due_ms, payload)
 
     def cancel(self, callback: Callable[..., Any], name: str = "") -> bool:
@@ -186,6 +186,8 @@ class Timers:
         ):
             raise not_a_timer(callback)
         called: str = callback.__name__
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a timer is text, not {name!r:.100}")
         if not name:
             return called
         if "/" in name or "\0" in name:

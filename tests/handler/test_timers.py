@@ -115,6 +115,7 @@ def test_cancel_says_whether_the_timer_was_set(ctx: Context) -> None:
         ({"after": "soon"}, "not a duration: 'soon'"),
         ({"after": "-1 min"}, "not a duration"),
         ({"after": timedelta(days=3_000_000)}, "after the year 9999"),
+        ({"at": datetime.max.replace(tzinfo=timezone(-timedelta(hours=1)))}, "after the year 9999"),
     ],
 )
 def test_a_time_that_is_none_is_refused(ctx: Context, times: Any, error: str) -> None:
@@ -127,6 +128,14 @@ def test_a_time_that_is_none_is_refused(ctx: Context, times: Any, error: str) ->
 def test_a_name_has_neither_slash_nor_nul(ctx: Context, name: str) -> None:
     with pytest.raises(ValueError, match="neither '/' nor NUL"):
         ctx.timers.set(alarm, after=1, name=name)
+
+
+@pytest.mark.parametrize("name", [0, 17, None, b"x"])
+def test_a_name_is_text_and_not_for_example_a_number_of_the_record(ctx: Context, name: Any) -> None:
+    with pytest.raises(TypeError, match="the name of a timer is text, not "):
+        ctx.timers.set(alarm, after=1, name=name)
+    with pytest.raises(TypeError, match="the name of a timer is text, not "):
+        ctx.timers.cancel(alarm, name)
 
 
 def test_what_is_not_a_callback_of_this_handler_is_refused(ctx: Context) -> None:
