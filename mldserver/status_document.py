@@ -298,6 +298,8 @@ class TimersSection(_Part, frozen=True, kw_only=True):
     """For how long that timer has been due."""
     next_due_ms: int | None = None
     """When the next timer is due; None: none is pending."""
+    clock_ahead_seconds: float = 0.0
+    """By how much the host's clock is ahead of the time by which timers fire; negative: behind it; 0: by no more than 2 s."""
 
 
 class Budget(_Part, frozen=True, kw_only=True):

@@ -134,11 +134,14 @@ class Firing:
                 size = self._sizes.get(store_id, _FIRST)
                 began_ms = self.clock.steady_ms()
                 kill_point("timers.firing")
-                if await self._portion(due, DueTimers(due.until_ms, size)) is None:
-                    break
+                report = await self._portion(due, DueTimers(due.until_ms, size))
+                if report is None:
+                    return
                 kill_point("timers.fired")
                 self._failing.pop(store_id, None)
                 self._sizes[store_id] = _adapted(size, self.clock.steady_ms() - began_ms)
+                if report.fired + report.skipped + report.failed < size:
+                    return  # no more were due; a look at all stores costs much
                 due = next((each for each in self.timers.due() if each.store_id == store_id), None)
         except Superseded:
             pass  # the next look tries again, if the shard is still here

@@ -245,6 +245,7 @@ class Sections:
             held=timers.held,
             held_by=held_by,
             held_seconds=(timers.civil.now_ms() - since_ms) / 1000,
+            clock_ahead_seconds=timers.civil.differs_ms / 1000,
             next_due_ms=min((ms for each in stores if (ms := dues_ms.get(each)) is not None), default=None),
         )
 

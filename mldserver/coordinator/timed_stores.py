@@ -68,6 +68,11 @@ class TimerIntake:
         shown_ms = self.watermark.aws_ms(now_ms)
         if shown_ms is not None:
             self.civil.arrived(shown_ms, now_ms)
+        differs_ms = self.civil.differs_ms
+        if bool(differs_ms) is not self._differs:
+            self._differs = bool(differs_ms)
+            if differs_ms:
+                log.warning("clock.differs", seconds=differs_ms / 1000)
         civil_ms = self.civil.now_ms()
         live, next_ms = self._live(), self.sessions.next_due_ms
         due = {
@@ -115,12 +120,7 @@ class TimerIntake:
         return frozenset(found.intersection(store_ids))
 
     def civil_ms(self) -> int:
-        """Return the time of day; log it when the host's clock begins to differ from it."""
-        differs_ms = self.civil.differs_ms
-        if bool(differs_ms) is not self._differs:
-            self._differs = bool(differs_ms)
-            if differs_ms:
-                log.warning("clock.differs", seconds=differs_ms / 1000)
+        """Return the time of day."""
         return self.civil.now_ms()
 
     def move_to(self, ms: int) -> None:

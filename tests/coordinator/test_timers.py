@@ -63,6 +63,8 @@ async def test_a_jump_of_the_hosts_clock_moves_no_timer(
         await house.put("parent", ("a", b"20"), ("b", b"1"))
         house.pipeline.clock.step(hour)
         await house.wait(1)
+        sections = house.pipeline.coordinator.sections.__self__
+        assert sections._timers_section().clock_ahead_seconds == hour
         await house.tip("parent")
         assert house.fired == [("b", START + 1000)]
         await house.wait(20)
