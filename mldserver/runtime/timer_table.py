@@ -136,7 +136,7 @@ class TimerTable:
         for key, timer_id, due_ms, value in entries:
             timer = unpack_timer(due_ms, value)
             self._number = max(self._number, timer.number)
-            self._put(key, timer_id, self._entry(timer_id, due_ms, timer.number, value))
+            self._put(key, timer_id, None, self._entry(timer_id, due_ms, timer.number, value))
         self.begin()
 
     def __len__(self) -> int:
@@ -146,9 +146,9 @@ class TimerTable:
         """Begin a batch. Changes of a batch that did not come to its end are taken back."""
         for (key, timer_id), entry in self._before.items():
             # The queue still has an item for each timer that was set before the batch.
-            self._put(key, timer_id, entry, queued=True)
+            self._put(key, timer_id, self._get(key, timer_id), entry, queued=True)
         self._end()
-        self._set = self._cancelled = self._called = self._skipped = self._failed = 0
+        self._set = self._cancelled = self._called = self._skipped = self._failed = self._taken = 0
         self._late = Durations()
 
     def changes(self) -> list[tuple[str, str, int | None, bytes | None]]:
@@ -160,6 +160,8 @@ class TimerTable:
                 changed.append((key, timer_id, _due_ms(entry), _value(entry)))
             elif before is not None:
                 changed.append((key, timer_id, None, None))
+        if self._taken == len(self._callable.taken):
+            self._callable.taken.clear()  # each was fired, or is not set any more
         self._end()
         return changed
 
@@ -224,10 +226,13 @@ class TimerTable:
         ``max_lateness``.
         """
         if not due.is_letter:
-            entry = self._get(due.partition_key, due.timer_id)
+            key, timer_id = due.partition_key, due.timer_id
+            self._taken += 1
+            entry = self._get(key, timer_id)
             if entry is None or _HEAD.unpack_from(entry)[1] != due.timer.number:
                 return False
-            self._change(due.partition_key, due.timer_id, None)
+            self._before.setdefault((key, timer_id), entry)
+            self._put(key, timer_id, entry, None)
             if due.timer.attempt == 0:
                 late_ms = due.received_ms - due.due_ms
                 most_ms = self._hooks[due.callback].max_lateness_ms
@@ -264,8 +269,9 @@ class TimerTable:
 
     def _change(self, key: str, timer_id: str, entry: bytes | None) -> bool:
         """Replace a timer's entry in this batch; None: remove it. Return whether there was one."""
-        before = self._put(key, timer_id, entry)
+        before = self._get(key, timer_id)
         self._before.setdefault((key, timer_id), before)
+        self._put(key, timer_id, before, entry)
         return before is not None
 
     def _get(self, key: str, timer_id: str) -> bytes | None:
@@ -295,10 +301,11 @@ class TimerTable:
         elif held is not None:
             yield from held.items()
 
-    def _put(self, key: str, timer_id: str, entry: bytes | None, *, queued: bool = False) -> bytes | None:
-        """Replace a timer's entry; None: remove it. Return the entry before. ``queued``: the queue has the entry's item."""
+    def _put(
+        self, key: str, timer_id: str, before: bytes | None, entry: bytes | None, *, queued: bool = False
+    ) -> None:
+        """Replace the entry of a timer (``before``) by another; None: there is none. ``queued``: the queue has an item for it."""
         tag, callback, queue = self._tag(timer_id)
-        before = self._get(key, timer_id)
         fixed, timers = _TIMER_BYTES + 2 * len(key) + len(tag), queue.callbacks.pop(callback, 0)
         if before is not None:
             timers -= 1
@@ -322,7 +329,6 @@ class TimerTable:
             self._of[key] = entry
         else:
             self._of[key] = {_id(held): held, timer_id: entry}
-        return before
 
     def _find(self, item: bytes) -> tuple[str, str, bytes] | None:
         """Return key, id and entry of the timer of an item of the queue; None if it is not set any more."""

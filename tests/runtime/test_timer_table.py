@@ -323,3 +323,13 @@ def test_timers_with_many_names_are_told_apart(table: TimerTable) -> None:
     assert fire(table, now_ms=1 << 40, limit=3_000) == [
         f"{'a' if number % 2 else 'b'} alarm/{number}" for number in range(2_500)
     ]
+
+
+def test_what_a_batch_did_not_come_to_is_still_due(table: TimerTable) -> None:
+    set_(table, "a", alarm=1, alarm_x=2, alarm_y=3)
+    end(table)
+    first, *_ = table.due(1 << 40, 3)
+    assert table.take(timer(*first))
+    set_(table, "a", alarm_x=None)
+    end(table)
+    assert fire(table, now_ms=3) == ["a alarm/y"]
