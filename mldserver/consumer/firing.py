@@ -115,9 +115,10 @@ class Firing:
             if not dues:
                 return
             due_ms, store_id = min(dues)
-            self.timers.move_to(due_ms)
+            until_ms = due_ms + round(_LOOK_SECONDS * 1000)  # as many at a time as ``run`` finds
+            self.timers.move_to(until_ms)
             try:
-                report = await self._portion(known[store_id], DueTimers(due_ms, min(left, _MOST)))
+                report = await self._portion(known[store_id], DueTimers(until_ms, min(left, _MOST)))
             except Superseded:
                 report = None
             if report is None:  # the shard is opened again

@@ -129,6 +129,7 @@ class ServerRun(ABC):
     def __init__(self, clock: Clock) -> None:
         """Prepare; ``run`` starts the server."""
         self.clock = clock
+        self._activity = "delivering records"
         self._status: CoordinatorStatus | None = None
 
     @abstractmethod
@@ -190,7 +191,7 @@ class ServerRun(ABC):
         if (status := self.status) is None:
             return "starting the server"
         if not self.delivered:
-            return "delivering records"
+            return self._activity
         if status.windows_halted:
             return "stopped: a window has failed for good"
         # A stopping server is not ready either, but then no window waits.
@@ -326,6 +327,7 @@ class Simulation(ServerRun):
 
         while not is_durable():
             await self.clock.sleep(_TICK_SECONDS)
+        self._activity = "firing timers"
         await self.server.fire_timers()
         self.stream.end()
 
