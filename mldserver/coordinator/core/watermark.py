@@ -332,7 +332,7 @@ class Watermark:
             delivered_ms = now_ms - self.rules.idle_time_ms
         times = [] if delivered_ms is None else [delivered_ms + civil_ms - now_ms]
         if clock.reported_ms is not None and clock.tells_lag:  # version 1 reports times of receipt
-            times.append(clock.reported_ms)
+            times.append(clock.reported_ms - 1)  # the next record may have arrived in the same millisecond
         return max(times, default=None)
 
     def answered(self, shard_id: str, now_ms: int) -> None:
