@@ -150,6 +150,8 @@ class TimerTable:
         self._end()
         self._set = self._cancelled = self._called = self._skipped = self._failed = self._taken = 0
         self._late = Durations()
+        self._set_ms: dict[str, int] = {}
+        """When the first timer is due that a call of the batch has set, by key."""
 
     def changes(self) -> list[tuple[str, str, int | None, bytes | None]]:
         """End the batch. Return key, id, due time (ms) and value of each timer that it changed; None: the timer is gone."""
@@ -223,10 +225,12 @@ class TimerTable:
         """Remove a timer whose call begins. Return whether to call it.
 
         It is not called if an earlier call of the batch has cancelled or replaced it, or if it is too late for its callback's
-        ``max_lateness``.
+        ``max_lateness``. It stays set, for the next batch, if an earlier call has set a timer of its key that is due before it.
         """
         if not due.is_letter:
             key, timer_id = due.partition_key, due.timer_id
+            if self._set_ms.get(key, due.due_ms) < due.due_ms and self._comes_after(key, due.due_ms):
+                return False
             self._taken += 1
             entry = self._get(key, timer_id)
             if entry is None or _HEAD.unpack_from(entry)[1] != due.timer.number:
@@ -242,6 +246,13 @@ class TimerTable:
                 self._late.add(max(0, late_ms))
         self._called += 1
         return True
+
+    def _comes_after(self, key: str, due_ms: int) -> bool:
+        """Return whether another timer of the key, which fires, is due before this time."""
+        return any(
+            _due_ms(entry) < due_ms and self._tag(timer_id)[2] is self._callable
+            for timer_id, entry in self._entries(key)
+        )
 
     def set_again(self, due: DueTimer, after_ms: int) -> None:
         """Set a timer again whose call has failed: it is due so many milliseconds after this firing."""
@@ -264,6 +275,7 @@ class TimerTable:
 
     def _set_timer(self, key: str, timer_id: str, due_ms: int, payload: bytes, attempt: int = 0) -> None:
         number = self._number = self._number + 1
+        self._set_ms[key] = min(due_ms, self._set_ms.get(key, due_ms))
         value = pack_timer(TimerEntry(due_ms, payload, attempt, number))
         self._change(key, timer_id, self._entry(timer_id, due_ms, number, value))
 

@@ -280,7 +280,11 @@ def test_whatever_is_set_fired_cancelled_and_taken_back_the_table_says_what_a_mo
         for step in portion or range(dice.randrange(5)):
             if portion:
                 place, one = step[:2], timer(*step, now_ms)
-                is_called = model.timers.get(place, (0, 0))[1] == numbers[place]
+                is_called = model.timers.get(place, (0, 0))[1] == numbers[place] and not any(
+                    due < one.due_ms
+                    for (key, timer_id), (due, _) in model.timers.items()
+                    if key == place[0] and timer_id != "gone"
+                )
                 assert table.take(one) == is_called
                 if not is_called:
                     continue
@@ -333,3 +337,20 @@ def test_what_a_batch_did_not_come_to_is_still_due(table: TimerTable) -> None:
     set_(table, "a", alarm_x=None)
     end(table)
     assert fire(table, now_ms=3) == ["a alarm/y"]
+
+
+def test_a_timer_waits_for_one_of_its_key_that_a_call_before_it_has_set_to_an_earlier_time(
+    table: TimerTable,
+) -> None:
+    set_(table, "a", alarm=1, alarm_x=5)
+    set_(table, "b", alarm_y=6)
+    end(table)
+    called = []
+    for key, timer_id, entry in table.due(10, 100):
+        if table.take(timer(key, timer_id, entry)):
+            called.append(f"{key} {timer_id}")
+            if timer_id == "alarm":
+                set_(table, key, alarm=3)
+    assert called == ["a alarm", "b alarm/y"]
+    end(table)
+    assert fire(table, now_ms=10) == ["a alarm", "a alarm/x"]
