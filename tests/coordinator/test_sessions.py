@@ -576,3 +576,12 @@ def test_a_runtime_that_must_load_a_store_again_finds_that_no_number_follows() -
         8,
         9,
     }  # whether or not the runtime has applied the outcome after the seventh
+
+
+def test_all_live_sessions_are_those_that_have_a_shard(around: Around) -> None:
+    old, other = around.open(ShardState("a", 1)), around.open(ShardState("b", 1))
+    new = around.open(ShardState("a", 2))
+    assert not old.alive
+    assert around.sessions.all_live() == [new, other]
+    other.disconnected()
+    assert around.sessions.all_live() == [new]
