@@ -193,10 +193,10 @@ class CoordinatorIntake:
     async def adopt(self, store_id: str) -> IntakeSession | None:
         """Open a session that fires the timers of a store whose shards have all ended. None: the ledger refuses it."""
         # The stream may have a child that it has not listed yet: the child's records come before the timers.
-        if self.ask_stream is not None and (
-            not await self.ask_stream() or self.lineage.nodes[store_id].children
-        ):
-            return None
+        if self.ask_stream is not None:
+            answered, node = await self.ask_stream(), self.lineage.nodes.get(store_id)
+            if not answered or node is None or node.children:
+                return None
         if any(session.alive for session in self.sessions.of_store(store_id)):
             return None
         state = await self.ledger.adopt_store(store_id)

@@ -209,6 +209,11 @@ async def test_timers_that_redriven_letters_set_are_due_in_time(tmp_path: Path, 
 # Stores whose shards have ended.
 
 
+async def answers() -> bool:
+    """Answer as a stream does that lists no shard."""
+    return True
+
+
 async def ended(pipeline: Pipeline, claim: StoreClaim = CLAIM) -> IntakeSession:
     """Return the session of a shard that has set two timers and ended."""
     session = await session_of(pipeline, claim=claim)
@@ -258,6 +263,18 @@ async def test_a_store_is_adopted_when_the_stream_says_that_its_shard_has_no_chi
         assert pipeline.state().shards["a"].epoch == 1
         del shards["b"]
         coordinator.lineage.nodes["a"].children.clear()
+        assert await coordinator.shards.adopt("a") is not None
+
+
+async def test_a_shard_that_was_forgotten_lately_is_adopted_at_a_later_look(tmp_path: Path) -> None:
+    """The ledger keeps it because of its timers, and names it again with the next cycle."""
+    pipeline = Pipeline(tmp_path / "out")
+    async with pipeline.life() as coordinator:
+        await ended(pipeline)
+        coordinator.shards.ask_stream = answers
+        coordinator.lineage.forget_ended(coordinator.clock.steady_ms() + 1)
+        assert await coordinator.shards.adopt("a") is None
+        await pipeline.cycle()
         assert await coordinator.shards.adopt("a") is not None
 
 
