@@ -42,6 +42,9 @@ log = structlog.get_logger("mldserver")
 _ACKNOWLEDGE, _REPORT, _SUBMIT, _ACCEPT = Order.ACKNOWLEDGE, Order.REPORT, Order.SUBMIT, Order.ACCEPT
 _DONE, _EMPTY = Stage.DONE, Work.EMPTY
 _AWAITED: Final = frozenset({Work.AWAITING, Work.THROTTLED, Work.FLUSHING})
+_CHECKPOINTING: Final = frozenset(
+    {Phase.CHECKPOINTING, Phase.FINISHING_CHECKPOINT, Phase.SUPERSEDED_CHECKPOINT}
+)
 
 
 class ConsumerParts(NamedTuple):
@@ -170,8 +173,10 @@ class Consumer:
 
     def receiving(self, began: bool) -> None:  # noqa: FBT001  # of what: the method's name
         """Note that the first bytes of a message came, or that it is complete: meanwhile the shard is not silent."""
-        if self._has_session:
-            (self.intake.request_began if began else self.intake.request_ended)()
+        if self._has_session and began:
+            self.intake.request_began()
+        elif self._has_session and self.core.phase not in _CHECKPOINTING:
+            self.intake.request_ended()
 
     async def acknowledged(self) -> Sequence | None:
         """Return ``due`` once each delivered batch is accepted, and there is room for more.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
@@ -17,13 +18,15 @@ from mldserver.coordinator.core.sessions import Session, SessionPosition
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.progress import Reports
-from mldserver.coordinator.shards import IntakeSession
+from mldserver.coordinator.shards import CoordinatorIntake, IntakeSession
 from mldserver.ledger.book import Book
 from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
 from mldserver.ledger.operations import Transaction
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.records import RecordMethods, Sequence
 from mldserver.runtime.keyed_state import CallContext, KeyedState
+from mldserver.runtime.timers import DueTimer, TimerTable
+from mldserver.stores import StateSnapshot
 from mldserver.windows import tumbling_id
 
 
@@ -241,6 +244,50 @@ class LosesParts(Flusher):
         return await super()._write_state(planned, *args)
 
 
+class FiresAtOnce(Watermark):
+    """Lets timers fire when their time has come, however far their shard is read."""
+
+    def frontier_ms(self, shard_id: str, now_ms: int, civil_ms: int) -> int | None:
+        return None if super().frontier_ms(shard_id, now_ms, civil_ms) is None else civil_ms
+
+
+class FiresStaleTimers(TimerTable):
+    """Calls timers of a portion that an earlier call of it has cancelled or replaced."""
+
+    def take(self, due: DueTimer) -> bool:
+        return super().take(due) or not self.holds(due.partition_key, due.timer_id)
+
+
+class ForgetsFailedTimers(TimerTable):
+    """Sets no timer again whose call has failed."""
+
+    def set_again(self, due: DueTimer, after_ms: int) -> None:
+        pass
+
+
+class ExpiresTimers(KeyedState):
+    """Takes the due time of a timer for its expiry, when a store is loaded."""
+
+    @classmethod
+    def loaded(cls, snapshot: StateSnapshot, *args: Any, **more: Any) -> KeyedState:
+        table = snapshot.entries
+        if "timer" in table.column_names and snapshot.clock_ms is not None:
+            kept = pc.field("timer").is_null() | (pc.field("expires_ms") > snapshot.clock_ms)
+            snapshot = replace(snapshot, entries=table.filter(kept))
+        return super().loaded(snapshot, *args, **more)
+
+
+class AdoptsUnasked(CoordinatorIntake):
+    """Adopts stores without looking whether the stream has children of their shards."""
+
+    async def adopt(self, store_id: str) -> IntakeSession | None:
+        asks, self.ask_stream = self.ask_stream, None
+        try:
+            return await super().adopt(store_id)
+        finally:
+            self.ask_stream = asks
+
+
 def _on(store: type[SqliteStore]) -> type[SqliteLedger]:
     """Return a ledger whose store is another."""
 
@@ -281,3 +328,12 @@ KEYED_BUGS: Mapping[str, Mapping[object, object]] = {
     "rows without their changes of state": {Flusher: LosesParts},
 }
 """Those that worlds with keyed state find."""
+
+TIMED_BUGS: Mapping[str, Mapping[object, object]] = {
+    "timers ahead of records": {Watermark: FiresAtOnce},
+    "timers that an earlier one has cancelled": {TimerTable: FiresStaleTimers},
+    "failed timers that are not set again": {TimerTable: ForgetsFailedTimers},
+    "timers that expire": {KeyedState: ExpiresTimers},
+    "adoption before the children are known": {CoordinatorIntake: AdoptsUnasked},
+}
+"""Those that worlds with timers find."""

@@ -103,6 +103,12 @@ def test_a_callback_may_set_its_timer_again() -> None:
     assert broken(chain, fired(), fired(at=120, link=1), record(2, Act("alarm"), at=121)) == []
 
 
+def test_a_callback_may_cancel_another_timer() -> None:
+    calls = record(1, sets(drops="alarm/a"), sets("alarm/a")), fired()
+    assert broken(*calls) == []
+    assert broken(*calls, fired("alarm/a"))
+
+
 def test_a_timer_that_a_callback_sets_in_the_past_may_fire_behind_those_that_are_about_to_fire() -> None:
     calls = record(1, sets(again=(-50,)), sets("alarm/a")), fired()
     again = fired(at=50, link=1)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation.plan import KEYED
-from simulation.planted import BUGS, KEYED_BUGS
+from simulation.plan import KEYED, TIMED
+from simulation.planted import BUGS, KEYED_BUGS, TIMED_BUGS
 
 TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("SIM_SEED")
@@ -82,6 +82,13 @@ def test_every_world_with_keyed_state_counts_each_record_once(long: bool) -> Non
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
+def test_every_world_with_timers_fires_each_as_the_model_says(long: bool) -> None:
+    faults = play(TIMED + FIRST, int(WORLDS or (1000 if long else 6)))
+    assert faults["timers fired"]
+    assert {"killed", "lease lost", "inherited", "paused", "clock set"} <= faults.keys()
+
+
+@pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_keeps_every_promise(long: bool) -> None:
     count = int(WORLDS or (1000 if long else 30))
     # They mean something only while things go wrong in them.
@@ -128,7 +135,7 @@ def test_the_world_that_is_asked_for() -> None:
     ("first", "bug"),
     [
         pytest.param(first, bug, marks=pytest.mark.long if bug in ELSEWHERE else ())
-        for first, bugs in ((1, BUGS), (KEYED + 1, KEYED_BUGS))
+        for first, bugs in ((1, BUGS), (KEYED + 1, KEYED_BUGS), (TIMED + 1, TIMED_BUGS))
         for bug in bugs
     ],
 )

@@ -50,6 +50,7 @@ class Timers:
                 "due": due,
                 "fails": act.fails,
                 "again": act.again,
+                "drops": act.drops,
             }
             ctx.timers.set(getattr(self, callback), name=name, payload=payload, **when)
         row = count(record, ctx)
@@ -62,6 +63,9 @@ class Timers:
         assert ctx.now == due.at, f"{firing}: now is {ctx.now}, due at {due.at}"
         found = seen(ctx)
         ctx.state["n"] = counted = ctx.state.get("n", 0) + 1
+        if told["drops"]:
+            dropped, _, its_name = told["drops"].partition("/")
+            ctx.timers.cancel(getattr(self, dropped), its_name)
         if told["again"]:
             step, *rest = told["again"]
             at = told["due"] + timedelta(milliseconds=step)

@@ -246,6 +246,8 @@ class World:
             fate = dice.random()
             fails = dice.choice((-1, 3, 4)) if fate < self.plan.poison + self.plan.stubborn else 0
             act["fails"] = dice.choice((1, 2)) if not fails and fate < 0.3 else fails
+            if dice.random() < 0.15:
+                act["drops"] = dice.choice(("alarm", "chime", "brief")) + dice.choice(("", "/a", "/b"))
             yield act | {"again": [dice.choice((0, 500, 4000)) for _ in range(dice.choice((0, 0, 0, 1, 3)))]}
 
     # What goes wrong.

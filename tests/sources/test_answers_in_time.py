@@ -14,6 +14,7 @@ from mldserver.testing.stand_ins import VirtualClock
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
+    from mldserver.runtime.interface import Delivery
     from tests.sources.house import Daemon, House
 
 pytestmark = pytest.mark.quick
@@ -309,3 +310,33 @@ async def test_without_room_for_more_lines_the_answer_waits() -> None:
         house.runtime.gate.set()
         assert (await daemon.checkpointed())["sequenceNumber"] == "1"
         await daemon.answered("processRecords")
+
+
+async def test_a_shard_whose_line_came_in_parts_is_not_silent_while_its_daemon_stores_a_checkpoint(
+    slow: Slow,
+) -> None:
+    """The line is complete only when the server has asked for the checkpoint: its batch was accepted at once."""
+    runtime = slow.house.runtime
+
+    def begin(delivery: Delivery) -> object:
+        with pytest.raises(StopIteration) as done:
+            runtime.process(delivery).send(None)
+        return done.value.value
+
+    runtime.begin = begin  # type: ignore[method-assign]  # it has nothing to wait for
+    runtime.gate.set()
+    slow.shard.gate.set()
+    (link,) = slow.house.listener._serving
+    records = (
+        b'[{"action":"record","data":"eA==","partitionKey":"k","sequenceNumber":"1","subSequenceNumber":0}]'
+    )
+    line = b'{"action":"processRecords","records":' + records + b',"millisBehindLatest":0}\n'
+    for part in (line[:20], line[20:]):
+        link.get_buffer(-1)[: len(part)] = part
+        link.buffer_updated(len(part))
+    asked = await slow.daemon.receive()
+    assert asked["action"] == "checkpoint"
+    assert not slow.shard.silent
+    await slow.daemon.send({**asked, "error": None})
+    await slow.daemon.answered("processRecords")
+    assert slow.shard.silent

@@ -32,6 +32,8 @@ class Act(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many calls of the callback fail first; -1: all."""
     again: tuple[int, ...] = ()
     """The callback sets its timer again: so many ms later, each time one of them."""
+    drops: str = ""
+    """The callback cancels this timer of its key."""
 
     @property
     def cancels(self) -> bool:
@@ -179,6 +181,7 @@ class Model:
         if due:
             del self._pending[firing.timer]
         self._look(name, call.seen)
+        self._pending.pop(told.act.drops, None)
         if told.act.again:
             step, *rest = told.act.again
             act = msgspec.structs.replace(told.act, again=tuple(rest))

@@ -279,7 +279,8 @@ class Watermark:
         """Note that a batch is accepted.
 
         ``event_ms``: the latest event time among its rows; ``arrival_ms``: the latest effective arrival time among its
-        records; ``reported_ms``: the latest that the stream reports. None when it has none. ``received_ms``: when the batch came; None if ``began`` has recorded it.
+        records; ``reported_ms``: the latest that the stream reports. None when it has none. ``received_ms``: when the batch
+        came; None if ``began`` has recorded it.
         """
         clock = self._shards[shard_id]
         if received_ms is not None:
@@ -310,7 +311,7 @@ class Watermark:
             clock.advance(self.aws_ms(received[-1] - _VISIBLE_MS))
         if clock.lag_ms is None:
             # Kinesis sends pages without records before the tip too, but not for long.
-            if received[-1] - clock.filled_ms >= idle_ms:
+            if not clock.tells_lag and received[-1] - clock.filled_ms >= idle_ms:
                 clock.delivered_ms = received[-1] - idle_ms
         elif clock.polled:
             clock.delivered_ms = received[-1] - _VISIBLE_MS
