@@ -22,7 +22,7 @@ from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.consumer.claims import Claims, Superseded, visiting_all
 from mldserver.consumer.intake import TimedStore, TimerSession, TimerStores
-from mldserver.errors import MldserverError
+from mldserver.errors import HandlerError, MldserverError
 from mldserver.records import Shard
 from mldserver.runtime.interface import Delivery, DueTimers, Runtime, TimerFilter, TimerReport
 
@@ -33,6 +33,8 @@ _LOOKS_AT_ORPHANS: Final = 10
 """One look in so many is also for stores that no server has."""
 _AGAIN_SECONDS: Final = 5.0
 """After a firing failed, the store's timers wait for so long."""
+_PATIENCE_SECONDS: Final = 5.0
+"""For how long ``cancel`` waits for a store's handler."""
 _FIRST, _MOST = 16, 1000
 """Timers of a store's first portion, and of any portion."""
 _ROUNDS: Final = 10
@@ -90,16 +92,28 @@ class Firing:
     async def cancel(self, which: TimerFilter) -> int:
         """Cancel timers of the stores that this server has; return how many. They stay cancelled, whatever happens next.
 
-        Raises LedgerError.
+        Raises LedgerError, and HandlerError if the handler of a store cannot be had within some seconds.
         """
-        cancelled = 0
+        cancelled, missed = 0, []
         for store in self.timers.stores():
-            with contextlib.suppress(Superseded):
-                while (report := await self._portion(store, DueTimers(0, _MOST, cancel=which))) is not None:
-                    cancelled += report.cancelled
-                    if report.cancelled < _MOST:
-                        break
+            report = None
+            with contextlib.suppress(Superseded, TimeoutError):
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    while (
+                        report := await self._portion(store, DueTimers(0, _MOST, cancel=which))
+                    ) is not None:
+                        cancelled += report.cancelled
+                        if report.cancelled < _MOST:
+                            break
+            if report is None:
+                missed.append(store.store_id)
         await self.timers.flush("timers")
+        if missed:
+            raise HandlerError(
+                f"The handler could not be asked for timers of {', '.join(missed)}: it works on a batch, or the shard is paused.",
+                did=f"{cancelled} timers of other shards were cancelled.",
+                advice="Try again later, or resume the shard.",
+            )
         return cancelled
 
     async def fire_all(self) -> None:
@@ -157,7 +171,7 @@ class Firing:
         """Have the handler process a portion; None: the store's handler cannot be had now. Raises Superseded, MldserverError."""
         shard_ids = [session.shard_id for session in store.sessions]
         async with visiting_all(self.claims, shard_ids) as are_open:
-            if not are_open or not all(session.alive for session in store.sessions):
+            if not are_open or not self.timers.is_whole(store):
                 return None
             return await self._process(store, payload)
 

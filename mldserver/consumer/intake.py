@@ -208,6 +208,9 @@ class TimerStores(Protocol):
     def move_to(self, ms: int) -> None:
         """Move the time of day on to ``ms``, unless it is later; for simulations."""
 
+    def is_whole(self, store: TimedStore) -> bool:
+        """Return whether the sessions of a store are still those that it has."""
+
     def not_accepted(self, store: TimedStore) -> None:
         """Have the runtime load a store again: it may have applied changes that no session has accepted."""
 

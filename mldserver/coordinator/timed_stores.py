@@ -15,7 +15,7 @@ from mldserver.base.clock import CivilClock, Clock
 from mldserver.consumer.intake import TimedStore, TimerSession
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage, Presence
-from mldserver.coordinator.core.sessions import Sessions, make_reload
+from mldserver.coordinator.core.sessions import Session, Sessions, make_reload
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.coordinator.timer_counts import TimerCounts
@@ -132,9 +132,17 @@ class TimerIntake:
         """How many timers the stores of this server hold, as far as their batches have reported."""
         return sum(report.pending for report in self.counts.latest(self.sessions.live_stores()))
 
+    def is_whole(self, store: TimedStore) -> bool:
+        """Return whether the live sessions of a store are still these: a visitor must keep the batches of all away."""
+        live = self._live_of(store.store_id)
+        return len(live) == len(store.sessions) and all(session.alive for session in store.sessions)
+
     def not_accepted(self, store: TimedStore) -> None:
         """Have the runtime load a store again before the next delivery of each of its shards."""
-        make_reload(each for each in self.sessions.of_store(store.store_id) if each.alive)
+        make_reload(self._live_of(store.store_id))
+
+    def _live_of(self, store_id: str) -> list[Session]:
+        return [session for session in self.sessions.of_store(store_id) if session.alive]
 
     # Stores without a server.
 

@@ -12,8 +12,9 @@ from coordinator.keyed_house import HIGH_KEY, LOW_KEY
 from coordinator.pipeline import RULES, named
 from coordinator.timed_house import Alarms, TimedHouse
 
+from mldserver.consumer import firing
 from mldserver.consumer.intake import AT_TIP, ShardListing
-from mldserver.errors import InternalError
+from mldserver.errors import HandlerError, InternalError
 from mldserver.runtime.interface import BatchOutcome, Delivery, DueTimers, TimerFilter
 
 pytestmark = pytest.mark.quick
@@ -294,6 +295,32 @@ async def test_timers_wait_for_a_flush_while_memory_is_short(tmp_path: Path, end
         assert pipeline.coordinator.status().flushes == flushes + 3
 
 
+async def test_timers_of_a_paused_shard_are_not_cancelled_and_the_operator_learns_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(firing, "_PATIENCE_SECONDS", 0.01)
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        await house.open("low")
+        await house.put("low", (LOW_KEY, b"900"))
+        await house.open("high")
+        await house.put("high", (HIGH_KEY, b"900"))
+        paused = house.pipeline.coordinator._backpressure.paused_shards
+        paused.add("high")
+        waiting = asyncio.ensure_future(house.put("high", (HIGH_KEY, b"800")))
+        await house.wait(1)
+        with pytest.raises(ExceptionGroup) as raised:
+            await house.pipeline.clock.drive(house.firing.cancel(TimerFilter()))
+        (error,) = raised.value.exceptions
+        assert isinstance(error, HandlerError)
+        assert "timers of high" in error.what
+        assert error.did == "1 timers of other shards were cancelled."
+        paused.clear()
+        await house.pipeline.coordinator._backpressure.release()
+        await waiting
+        assert await house.pipeline.clock.drive(house.firing.cancel(TimerFilter())) == 1
+
+
 # Families of DynamoDB Streams: shards that share a store.
 
 
@@ -350,6 +377,25 @@ async def test_a_family_whose_shard_has_just_ended_waits_for_its_child(tmp_path:
         await house.tip("left")
         await house.tip("left")
         assert house.fired == [("a", due_ms)], "no child has come"
+
+
+async def test_a_firing_waits_for_the_next_look_when_another_shard_of_the_family_has_come(
+    tmp_path: Path,
+) -> None:
+    house = TimedHouse(tmp_path, family=True)
+    async with house.life():
+        await house.open("root")
+        await house.put("root", ("a", b"1"))
+        await house.wait(1)
+        await house.end("root")
+        await house.open("left", "root")
+        (store,) = house.timers.stores()
+        await house.open("right", "root")
+        due = DueTimers(START + 1000, 1)
+        assert await house.firing._portion(store, due) is None
+        (store,) = house.timers.stores()
+        assert await house.firing._portion(store, due) is not None
+        assert house.fired == [("a", START + 1000)]
 
 
 # Stores that no server has.
