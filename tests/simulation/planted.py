@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from mldserver.runtime.timers import DueTimer, TimerTable
 
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
@@ -26,6 +25,7 @@ from mldserver.ledger.operations import Transaction
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.records import RecordMethods, Sequence
 from mldserver.runtime.keyed_state import CallContext, KeyedState
+from mldserver.runtime.timer_table import DueTimer, TimerTable
 from mldserver.stores import StateSnapshot
 from mldserver.windows import tumbling_id
 

@@ -103,8 +103,6 @@ class _Pending:
     act: Act
     due_ms: int
     number: int
-    records: int = 0
-    """How many records of the key had been called when it was set."""
 
     @property
     def vanishes(self) -> bool:
@@ -131,7 +129,6 @@ class Model:
     """All that were set."""
     _pending: dict[str, _Pending] = field(default_factory=dict)
     _number: int = 0
-    _records: int = 0
 
     def run(self, calls: Sequence[Call]) -> Self:
         """Go through all calls of the key, in their order."""
@@ -153,7 +150,6 @@ class Model:
 
     def _record(self, call: Recorded) -> None:
         self._look(f"record {call.n}", call.seen)
-        self._records += 1
         for act in call.acts:
             if act.cancels:
                 self._pending.pop(act.timer, None)
@@ -163,9 +159,7 @@ class Model:
 
     def _set(self, firing: Firing, act: Act, due_ms: int) -> None:
         self._number += 1
-        self._pending[firing.timer] = self.ever[firing] = _Pending(
-            firing, act, due_ms, self._number, self._records
-        )
+        self._pending[firing.timer] = self.ever[firing] = _Pending(firing, act, due_ms, self._number)
 
     def _fire(self, call: Fired, put_ms: int | None) -> None:
         firing, name = call.firing, shown(*call.firing[1:])
@@ -202,14 +196,10 @@ class Model:
             shown(*other.firing[1:])
             for other in self._pending.values()
             if (other.due_ms, other.number) < (held.due_ms, held.number)
-            and not (other.act.fails or other.skipped(self.rules) or self._is_new(other, held))
+            and not (other.act.fails or other.skipped(self.rules))
         ]
         if first and before:
             self._tell(f"{name} fired before {before}, which were due")
-
-    def _is_new(self, other: _Pending, held: _Pending) -> bool:
-        """Whether a callback may have set a timer while another one was about to be called already, in the same portion."""
-        return bool(other.firing.link) and other.number > held.number and other.records == self._records
 
     def _look(self, name: str, seen: Sequence[str] | None) -> None:
         """Compare the timers that a call has found."""
