@@ -308,9 +308,10 @@ class CallTimers(Timers):
                 did="The call failed.",
                 advice="Keep the data in ctx.state, where up to 256 KiB have room.",
             )
-        if pending.pop(timer_id, None) is None and not self._table.holds(key, timer_id):
+        held = self._table.count(key)
+        if pending.pop(timer_id, None) is None and not (held and self._table.holds(key, timer_id)):
             store.demand_room()
-            if self._table.count(key) + len(pending) >= MAX_TIMERS and len(self._timers()) >= MAX_TIMERS:
+            if held + len(pending) >= MAX_TIMERS and len(self._timers()) >= MAX_TIMERS:
                 raise StateTooLarge(
                     f"The key {key!r:.100} has {MAX_TIMERS:,} timers, which is the limit.",
                     did="The call failed: no timer was added.",

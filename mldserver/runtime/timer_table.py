@@ -151,7 +151,7 @@ class TimerTable:
         self._set = self._cancelled = self._called = self._skipped = self._failed = self._taken = 0
         self._late = Durations()
         self._set_ms: dict[str, int] = {}
-        """When the first timer is due that a call of the batch has set, by key."""
+        """When the first timer is due that a call of the portion has set, by key."""
 
     def changes(self) -> list[tuple[str, str, int | None, bytes | None]]:
         """End the batch. Return key, id, due time (ms) and value of each timer that it changed; None: the timer is gone."""
@@ -275,7 +275,8 @@ class TimerTable:
 
     def _set_timer(self, key: str, timer_id: str, due_ms: int, payload: bytes, attempt: int = 0) -> None:
         number = self._number = self._number + 1
-        self._set_ms[key] = min(due_ms, self._set_ms.get(key, due_ms))
+        if self._callable.taken:
+            self._set_ms[key] = min(due_ms, self._set_ms.get(key, due_ms))
         value = pack_timer(TimerEntry(due_ms, payload, attempt, number))
         self._change(key, timer_id, self._entry(timer_id, due_ms, number, value))
 
