@@ -198,7 +198,9 @@ class Firing:
         """Have a store that no server has, until it needs none or another has it."""
         try:
             session = await self.timers.adopt(store_id)
-            if session is not None:
+            if session is None:  # AWS may be out of reach, and is asked for children each time
+                await self.clock.sleep(_AGAIN_SECONDS)
+            else:
                 async with self._opened(session):
                     while not self.timers.is_abandoned(session):
                         await self.clock.sleep(_LOOKS_AT_ORPHANS * _LOOK_SECONDS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from coordinator.keyed_house import HIGH_KEY, LOW_KEY
-from coordinator.pipeline import RULES, named
+from coordinator.pipeline import QUICK, RULES, named
 from coordinator.timed_house import Alarms, TimedHouse
 
 from mldserver.consumer import firing
@@ -578,3 +578,43 @@ async def test_after_a_split_each_timer_fires_on_the_shard_that_has_its_key_now(
         assert house.fired == [(LOW_KEY, START + 9000), (HIGH_KEY, START + 9000)]
         await house.wait(2)
         assert house.rows() == sorted(house.fired)
+
+
+async def test_another_server_adopts_the_store_once_the_one_that_ended_the_shard_is_dead(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    one, two = TimedHouse(tmp_path, family=True), TimedHouse(tmp_path, family=True)
+    two.pipeline.server_id, two.pipeline.clock = "two", one.pipeline.clock
+    one.pipeline.rules = two.pipeline.rules = replace(QUICK, settle_time_ms=20_000)
+    async with two.life():
+        async with one.life():
+            await one.open("root")
+            await one.put("root", ("a", b"40"))
+            await one.end("root")
+            await one.wait(15)
+        await two.wait(3)
+        assert named(logged, "store.adopted") == [], (
+            "the server that ended the shard may still fire its timers"
+        )
+        await two.wait(40)
+        assert two.fired == two.rows() == [("a", START + 40_000)]
+    assert len(named(logged, "store.adopted")) == 1
+
+
+async def test_a_store_that_cannot_be_adopted_is_tried_again_after_a_while(tmp_path: Path) -> None:
+    house = TimedHouse(tmp_path, family=True)
+    async with house.life():
+        await house.open("root")
+        await house.put("root", ("a", b"1"))
+        await house.end("root")
+        adopt, tried = house.timers.adopt, []
+
+        async def refused(store_id: str) -> None:
+            tried.append(store_id)
+
+        house.timers.adopt = refused
+        await house.wait(14)
+        assert tried == ["root"] * 3
+        house.timers.adopt = adopt
+        await house.wait(6)
+        assert house.fired == [("a", START + 1000)]
