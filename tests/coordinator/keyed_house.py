@@ -62,9 +62,12 @@ class House:
         self.pipeline = Pipeline(tmp_path, keyed=True, ask_stream=None if family else self.ask)
         self.consumers: dict[str, Consumer] = {}
         self.sequences = 0
+        self.has_split = False
+        """Whether the stream lists the parent's children, one of which was opened."""
 
     async def ask(self) -> bool:
-        self.pipeline.coordinator.shards.add_listing(LISTING)
+        open_now = {name: LISTING[name] for name in LISTING if self.has_split or name == "parent"}
+        self.pipeline.coordinator.shards.add_listing(open_now)
         return True
 
     @contextlib.asynccontextmanager
@@ -113,6 +116,7 @@ class House:
         self.runtime.process = once  # type: ignore[method-assign]  # see above
 
     async def open(self, shard_id: str, *parents: str) -> Consumer:
+        self.has_split |= shard_id in {"low", "high"}
         consumer = self.consumers[shard_id] = Consumer(self.parts)
         opening = ShardOpening(
             shard_id, None, tells_lag=True, parents=parents, polled=self.polled, store=self.store

@@ -48,6 +48,15 @@ def test_an_empty_batch_at_the_tip_after_a_pause_proves_that_all_until_its_recei
     assert frontier(stream.wait(60_000)) == at
 
 
+def test_a_shard_whose_children_are_listed_proves_no_more_than_its_last_record() -> None:
+    """Records of its keys that came after the split are in the children, which are not read yet."""
+    stream = Stream().connect("a").wait(500).batch("a", lag_ms=0, arrival_ms=50 + AHEAD)
+    stream.wait(500).batch("a", records=0, lag_ms=0)
+    assert frontier(stream) == stream.now
+    stream.lineage.add("b", stream.now, parents=["a"])
+    assert frontier(stream.wait(5 * IDLE)) == 49
+
+
 def test_an_empty_batch_right_after_an_answer_may_have_waited_in_the_daemons_queue() -> None:
     stream = Stream().connect("a").wait(499).batch("a", records=0, lag_ms=0)
     assert frontier(stream) is None

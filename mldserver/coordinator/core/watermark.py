@@ -331,6 +331,8 @@ class Watermark:
         delivered_ms = clock.delivered_ms
         if not clock.sends_empty and self._caught_up(clock, now_ms):
             delivered_ms = now_ms - self.rules.idle_time_ms
+        if self._lineage.nodes[shard_id].children:
+            delivered_ms = None  # since the shard was closed, records of its keys arrive in its children
         times = [] if delivered_ms is None else [delivered_ms + civil_ms - now_ms]
         if clock.reported_ms is not None and clock.tells_lag:  # version 1 reports times of receipt
             times.append(clock.reported_ms - 1)  # the next record may have arrived in the same millisecond
