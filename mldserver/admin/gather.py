@@ -242,7 +242,9 @@ class Gatherer:
             reasons=reasons,
             totals=self._totals(parts, source, coordinator),
             batch_seconds=document.Histogram() if counts is None else document.histogram(counts.took),
-            failures={} if counts is None else dict(counts.failures),
+            failures={}
+            if counts is None
+            else dict(counts.failures + parts.coordinator.shards.timer_counts.failures),
             connections=dict(source.connections),
             windows=windows or document.Windows(),
             workers=workers,
@@ -270,6 +272,8 @@ class Gatherer:
             batches |= {name: getattr(counts, name) for name in _COUNTED_TOGETHER}
             batches["handler_seconds"] = counts.handler_ms / 1000
             batches["held_seconds"] = counts.held_ms / 1000
+            for name, count in parts.coordinator.shards.timer_counts.firings.items():
+                batches[name] += count
         return document.Totals(
             **batches,
             rows_durable=coordinator.rows_durable,

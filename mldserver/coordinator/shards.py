@@ -301,6 +301,7 @@ class CoordinatorIntake:
         node = self.lineage.nodes[shard_id]
         floor_ms = self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
         session.outcomes += 1
+        self.timer_counts.count_firing(outcome)
         if outcome.timers is not None:
             self._note_timers(session.store_id, outcome.timers)
             if not outcome.effects and self.sessions.differs(session.store_id, outcome.timers.next_due_ms):

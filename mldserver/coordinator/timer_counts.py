@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from mldserver.base.clock import Durations
-from mldserver.runtime.interface import TimerReport
+from mldserver.runtime.interface import BatchOutcome, TimerReport
 
 _COUNTED: Final = ("set", "cancelled", "fired", "skipped", "failed")
 
@@ -20,6 +21,10 @@ class TimerCounts:
     """By names of ``TimerReport``."""
     lateness: Durations = field(init=False, default_factory=Durations)
     """Of first calls."""
+    firings: Counter[str] = field(init=False, default_factory=Counter)
+    """Of portions, which no source counts: ``rows``, and timers that failed for good and were ``skipped`` or ``discarded``."""
+    failures: Counter[str] = field(init=False, default_factory=Counter)
+    """Dead letters of portions by their error's class."""
     _latest: dict[str, TimerReport] = field(init=False, default_factory=dict)
     """By store, what its last batch reported."""
 
@@ -35,6 +40,14 @@ class TimerCounts:
         if report.lateness:
             self.lateness.counts = list(map(sum, zip(self.lateness.counts, report.lateness, strict=True)))
             self.lateness.sum_ms += report.lateness_sum_ms
+
+    def count_firing(self, outcome: BatchOutcome) -> None:
+        """Count what a portion has given in addition to its report."""
+        rows, letters = outcome.effects.rows, outcome.effects.dead_letters
+        self.firings["rows"] += 0 if rows is None else len(rows)
+        self.firings["skipped"] += outcome.skipped
+        self.firings["discarded"] += outcome.discarded
+        self.failures.update(letter.error.partition(":")[0] for letter in letters)
 
     def callbacks(self) -> frozenset[str]:
         """Return the callbacks for which timers are pending."""
