@@ -18,6 +18,7 @@ import pyarrow.dataset as ds
 from support import serve_quickly
 from support.cluster import CONF, SMALL_JVM
 from support.serving import until
+from support.spark_classes import spark_cache
 
 from mldserver.children import parent_death
 from mldserver.testing import FakeMLD, FakeStream, Habits
@@ -56,7 +57,7 @@ class Served:
             "listen": "127.0.0.1:0",
             "spark-master": master,
             "log-file": str(folder / "log.jsonl"),
-            "cache-dir": f"{os.devnull}/cache",
+            "cache-dir": str(spark_cache(folder)),
             "workers": "inline",
             "flush-interval": "50 ms",
             **settings,

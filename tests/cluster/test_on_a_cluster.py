@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.cluster import CONF, NOT_BLINDED, can_blind, spark_parts
 from support.serving import until
+from support.spark_classes import spark_cache
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import WindowFailed
@@ -42,6 +43,8 @@ def engine(master: str, work: Path, **changes: Any) -> SparkEngine:
         "master": master,
         "conf": CONF,
         "work_dir": work,
+        "cache_dir": spark_cache(work.parent),
+        "archive_after": None,
         "python_path": (str(HANDLERS),),
         "quick": True,
         **changes,

@@ -19,12 +19,15 @@ from typing import Final
 import pyspark
 import pytest
 from support.processes import group_members, held_port
+from support.spark_classes import archive_options
 
 from mldserver.children import parent_death
 
 __all__ = ["CONF", "NOT_BLINDED", "Part", "Parts", "can_blind", "spark_parts"]
 
 SMALL_JVM: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_OF_A_PART: Final = " ".join([SMALL_JVM, *archive_options()])
+"""A driver finds the archive by its setting ``cache_dir``."""
 
 CONF: Final = {
     # Executors look for the driver at the host's own address otherwise.
@@ -33,7 +36,7 @@ CONF: Final = {
     "spark.executor.memory": "600m",
     # Whatever `python3` is on the path may be another version.
     "spark.pyspark.python": sys.executable,
-    "spark.executor.extraJavaOptions": SMALL_JVM,
+    "spark.executor.extraJavaOptions": _OF_A_PART,
 }
 """What a session's configuration needs on these workers."""
 
@@ -206,7 +209,7 @@ class Parts:
             "spark.connect.grpc.binding.port": str(port),
             "spark.master": master,
             "spark.ui.enabled": "false",
-            "spark.driver.defaultJavaOptions": SMALL_JVM,
+            "spark.driver.defaultJavaOptions": _OF_A_PART,
             **CONF,
             **(conf or {}),
         }
@@ -229,7 +232,7 @@ class Parts:
         of_daemons = {
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_DAEMON_MEMORY": "512m",
-            "SPARK_DAEMON_JAVA_OPTS": SMALL_JVM,
+            "SPARK_DAEMON_JAVA_OPTS": _OF_A_PART,
             "SPARK_LAUNCHER_OPTS": SMALL_JVM,
         }
         around = {**os.environ, **of_daemons, **environment}

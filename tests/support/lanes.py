@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
 import pytest
@@ -11,8 +12,10 @@ __all__ = ["EXAMPLES", "PROCESSES", "seeds"]
 EXAMPLES: Final = {"core": 20, "quick": 20, "services": 100, "day": 100, "long": 500}
 """How many examples Hypothesis draws for a property that does not set a number."""
 
-PROCESSES: Final = {"core": 0, "quick": 2, "services": 2, "day": 3, "long": 2}
-"""How many processes run a lane on two processors: by day one of them often waits for Java. Each may start a Spark of about 1 GiB."""
+_THIRD: Final = len(os.sched_getaffinity(0)) > 2
+"""Whether this process may use a third processor."""
+PROCESSES: Final = {"core": 0, "quick": 2, "services": 2 + _THIRD, "day": 3 + _THIRD, "long": 2}
+"""How many processes run a lane. By day one more than the processors: one often waits. Each may start a Spark of about 1 GiB."""
 
 
 def seeds(count: int) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import Final
 
 from mldserver.children import parent_death
 
-__all__ = ["QUICK", "archiving", "spark_cache"]
+__all__ = ["QUICK", "archive_options", "archiving", "spark_cache"]
 
 QUICK: Final = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """A server's setting ``spark_conf``, where there is no ``quick`` to ask for."""
@@ -29,7 +29,13 @@ _TESTS: Final = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def archiving() -> Iterator[None]:
-    """Have an archive made beside the block, for this process and those that it starts; it is gone behind the block."""
+    """Make an archive beside the block, for this process and those that it starts, and delete it after the block.
+
+    If the environment names a folder, as ``.ci/run`` does for all its lanes, the block uses the archive there.
+    """
+    if _VARIABLE in os.environ:
+        yield
+        return
     folder = tempfile.mkdtemp(prefix="spark-classes-")
     os.environ[_VARIABLE] = folder
     path = os.pathsep.join(map(str, (_TESTS, _TESTS.parent)))
@@ -50,13 +56,24 @@ def archiving() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def archive_options() -> list[str]:
+    """Return the options with which a JVM of Spark other than a driver's uses an archive; empty while there is none."""
+    shared = [f"-XX:SharedArchiveFile={archive}" for archive in _archives()[:1]]
+    return [*shared, "-Xlog:disable", "-Xlog:all=error:stderr"] if shared else []
+
+
+def _archives() -> list[Path]:
+    """Return the archive under each of its names; empty while there is none."""
+    return list(Path(os.environ.get(_VARIABLE, os.devnull)).glob("*.jsa"))
+
+
 def spark_cache(folder: Path) -> Path:
     """Return a setting ``cache_dir`` for a Spark that starts, of a test's own, in what may be an ``XDG_CACHE_HOME``.
 
     Where there is no archive (yet), nothing can be kept in it: a server would make one, with a driver of its own, after a
     minute. A driver that dies before its first job takes the archive with it, as far as it knows.
     """
-    archives = list(Path(os.environ.get(_VARIABLE, os.devnull)).glob("*.jsa"))
+    archives = _archives()
     if not archives:
         return Path(os.devnull, "cache", "mldserver")
     cache = folder / "cache" / "mldserver"
