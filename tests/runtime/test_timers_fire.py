@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mldserver import Context, Discard, Fatal, Retry, Timer, timer
+from mldserver.base.clock import SystemClock
 from mldserver.records import Record, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
@@ -332,3 +333,28 @@ async def test_a_handler_without_timers_refuses_to_fire(kit: Any) -> None:
     await runtime.open(Shard(A))
     outcome = await Fired(runtime).fire(5)
     assert (outcome.timers, outcome.effects.state) == (None, ())
+
+
+async def test_a_callback_beyond_its_deadline_is_set_again(kit: Any) -> None:
+    async def slow(due: Timer, ctx: Context) -> None:
+        ctx.state["never"] = 1
+        await asyncio.sleep(3600)
+
+    slow.__name__ = slow.__qualname__ = "alarm"
+    names = ASYNC | {"alarm": timer(slow)}
+    runtime = await kit.start(**names, deadline=0.05, clock=SystemClock())
+    await runtime.open(Shard(A))
+    shard = Fired(runtime)
+    await shard.records("k alarm - 1", "l hasty - 1")
+    outcome = await shard.fire(5)
+    assert texts(outcome) == ["hasty l"]
+    assert timers(outcome)["k/alarm"][1] == 1
+    assert state(outcome) == {}
+    assert report(outcome).failed == 1
+
+
+async def test_a_dead_letter_that_fails_again_is_never_skipped(fired: Any) -> None:
+    shard = await fired(on_failure=OnFailure.SKIP)
+    letter = TimerLetter("k", "alarm", 3_000, encode_payload(["value"]))
+    outcome = await shard.fire(50, letters=(letter,), redriven=True)
+    assert ([each.timer for each in outcome.effects.dead_letters], outcome.skipped) == (["alarm"], 0)
