@@ -140,11 +140,13 @@ class Consumer:
             kill_point("shard.opening")
             session = self.intake = await intake.open_shard(opening)
             self._has_session = True
+            session.request_began()  # a shard whose handler opens slowly is not silent
             kill_point("shard.opened")
             shard = start if isinstance(start, Shard) else await start(session)
             await runtime.open(shard, session.snapshot)
             if session.parked:
                 await runtime.park(shard_id, session.parked)
+            session.request_ended()
             claim.opened = True
         self.progress.open(shard_id, self.log)
         self._signal(Signal.OPENED)

@@ -54,6 +54,30 @@ async def test_a_shard_that_lags_holds_its_timers_for_the_records_that_cancel_th
         assert house.fired == [("b", START + 12_000)]
 
 
+async def test_a_shard_that_takes_long_to_open_is_not_silent_before_its_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        await house.open("parent")
+        await house.put("parent", ("a", b"2"))
+        await house.pipeline.cycle()
+    async with house.life():
+        open_handler, clock = house.runtime.open, house.pipeline.clock
+
+        async def open_slowly(*given: Any) -> None:
+            await clock.sleep(3 * RULES.idle_time_ms / 1000)
+            await open_handler(*given)
+
+        monkeypatch.setattr(house.runtime, "open", open_slowly)
+        await clock.drive(house.open("parent"))
+        await house.wait(1)
+        assert (house.fired, house.timers.held) == ([], 1)
+        await house.put("parent", ("a", b"cancel"), lag_ms=90_000)
+        await house.tip("parent")
+        assert house.fired == []
+
+
 @pytest.mark.parametrize("hour", [3600.0, -3600.0])
 async def test_a_jump_of_the_hosts_clock_moves_no_timer(
     tmp_path: Path, hour: float, logged: list[dict[str, Any]]
