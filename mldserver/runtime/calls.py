@@ -68,17 +68,19 @@ TIMER_HOOK: Final = "timer"
 """The name of the hook that calls the callbacks of timers."""
 
 
-def timer_hook(callbacks: Mapping[str, Callable[..., Any]], *, is_async: bool) -> BoundHook:
+def timer_hook(
+    callbacks: Mapping[str, Callable[..., Any]], *, is_async: bool, steady_ms: Callable[[], int]
+) -> BoundHook:
     """Return a hook that calls, for each ``DueTimer`` with its context, the timer's callback.
 
     It returns None for a timer that is not called after all (see ``TimerTable.take``).
     """
 
     def fire(due: DueTimer, context: CallContext) -> Any:
-        return callbacks[due.callback](due.value(), context) if context.take(due) else None
+        return callbacks[due.callback](due.value(), context) if context.take(due, steady_ms()) else None
 
     async def fire_async(due: DueTimer, context: CallContext) -> Any:
-        return await callbacks[due.callback](due.value(), context) if context.take(due) else None
+        return await callbacks[due.callback](due.value(), context) if context.take(due, steady_ms()) else None
 
     return BoundHook(TIMER_HOOK, fire_async if is_async else fire, is_async, plainly=True)
 

@@ -364,7 +364,7 @@ class InlineRuntime:
             hooks[name] = replace(hooks[name], plain=tools.rows.plain, convert=tools.rows.convert)
         if spec.timers:
             callbacks = {each: functions[each] for each in spec.timers}
-            timer = timer_hook(callbacks, is_async=spec.hooks[name].is_async)
+            timer = timer_hook(callbacks, is_async=spec.hooks[name].is_async, steady_ms=self._clock.steady_ms)
             hooks[timer.name] = replace(timer, plain=tools.rows.plain, convert=tools.rows.convert)
         if name is not RecordHook.TABLE:
             bounded = tools.policy.max_ahead_ms is not None and spec.time_column is not None

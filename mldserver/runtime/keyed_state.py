@@ -360,7 +360,7 @@ class CallTimers(Timers):
 class CallContext(Context):
     """The context of one shard's calls, one after the other."""
 
-    __slots__ = ("at_ms", "live", "pending", "received_ms", "record", "shard_id", "store")
+    __slots__ = ("at_ms", "began_ms", "live", "pending", "received_ms", "record", "shard_id", "store")
 
     record: RecordMethods
     """The record of the present call."""
@@ -370,6 +370,8 @@ class CallContext(Context):
     """The state of its key (a dict), once the handler has asked for it; else None."""
     pending: Any
     """The timers (a dict) that it has set (due time in ms, payload) or cancelled (None), by id; None: it has asked for nothing."""
+    began_ms: int
+    """When its batch began (steady clock)."""
     received_ms: int
     """When its batch was received: the time of records without an arrival time. For a timer, when it was due."""
 
@@ -384,6 +386,7 @@ class CallContext(Context):
         super().__init__(settings=settings)
         self.store = store
         self.shard_id = shard_id
+        self.began_ms = 0
         self._timers = CallTimers(self, hooks)
 
     @property
@@ -429,11 +432,11 @@ class CallContext(Context):
         self.record, self.at_ms, self.live, self.pending = record, at_ms, None, None
         return record
 
-    def take(self, due: DueTimer) -> bool:
+    def take(self, due: DueTimer, steady_ms: int) -> bool:
         """Begin the call of a timer after ``begin``. Return whether to make it (see ``TimerTable.take``)."""
         self.received_ms = due.due_ms
         table = self.store.timers
-        return table is not None and table.take(due)
+        return table is not None and table.take(due, took_ms=steady_ms - self.began_ms)
 
     def join(self) -> None:
         """Keep what the call has changed: it succeeded. Raises as ``KeyedState.write`` does; then nothing of it is kept."""

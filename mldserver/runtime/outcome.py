@@ -100,9 +100,9 @@ def due_batch(delivery: Delivery, due: DueTimers, store: KeyedState) -> FreshBat
         DueTimer(shard_id, delivery.after, *each, received_ms=received_ms, is_letter=bool(due.letters))
         for each in asked
     ]
-    latest_ms = max((timer.due_ms for timer in timers), default=None)
-    outline = BatchOutline(0, 0, None, None, latest_ms, None)
-    return FreshBatch(timers, outline, [max(clock_ms, timer.due_ms) for timer in timers])
+    return FreshBatch(
+        timers, BatchOutline(0, 0, None, None, None, None), [max(clock_ms, timer.due_ms) for timer in timers]
+    )
 
 
 def decode_failures(records: Sequence[Record]) -> dict[int, Failure]:

@@ -32,6 +32,8 @@ _TIMER_BYTES: Final = 220
 """What a timer takes in memory in addition to twice its id and key, and its value."""
 _KNOWN_IDS: Final = 1_000
 """The ids of so many timers are remembered as bytes: usually they are the names of the callbacks."""
+PORTION_MS: Final = 50
+"""After so many milliseconds of calls no other timer fires in the batch: records of the shard wait meanwhile."""
 _FEW: Final = 64
 """So many entries without a timer may always stay in the queue."""
 
@@ -149,6 +151,8 @@ class TimerTable:
             self._put(key, timer_id, self._get(key, timer_id), entry, queued=True)
         self._end()
         self._set = self._cancelled = self._called = self._skipped = self._failed = self._taken = 0
+        self.latest_ms: int | None = None
+        """The latest due time of the timers that the batch has called."""
         self._late = Durations()
         self._set_ms: dict[str, int] = {}
         """When the first timer is due that a call of the portion has set, by key."""
@@ -221,14 +225,17 @@ class TimerTable:
                 found.append((timer[0], timer[1], _timer(timer[2])))
         return found
 
-    def take(self, due: DueTimer) -> bool:
+    def take(self, due: DueTimer, *, took_ms: int = 0) -> bool:
         """Remove a timer whose call begins. Return whether to call it.
 
         It is not called if an earlier call of the batch has cancelled or replaced it, or if it is too late for its callback's
-        ``max_lateness``. It stays set, for the next batch, if an earlier call has set a timer of its key that is due before it.
+        ``max_lateness``. It stays set, for the next batch, if an earlier call has set a timer of its key that is due before it, or
+        if the calls of this batch took longer than ``PORTION_MS`` so far (``took_ms``).
         """
         if not due.is_letter:
             key, timer_id = due.partition_key, due.timer_id
+            if took_ms > PORTION_MS and self._taken:
+                return False
             if self._set_ms.get(key, due.due_ms) < due.due_ms and self._comes_after(key, due.due_ms):
                 return False
             self._taken += 1
@@ -245,6 +252,7 @@ class TimerTable:
                     return False
                 self._late.add(max(0, late_ms))
         self._called += 1
+        self.latest_ms = max(due.due_ms, self.latest_ms or due.due_ms)
         return True
 
     def _comes_after(self, key: str, due_ms: int) -> bool:

@@ -225,6 +225,7 @@ class BatchWork(msgspec.Struct, eq=False):
             context.store.begin(context.shard_id, self)
             payload = self.delivery.payload
             if isinstance(payload, DueTimers):
+                context.began_ms = self.tools.clock.steady_ms()
                 self.decoded = due_batch(self.delivery, payload, context.store)
             else:
                 self.decoded = decode_batch(self.delivery, self.decoder)
@@ -244,6 +245,11 @@ class BatchWork(msgspec.Struct, eq=False):
         assert context is not None, "only keyed handlers have state"
         if part is not None:
             latest_ms = self.times[part[-1]] if part else None
+        if isinstance(self.delivery.payload, DueTimers) and context.store.timers is not None:
+            latest_ms = context.store.timers.latest_ms
+            outcome = structs.replace(
+                outcome, outline=structs.replace(outcome.outline, latest_arrival_ms=latest_ms)
+            )
         blobs = context.store.effects(
             latest_ms=latest_ms,
             counts=part is None,
@@ -456,7 +462,7 @@ class BatchWork(msgspec.Struct, eq=False):
                 lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
         if delivery.condemned is not None and self.hook.context is not None:
             for each in due:
-                self.hook.context.take(each)
+                self.hook.context.take(each, self.hook.context.began_ms)
 
     def _join(self, _watch: CallWatch) -> None:
         """Join the rows of all lanes into ``effects``, unless a lane stopped the shard."""

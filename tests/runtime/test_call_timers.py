@@ -153,7 +153,7 @@ def test_in_a_callback_its_timer_is_gone_and_now_is_its_due_time() -> None:
     calls.end()
     due = due_of(calls)
     calls.context.begin(due, due.due_ms)
-    assert calls.context.take(due)
+    assert calls.context.take(due, 0)
     assert (calls.context.now, calls.context.key, len(calls.context.timers)) == (at(2_000), "k", 0)
     calls.context.timers.set(alarm, after=1)
     calls.context.join()
@@ -167,7 +167,7 @@ def test_a_handler_without_callbacks_has_no_timers_and_fires_none() -> None:
     with pytest.raises(NotATimer):
         context.timers.set(alarm, after=1)
     due = DueTimer(SHARD, None, "k", "alarm", TimerEntry(0, b"\xc0"), received_ms=0)
-    assert context.take(due) is False
+    assert context.take(due, 0) is False
 
 
 def test_a_payload_or_an_id_that_is_too_long_fails_the_call() -> None:

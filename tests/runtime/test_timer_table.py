@@ -11,7 +11,7 @@ from mldserver.base.clock import BOUNDS_MS
 from mldserver.handler.spec import TimerHook
 from mldserver.records import Sequence
 from mldserver.runtime.interface import TimerFilter
-from mldserver.runtime.timer_table import DueTimer, TimerTable
+from mldserver.runtime.timer_table import PORTION_MS, DueTimer, TimerTable
 from mldserver.stores import TimerEntry
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -354,3 +354,20 @@ def test_a_timer_waits_for_one_of_its_key_that_a_call_before_it_has_set_to_an_ea
     assert called == ["a alarm", "b alarm/y"]
     end(table)
     assert fire(table, now_ms=10) == ["a alarm", "a alarm/x"]
+
+
+def test_a_portion_that_takes_long_leaves_the_rest_to_the_next_but_fires_one_timer_at_least(
+    table: TimerTable,
+) -> None:
+    set_(table, "a", alarm=1, alarm_x=2, alarm_y=3)
+    end(table)
+    portion = [timer(*each) for each in table.due(10, 100)]
+    took_ms = [PORTION_MS + 1, PORTION_MS, PORTION_MS + 1]
+    assert [table.take(one, took_ms=ms) for one, ms in zip(portion, took_ms, strict=True)] == [
+        True,
+        True,
+        False,
+    ]
+    assert table.latest_ms == 2
+    end(table)
+    assert fire(table, now_ms=10) == ["a alarm/y"]

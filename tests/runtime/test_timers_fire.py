@@ -91,6 +91,12 @@ def as_async(function: Callable[..., Any], name: str, **options: Any) -> Any:
     return timer(**options)(called)
 
 
+def as_sync(function: Callable[..., Any]) -> Any:
+    """Return a function as the callback ``alarm``."""
+    function.__name__ = function.__qualname__ = "alarm"
+    return timer(function)
+
+
 CALLBACKS = {"alarm": alarm, "hasty": hasty}
 SYNC = {"process_record": set_one, **CALLBACKS, "schema": SCHEMA}
 ASYNC = {
@@ -99,6 +105,15 @@ ASYNC = {
     "hasty": as_async(hasty, "hasty", max_lateness="5 seconds"),
     "schema": SCHEMA,
 }
+
+
+class HandClock(SystemClock):
+    """A clock whose steady time a test sets."""
+
+    ms = 0
+
+    def steady_ms(self) -> int:
+        return self.ms
 
 
 class Fired:
@@ -340,14 +355,12 @@ async def test_a_callback_beyond_its_deadline_is_set_again(kit: Any) -> None:
         ctx.state["never"] = 1
         await asyncio.sleep(3600)
 
-    slow.__name__ = slow.__qualname__ = "alarm"
-    names = ASYNC | {"alarm": timer(slow)}
+    names = ASYNC | {"alarm": as_sync(slow)}
     runtime = await kit.start(**names, deadline=0.05, clock=SystemClock())
     await runtime.open(Shard(A))
     shard = Fired(runtime)
     await shard.records("k alarm - 1", "l hasty - 1")
     outcome = await shard.fire(5)
-    assert texts(outcome) == ["hasty l"]
     assert timers(outcome)["k/alarm"][1] == 1
     assert state(outcome) == {}
     assert report(outcome).failed == 1
@@ -358,3 +371,40 @@ async def test_a_dead_letter_that_fails_again_is_never_skipped(fired: Any) -> No
     letter = TimerLetter("k", "alarm", 3_000, encode_payload(["value"]))
     outcome = await shard.fire(50, letters=(letter,), redriven=True)
     assert ([each.timer for each in outcome.effects.dead_letters], outcome.skipped) == (["alarm"], 0)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+async def test_a_portion_ends_when_its_calls_have_taken_long(kit: Any, hook: str) -> None:
+    clock = HandClock()
+
+    def slow(due: Timer, ctx: Context) -> Any:
+        clock.ms += 30
+        return ctx.key, due.at
+
+    names = SYNC | {"alarm": as_sync(slow)}
+    if hook == "async":
+        names = ASYNC | {"alarm": as_async(slow, "alarm")}
+    runtime = await kit.start(**names, at_once=hook == "at once", clock=clock)
+    await runtime.open(Shard(A))
+    shard = Fired(runtime)
+    await shard.records("a alarm - 1", "b alarm - 1", "c alarm - 1", "d alarm - 1")
+    outcome = await shard.fire(50)
+    assert texts(outcome) == ["a", "b"]
+    assert (outcome.outline.latest_arrival_ms, report(outcome).pending) == (3_000, 2)
+    outcome = await shard.fire(50)
+    assert texts(outcome) == ["c", "d"]
+    assert outcome.effects.rows.column("_time").to_pylist() == [4_000, 5_000]
+
+
+async def test_all_dead_letters_run_however_long_that_takes(kit: Any) -> None:
+    clock = HandClock()
+
+    def slow(due: Timer, ctx: Context) -> Any:
+        clock.ms += 3_600_000
+        return ctx.key, due.at
+
+    runtime = await kit.start(**SYNC | {"alarm": as_sync(slow)}, clock=clock)
+    await runtime.open(Shard(A))
+    letters = tuple(TimerLetter(key, "alarm", 3_000, encode_payload(None)) for key in "abc")
+    outcome = await Fired(runtime).fire(50, letters=letters, redriven=True)
+    assert texts(outcome) == ["a", "b", "c"]
