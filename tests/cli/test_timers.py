@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,14 @@ class World:
     def put(self, key: str, **after: float) -> None:
         self.stream.put(json.dumps(after).encode(), key)
 
+    def serving(self, **changes: Any) -> AbstractAsyncContextManager[Server]:
+        """Run a server that no daemon connects to."""
+        settings = quick(self.out, "alarms", **({"pipeline": "p", "flush_interval": 0.02} | changes))
+        return serving(settings, stream=self.stream)
+
     @contextlib.asynccontextmanager
     async def reading(self, **changes: Any) -> AsyncIterator[Server]:
-        settings = quick(self.out, "alarms", **({"pipeline": "p", "flush_interval": 0.02} | changes))
-        async with (
-            asyncio.timeout(800),
-            serving(settings, stream=self.stream) as server,
-            asyncio.TaskGroup() as group,
-        ):
+        async with asyncio.timeout(800), self.serving(**changes) as server, asyncio.TaskGroup() as group:
             daemon = FakeMLD(self.stream, await server.listening(), habits=Habits(max_records=5))
             playing = group.create_task(daemon.run())
             yield server
@@ -138,6 +139,25 @@ async def test_timers_are_cancelled_in_the_running_server_and_stay_so(world: Wor
     async with world.reading():
         await until(lambda: True)
         assert _ids(await world.list()) == []
+
+
+async def test_timers_in_stores_that_the_server_does_not_have_stay_and_the_stores_are_named(
+    world: World,
+) -> None:
+    world.put("a", x=YEAR)
+    world.put("b", x=YEAR)
+    async with world.reading():
+        listed = await world.until_listed(lambda found: found["pending"] == 2)
+    store_of = {each["key"]: each["store"] for each in listed["timers"]}
+    assert len(set(store_of.values())) == 2
+    async with world.serving() as server:
+        text = (await server.carry_out("cancel-timers", "{}"))[1]
+        others = f"does not have these stores with timers open: {', '.join(sorted(store_of.values()))}. Ask"
+        assert text.startswith("0 timers cancelled.")
+        assert others in text
+        text = (await server.carry_out("cancel-timers", '{"key": "a"}'))[1]
+        assert (store_of["a"] in text, store_of["b"] in text) == (True, False)
+    assert len(_ids(await world.list())) == 2
 
 
 @pytest.mark.usefixtures("no_standby")
