@@ -20,6 +20,7 @@ import pytest
 from support.cluster import CONF, SMALL_JVM, spark_parts
 from support.s3 import bucket, s3a_conf
 from support.serving import serving, until
+from support.spark_classes import spark_cache
 
 from mldserver import assembly
 from mldserver.cli.ledger import create_ledger
@@ -205,11 +206,13 @@ async def test_spark_shows_every_row_once_on_s3_on_a_cluster_and_locally_and_win
 ) -> None:
     conf = {**CONF, **s3a_conf(), "spark.driver.extraJavaOptions": SMALL_JVM}
     (tmp_path / "ids_by_time.py").write_text(HANDLER + ON_SPARK)
+    cache = spark_cache(tmp_path)
     async with spark_parts(tmp_path) as parts:
         await parts.cluster(workers=1)
         one, other = (
             {
                 **told,
+                "cache_dir": str(cache),
                 "spark_master": parts.url if master == "cluster" else master,
                 "spark_conf": [f"{name}={value}" for name, value in conf.items()],
             }

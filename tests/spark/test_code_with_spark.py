@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.dataset as ds
 import pytest
 from support.serving import quick, until
+from support.spark_classes import spark_cache
 from workers.kit import named
 
 from mldserver.server import Server
@@ -69,7 +70,12 @@ async def test_a_fresh_driver_runs_the_code_that_the_server_runs_and_not_what_li
         "spark.sql.shuffle.partitions": "2",
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
-    settings = quick(tmp_path / "out", "flow.mine", workers=1, spark_conf=conf, spark_master="local[2]")
+    spark: dict[str, Any] = {
+        "spark_conf": conf,
+        "spark_master": "local[2]",
+        "cache_dir": spark_cache(tmp_path),
+    }
+    settings = quick(tmp_path / "out", "flow.mine", workers=1, **spark)
     given = FakeStream(1, seed=1, start_ms=1_800_000_000_000)
     numbers = itertools.count()
 
