@@ -35,12 +35,10 @@ _AGAIN_SECONDS: Final = 5.0
 """After a firing failed, the store's timers wait for so long."""
 _PATIENCE_SECONDS: Final = 5.0
 """For how long ``cancel`` waits for a store's handler."""
-_FIRST, _MOST = 16, 1000
-"""Timers of a store's first portion, and of any portion."""
+_MOST: Final = 1000
+"""Timers of a portion at most. The runtime ends a portion whose callbacks take long."""
 _ROUNDS: Final = 10
 """``fire_all`` fires at most so many times the timers that were pending."""
-_QUICK_MS, _SLOW_MS = 25, 50
-"""A portion that takes less doubles the next one, a portion that takes more halves it."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -57,8 +55,6 @@ class Firing:
     """The stores that are being adopted, or are adopted."""
     _failing: dict[str, str] = field(init=False, default_factory=dict)
     """By store, why the latest portion failed."""
-    _sizes: dict[str, int] = field(init=False, default_factory=dict)
-    """By store, how many timers the next portion has."""
 
     @property
     def trouble(self) -> str | None:
@@ -146,17 +142,15 @@ class Firing:
         try:
             due: TimedStore | None = store
             while due is not None and due.until_ms is not None:
-                size = self._sizes.get(store_id, _FIRST)
-                began_ms = self.clock.steady_ms()
                 kill_point("timers.firing")
-                report = await self._portion(due, DueTimers(due.until_ms, size))
+                report = await self._portion(due, DueTimers(due.until_ms, _MOST))
                 if report is None:
                     return
                 kill_point("timers.fired")
                 self._failing.pop(store_id, None)
-                self._sizes[store_id] = _adapted(size, self.clock.steady_ms() - began_ms)
-                if report.fired + report.skipped + report.failed < size:
+                if report.next_call_ms is None or report.next_call_ms > due.until_ms:
                     return  # no more were due; a look at all stores costs much
+                await asyncio.sleep(0)  # a handler in this process may have kept the sources from reading
                 due = next((each for each in self.timers.due() if each.store_id == store_id), None)
         except Superseded:
             pass  # the next look tries again, if the shard is still here
@@ -232,10 +226,3 @@ class Firing:
                 async with claim.work():
                     await self.runtime.forget(shard_id)
             self.claims.release(shard_id, claim)
-
-
-def _adapted(size: int, took_ms: int) -> int:
-    """Return the size of the next portion after one of ``size`` timers took so long."""
-    if took_ms < _QUICK_MS:
-        return min(size * 2, _MOST)
-    return max(size // 2, 1) if took_ms > _SLOW_MS else size

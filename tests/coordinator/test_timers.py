@@ -11,6 +11,7 @@ import pytest
 from coordinator.keyed_house import HIGH_KEY, LOW_KEY
 from coordinator.pipeline import QUICK, RULES, named
 from coordinator.timed_house import Alarms, TimedHouse
+from msgspec import structs
 
 from mldserver.consumer import firing
 from mldserver.consumer.intake import AT_TIP, ShardListing
@@ -134,25 +135,46 @@ async def test_a_failure_of_a_shard_that_another_server_has_now_is_no_trouble(tm
         assert house.firing.trouble is None
 
 
-async def test_a_portion_grows_while_it_is_quick_and_shrinks_when_it_is_slow(tmp_path: Path) -> None:
+async def test_all_due_timers_fire_in_a_row_though_portions_are_small_and_take_long(tmp_path: Path) -> None:
     house = TimedHouse(tmp_path)
     async with house.life():
         await house.open("parent")
-        sizes, process, took = [], house.runtime.process, [0.01, 0.01, 0.06, 0.03]
+        limits, process = list[int](), house.runtime.process
 
-        async def timed(delivery: Delivery) -> BatchOutcome:
+        async def small(delivery: Delivery) -> BatchOutcome:
             assert isinstance(delivery.payload, DueTimers)
-            sizes.append(delivery.payload.limit)
-            await house.pipeline.clock.sleep(took[len(sizes) - 1] if len(sizes) <= len(took) else 0.0)
-            return await process(delivery)
+            limits.append(delivery.payload.limit)
+            await house.pipeline.clock.sleep(0.06)
+            return await process(
+                structs.replace(delivery, payload=structs.replace(delivery.payload, limit=4))
+            )
 
-        house.runtime.process = timed  # type: ignore[method-assign]  # the test's eyes
-        await house.put("parent", *((f"k{number}", b"1") for number in range(100)))
+        house.runtime.process = small  # type: ignore[method-assign]  # the test's eyes
+        await house.put("parent", *((f"k{number}", b"1") for number in range(20)), ("later", b"900"))
         await house.wait(1)
         await house.tip("parent")
+        await house.wait(0.3)
+        assert (len(house.fired), limits) == (20, [1000] * 5), (
+            "none is slow by the shard's own time; none is empty"
+        )
+
+
+async def test_sources_read_between_two_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(firing, "_MOST", 4)
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        await house.open("parent")
+        reads, process, loop = [0], house.runtime.process, asyncio.get_running_loop()
+
+        async def noted(delivery: Delivery) -> BatchOutcome:
+            loop.call_soon(reads.append, len(reads))
+            return await process(delivery)
+
+        house.runtime.process = noted  # type: ignore[method-assign]  # the test's eyes
+        await house.put("parent", *((f"k{number}", b"1") for number in range(20)))
         await house.wait(1)
-        assert sizes == [16, 32, 64]
-        assert len(house.fired) == 100
+        await house.tip("parent")
+        assert reads == [0, 1, 2, 3, 4, 5], "what the loop has to do is done before the next portion"
 
 
 async def test_a_visit_that_is_cancelled_when_the_handler_has_run_fires_again(tmp_path: Path) -> None:
@@ -299,7 +321,10 @@ async def test_a_timer_that_a_redriven_letter_sets_fires(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["of a shard that is read", "of an adopted store"])
-async def test_timers_wait_for_a_flush_while_memory_is_short(tmp_path: Path, ended: bool) -> None:
+async def test_timers_wait_for_a_flush_while_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    monkeypatch.setattr(firing, "_MOST", 24)
     house = TimedHouse(tmp_path, family=True)
     async with house.life():
         await house.open("root")
@@ -315,7 +340,7 @@ async def test_timers_wait_for_a_flush_while_memory_is_short(tmp_path: Path, end
             await house.tip("root")
         await house.wait(5)
         assert len(house.fired) == 64
-        # Of 16, 32 and 16 timers: after each portion the buffer is full until a flush empties it.
+        # Of 24, 24 and 16 timers: after each portion the buffer is full until a flush empties it.
         assert pipeline.coordinator.status().flushes == flushes + 3
 
 
