@@ -310,10 +310,11 @@ class DeadLetter:
     def record(self) -> str:
         """Which record it is, ``shard/sequence/sub-sequence``: the same however often its letter is written.
 
-        A timer adds its due time, its id and its key.
+        Of a timer, ``shard/due time/timer/key``: after a crash it may fire behind another record.
         """
-        of_timer = "" if self.timer is None else f"/{self.due_ms}/{self.timer}/{self.partition_key}"
-        return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}{of_timer}"
+        if self.timer is not None:
+            return f"{self.shard_id}/{self.due_ms}/{self.timer}/{self.partition_key}"
+        return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}"
 
 
 class Hook(enum.StrEnum):

@@ -146,4 +146,4 @@ def test_a_record_cannot_be_changed() -> None:
 def test_the_dead_letter_of_a_timer_is_told_apart_from_others_after_the_same_record() -> None:
     letter = DeadLetter("shard", Sequence(7), "key", b"\xc0", None, 1, "OSError", "", "handler", 5)
     assert letter.record == "shard/7/0"
-    assert replace(letter, timer="alarm/name", due_ms=9).record == "shard/7/0/9/alarm/name/key"
+    assert replace(letter, timer="alarm/name", due_ms=9).record == "shard/9/alarm/name/key"
