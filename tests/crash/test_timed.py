@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from crash.stories import OF_TIMERS
 from crash.test_keyed import OF_RECORDS, RUNTIMES, a_file, play_keyed
-from crash.test_two_servers import CREDENTIALS, a_table
+from crash.test_two_servers import CREDENTIALS, a_table, fates, play_pairs
 from crash.world import Death, Toll
 
 pytestmark = pytest.mark.timeout(1800)
@@ -42,3 +42,13 @@ async def test_a_server_killed_over_a_table_fires_each_timer_once(
         monkeypatch.setenv(name, value)
     toll = Toll.of(deaths(random.Random(seed), rounds=3))
     await play_keyed(tmp_path, seed, toll, a_table, RUNTIMES[runtime], "timed")
+
+
+@pytest.mark.long
+async def test_two_servers_killed_over_a_table_fire_each_timer_once(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    toll = fates(random.Random(seed), (*OF_TIMERS, *OF_TIMERS, *OF_RECORDS), instants=6, hangs=2)
+    await play_pairs(tmp_path, seed, toll, a_table, "timed")

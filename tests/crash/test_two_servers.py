@@ -48,8 +48,12 @@ async def play_pairs(
     seed: int,
     toll: Toll,
     grounds: Callable[[], AbstractAsyncContextManager[Ground]],
+    kind: str | None = None,
 ) -> None:
-    """Play until every death was died, each story on a ground of its own, and tell what that took."""
+    """Play until every death was died, each story on a ground of its own, and tell what that took.
+
+    ``kind``: of all stories; None: all kinds in turn.
+    """
 
     async def play(root: Path, story: Story, toll: Toll, kills: int) -> None:
         async with grounds() as ground:
@@ -57,7 +61,8 @@ async def play_pairs(
 
     began = time.monotonic()
     steps = {death.step for death in toll.ahead if death.step} - SELDOM
-    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play, kind_for=kind_for)
+    chosen = kind_for if kind is None else lambda *_: kind
+    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play, kind_for=chosen)
     seconds = time.monotonic() - began
     died = toll.died.total() - toll.died["silent"]
     print(
