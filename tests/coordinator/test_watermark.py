@@ -64,8 +64,10 @@ class Stream:
         records: int = 1,
         lag_ms: int | None = 5,
         arrival_ms: int | None = None,
+        takes_ms: int = 0,
     ) -> Stream:
         self.watermark.began(shard, self.now)
+        self.now += takes_ms
         self.watermark.observed(
             shard,
             self.now,

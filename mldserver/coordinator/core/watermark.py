@@ -97,7 +97,8 @@ class _ReadClock:
     told_ms: int = 0
     """When the batch came that said ``lag_ms``; before the first one, the shard's ``read_ms``."""
     waited: int = 0
-    """How many batches in a row, to the latest one, came ``_WAITED_MS`` or more after the answer to the one before."""
+    """How many batches in a row, to the latest one, came ``_WAITED_MS`` or more after the answer to the one before, and no
+    sooner than the server took for that one."""
     delivered_ms: int | None = None
     """Steady time up to which everything that had arrived is delivered; None: that is not known."""
     reported_ms: int | None = None
@@ -289,7 +290,11 @@ class Watermark:
             self.arrived(arrival_ms, clock.received[-1])
         clock.lag_ms, clock.empty, clock.told_ms = lag_ms, records == 0, clock.received[-1]
         clock.sends_empty = clock.sends_empty or records == 0
-        clock.waited = clock.waited + 1 if clock.told_ms - clock.answered_ms >= _WAITED_MS else 0
+        # If the server takes longer for a batch than it waits for the next one, the daemon may fetch batches meanwhile and
+        # keep its queue full; the gap is then the way to another host and back.
+        took_ms = clock.answered_ms - clock.received[-2]
+        waited = clock.told_ms - clock.answered_ms >= max(_WAITED_MS, took_ms)
+        clock.waited = clock.waited + 1 if waited else 0
         if arrival_ms is not None:
             clock.arrival_ms = arrival_ms
             if event_ms is not None or clock.rowless_since_ms is None:
