@@ -200,6 +200,34 @@ async def test_a_visit_that_is_cancelled_when_the_handler_has_run_fires_again(tm
         assert house.rows() == [("a", START + 1000)]
 
 
+@pytest.mark.parametrize("how", ["lose", "drain"])
+async def test_a_shard_that_moves_does_not_wait_for_a_portion(tmp_path: Path, how: str) -> None:
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        consumer = await house.open("parent")
+        await house.put("parent", ("a", b"1"))
+        await house.wait(1)
+        visits, process = list[str](), house.runtime.process
+
+        async def slow(delivery: Delivery) -> BatchOutcome:
+            visits.append("began")
+            try:
+                await house.pipeline.clock.sleep(100)
+            except asyncio.CancelledError:
+                visits.append("evicted")
+                raise
+            return await process(delivery)
+
+        house.runtime.process = slow  # type: ignore[method-assign]  # the test's eyes
+        await house.tip("parent")
+        assert visits == ["began"]
+        began_ms = house.pipeline.clock.steady_ms()
+        await house.pipeline.clock.drive(getattr(consumer, how)())
+        assert visits == ["began", "evicted"]
+        assert house.pipeline.clock.steady_ms() - began_ms < 1000
+        assert house.fired == []
+
+
 async def test_after_a_failure_the_timers_of_a_store_wait_a_while(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
