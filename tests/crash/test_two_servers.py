@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import aioboto3
@@ -57,12 +58,17 @@ async def play_pairs(
 
     async def play(root: Path, story: Story, toll: Toll, kills: int) -> None:
         async with grounds() as ground:
+            if kind is not None:  # leases stay for as long as it takes to load a store
+                ground = replace(ground, pace=3 * ground.pace)  # noqa: PLW2901  # the story's own
             await Pair(root, story, toll, ground, kills=kills).play()
 
     began = time.monotonic()
     steps = {death.step for death in toll.ahead if death.step} - SELDOM
     chosen = kind_for if kind is None else lambda *_: kind
-    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play, kind_for=chosen)
+    at_once = 2 if kind is None else 1
+    stories = await play_all(
+        folder, toll, seed, kills_per_story=20, at_once=at_once, play=play, kind_for=chosen
+    )
     seconds = time.monotonic() - began
     died = toll.died.total() - toll.died["silent"]
     print(
