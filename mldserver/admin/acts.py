@@ -203,7 +203,7 @@ class _Acts:
             )
         former_version = runtime.spec.version
         try:
-            await runtime.reload(self._shards.timer_counts.callbacks())
+            await runtime.reload(self._shards.timer_counts.callbacks(self._shards.sessions.live_stores()))
         except HandlerError as error:
             error.did = error.did or "Nothing has changed: the old version goes on."
             raise

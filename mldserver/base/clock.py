@@ -78,10 +78,9 @@ class CivilClock:
             shown = parsedate_to_datetime(date)  # type: ignore[arg-type]  # None raises TypeError
         except (TypeError, ValueError):
             return
-        # HTTP cuts the time to whole seconds.
-        ahead_ms = round(shown.timestamp() * 1000) + 500 - self.now_ms()
-        if abs(ahead_ms) > _APART_MS:
-            self._offset_ms += ahead_ms
+        # HTTP cuts the time to whole seconds: this clock is then ahead by less than a second, and by less with each response.
+        now_ms, shown_ms = self.now_ms(), round(shown.timestamp() * 1000)
+        self._offset_ms += min(max(now_ms, shown_ms), shown_ms + 999) - now_ms
 
     @property
     def differs_ms(self) -> int:

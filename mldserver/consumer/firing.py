@@ -34,7 +34,9 @@ _LOOKS_AT_ORPHANS: Final = 10
 _AGAIN_SECONDS: Final = 5.0
 """After a firing failed, the store's timers wait for so long."""
 _PATIENCE_SECONDS: Final = 5.0
-"""For how long ``cancel`` waits for a store's handler."""
+"""For how long ``cancel`` waits for a store's handler, each time."""
+_CANCELLED: Final = 100_000
+"""Timers that a portion cancels at most: each portion looks at all timers of the store."""
 _MOST: Final = 1000
 """Timers of a portion at most. The runtime ends a portion whose callbacks take long."""
 _ROUNDS: Final = 10
@@ -92,22 +94,22 @@ class Firing:
         """
         cancelled, missed = 0, []
         for store in self.timers.stores():
-            report = None
-            with contextlib.suppress(Superseded, TimeoutError):
-                async with asyncio.timeout(_PATIENCE_SECONDS):
-                    while (
-                        report := await self._portion(store, DueTimers(0, _MOST, cancel=which))
-                    ) is not None:
-                        cancelled += report.cancelled
-                        if report.cancelled < _MOST:
-                            break
-            if report is None:
-                missed.append(store.store_id)
+            has_more = True
+            while has_more:
+                report = None
+                with contextlib.suppress(Superseded, TimeoutError):
+                    async with asyncio.timeout(_PATIENCE_SECONDS):
+                        report = await self._portion(store, DueTimers(0, _CANCELLED, cancel=which))
+                if report is None:
+                    missed.append(store.store_id)
+                else:
+                    cancelled += report.cancelled
+                has_more = report is not None and report.cancelled == _CANCELLED
         await self.timers.flush("timers")
         if missed:
             raise HandlerError(
                 f"The handler could not be asked for timers of {', '.join(missed)}: it works on a batch, or the shard is paused.",
-                did=f"{cancelled} timers of other shards were cancelled.",
+                did=f"Not all of their timers were cancelled; together with others {cancelled:,} were.",
                 advice="Try again later, or resume the shard.",
             )
         return cancelled

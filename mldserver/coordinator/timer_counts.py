@@ -29,8 +29,8 @@ class TimerCounts:
     """By store, what its last batch reported."""
 
     def loaded(self, store_id: str, pending: int, callbacks: tuple[str, ...]) -> None:
-        """Note that a store was read that has so many timers, of these callbacks; what batches have reported is newer."""
-        self._latest.setdefault(store_id, TimerReport(pending=pending, callbacks=callbacks))
+        """Note that a store was read that has so many timers, of these callbacks."""
+        self._latest[store_id] = TimerReport(pending=pending, callbacks=callbacks)
 
     def count(self, store_id: str, report: TimerReport) -> None:
         """Count what a batch has reported."""
@@ -49,9 +49,9 @@ class TimerCounts:
         self.firings["discarded"] += outcome.discarded
         self.failures.update(letter.error.partition(":")[0] for letter in letters)
 
-    def callbacks(self) -> frozenset[str]:
-        """Return the callbacks for which timers are pending."""
-        return frozenset(name for report in self._latest.values() for name in report.callbacks)
+    def callbacks(self, store_ids: Iterable[str]) -> frozenset[str]:
+        """Return the callbacks for which timers are pending in these stores; forget the other stores."""
+        return frozenset(name for report in self.latest(store_ids) for name in report.callbacks)
 
     def latest(self, store_ids: Iterable[str]) -> list[TimerReport]:
         """Return the last report of each of these stores that has one, and forget the other stores."""

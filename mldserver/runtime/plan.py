@@ -222,8 +222,8 @@ class BatchPlan:
         """Count a failed call for these records; return how they end, or None if they are called again."""
         for index in indices:
             self.calls[index] = self.calls.get(index, 0) + 1
-        # The oldest record's age; computed only if the policy has a maximum.
-        aged = self.policy.max_age_ms is not None
+        # The oldest record's age; computed only if the policy has a maximum. Timers have ``max_lateness``.
+        aged = self.policy.max_age_ms is not None and not self.fires
         age_ms = now_ms - min(map(self.arrivals_ms.__getitem__, indices)) if aged else 0
         ending = self.policy.ending(failure, calls=self.calls[indices[0]], age_ms=age_ms)
         return Ending.AGAIN if ending is None and self.fires else ending

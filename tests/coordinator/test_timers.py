@@ -391,11 +391,37 @@ async def test_timers_of_a_paused_shard_are_not_cancelled_and_the_operator_learn
         (error,) = raised.value.exceptions
         assert isinstance(error, HandlerError)
         assert "timers of high" in error.what
-        assert error.did == "1 timers of other shards were cancelled."
+        assert error.did == "Not all of their timers were cancelled; together with others 1 were."
         paused.clear()
         await house.pipeline.coordinator._backpressure.release()
         await waiting
         assert await house.pipeline.clock.drive(house.firing.cancel(TimerFilter())) == 1
+
+
+async def test_a_store_whose_handler_stops_answering_while_timers_are_cancelled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(firing, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(firing, "_CANCELLED", 1)
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        await house.open("parent")
+        await house.put("parent", ("a", b"900"), ("b", b"900"))
+        process, portions = house.runtime.process, []
+
+        async def one_portion(delivery: Delivery) -> BatchOutcome:
+            if portions:
+                await asyncio.Event().wait()
+            portions.append(delivery)
+            return await process(delivery)
+
+        monkeypatch.setattr(house.runtime, "process", one_portion)
+        with pytest.raises(ExceptionGroup) as raised:
+            await house.pipeline.clock.drive(house.firing.cancel(TimerFilter()))
+        (error,) = raised.value.exceptions
+        assert isinstance(error, HandlerError)
+        assert "timers of parent" in error.what
+        assert error.did == "Not all of their timers were cancelled; together with others 1 were."
 
 
 # Families of DynamoDB Streams: shards that share a store.

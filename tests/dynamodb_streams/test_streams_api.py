@@ -401,4 +401,4 @@ async def test_the_date_of_a_listing_corrects_the_civil_time(client: Client, clo
     client.script("describe_stream", stream() | dated)
     async with made(client, civil=civil) as api:
         await api.describe(NEW)
-    assert civil.now_ms() == 1_445_412_480_000 + 500
+    assert civil.now_ms() == 1_445_412_480_000 + 999

@@ -236,6 +236,12 @@ def test_a_batch_whose_oldest_record_is_too_old_is_not_called_again_as_a_whole()
     assert calls.failed(at_work(calls), BOOM, NOW) == Again(1, BOOM, 2)
 
 
+def test_a_timer_is_set_again_however_long_ago_it_was_due() -> None:
+    calls = BatchPlan(range(1), FailurePolicy(max_age_ms=500), fresh(1), [NOW - 9_000], fires=True)
+    calls.failed(at_work(calls), BOOM, NOW)
+    assert calls.ends == {0: End(Ending.AGAIN, BOOM, 1)}
+
+
 def test_records_at_fault_are_called_again_together_and_then_end() -> None:
     calls = plan(4, attempts=2)
     assert calls.faulty(at_work(calls), {3: BOOM, 1: BOOM}, NOW) == [Again(1, BOOM, 1), Again(3, BOOM, 1)]

@@ -263,6 +263,6 @@ async def test_the_date_of_a_listing_corrects_the_civil_time() -> None:
     polls = StreamLister("flights", client.make, clock=clock, civil=civil)
     task = asyncio.create_task(polls.run(lambda _: None))
     await clock.advance(1)
-    assert civil.now_ms() == 1_445_412_480_000 + 500 + 1000
+    assert civil.now_ms() == 1_445_412_480_000 + 999 + 1000
     task.cancel()
     await asyncio.wait({task})
