@@ -24,12 +24,12 @@ from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of
 from mldserver.config.settings import Settings
 from mldserver.consumer.claims import Claims
-from mldserver.consumer.firing import Firing
 from mldserver.consumer.shard import ConsumerParts
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
+from mldserver.coordinator.firing import Firing
 from mldserver.coordinator.flusher import Destination
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination

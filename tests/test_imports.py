@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "coordinator": (
         *("errors", "records", "windows", "effects", "stores", "status_document", "base", "ledger"),
         *("output", "jobs"),
-        *("runtime.interface", "consumer.intake", "sources.source"),
+        *("runtime.interface", "consumer.intake", "consumer.claims", "sources.source"),
     ),
     # Pure: of the other rooms it knows what they say, not what they do.
     "coordinator.core": (

@@ -6,7 +6,7 @@ assigns shards to this server.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -116,17 +116,6 @@ class ShardIntake(Protocol):
         """
 
     @property
-    def next_due_ms(self) -> int | None:
-        """When the first timer of the shard's store is due (ms since the epoch). None: no timers, or the state is not loaded yet."""
-
-    @property
-    def may_fire(self) -> bool:
-        """Whether timers of the shard may fire now: the session is alive, and the shard is neither throttled nor paused."""
-
-    def accept_firing(self, outcome: BatchOutcome) -> bool:
-        """Accept the effects of a portion of timers: no position moves. Return whether the shard has room for the next portion."""
-
-    @property
     def paused(self) -> bool:
         """Whether an operator has paused the shard: its batches are not acknowledged."""
 
@@ -168,64 +157,6 @@ class ShardIntake(Protocol):
 
     async def finish(self) -> None:
         """Stop throttling the shard: the server stops, and no batch follows."""
-
-
-class TimerSession(ShardIntake, Protocol):
-    """A session of a shard whose store has timers."""
-
-    shard_id: str
-
-
-class TimedStore(NamedTuple):
-    """A store of keyed state that this server has, and that has timers."""
-
-    store_id: str
-    sessions: tuple[TimerSession, ...]
-    """Of the store's shards; timers fire as outcomes of the first."""
-    until_ms: int | None
-    """Timers that are due by then may fire; None: none may, for the moment."""
-
-
-class TimerStores(Protocol):
-    """What the firing of timers asks of the coordinator."""
-
-    def stores(self) -> list[TimedStore]:
-        """Return the stores that this server has and that have timers."""
-
-    def due(self) -> list[TimedStore]:
-        """Return the stores that have a timer which may fire now."""
-
-    def next_ms(self, store_id: str) -> int | None:
-        """Return when the first timer of a store is due that the handler has a callback for; None: there is none."""
-
-    @property
-    def pending(self) -> int:
-        """How many timers the stores of this server hold."""
-
-    def civil_ms(self) -> int:
-        """Return the time of day (``CivilClock``)."""
-
-    def move_to(self, ms: int) -> None:
-        """Move the time of day on to ``ms``, unless it is later; for simulations."""
-
-    def is_whole(self, store: TimedStore) -> bool:
-        """Return whether the sessions of a store are still those that it has."""
-
-    def not_accepted(self, store: TimedStore) -> None:
-        """Have the runtime load a store again: it may have applied changes that no session has accepted."""
-
-    def orphans(self) -> Mapping[str, Collection[str]]:
-        """Return the stores with timers of shards that have ended without a child, and that no server has; and their shards."""
-
-    @property
-    def adopt(self) -> Callable[[str], Awaitable[TimerSession | None]]:
-        """Open a session for an orphan. None: another server was faster, or a child of the shard has come. Raises LedgerError."""
-
-    def is_abandoned(self, session: TimerSession) -> bool:
-        """Return whether a session of an adopted store has nothing left to do: the store has no timers, or a child has taken it over."""
-
-    def flush(self, reason: str, /) -> Awaitable[None]:
-        """Return when what was accepted before is durable, unless another server has it."""
 
 
 class Intake(Protocol):

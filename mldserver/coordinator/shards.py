@@ -462,16 +462,16 @@ class IntakeSession:
 
     @property
     def next_due_ms(self) -> int | None:
-        """See ``ShardIntake``."""
+        """When the first timer of the shard's store is due (ms since the epoch). None: no timers, or the state is not loaded yet."""
         return self._shards.sessions.next_due_ms.get(self.store_id)
 
     @property
     def may_fire(self) -> bool:
-        """See ``ShardIntake``."""
+        """Whether timers of the shard may fire now: the session is alive, and the shard is neither throttled nor paused."""
         return self.alive and not self.finishing and not self._shards.backpressure.is_held(self)
 
     def accept_firing(self, outcome: BatchOutcome) -> bool:
-        """Accept the effects of a portion of timers; see ``ShardIntake``."""
+        """Accept the effects of a portion of timers: no position moves. Return whether the shard has room for the next portion."""
         return not self.alive or self._shards.accept_firing(self, outcome)
 
     @property

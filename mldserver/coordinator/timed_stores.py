@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 
 from mldserver.base.clock import CivilClock, Clock
-from mldserver.consumer.intake import TimedStore, TimerSession
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.sessions import Session, Sessions, make_reload
@@ -23,9 +23,19 @@ from mldserver.coordinator.timer_counts import TimerCounts
 log = structlog.get_logger("mldserver")
 
 
+class TimedStore(NamedTuple):
+    """A store of keyed state that this server has, and that has timers."""
+
+    store_id: str
+    sessions: tuple[IntakeSession, ...]
+    """Of the store's shards; timers fire as outcomes of the first."""
+    until_ms: int | None
+    """Timers that are due by then may fire; None: none may, for the moment."""
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class TimerIntake:
-    """A ``TimerStores``. It shares the coordinator's parts."""
+    """What the firing of timers asks of the coordinator, whose parts it shares."""
 
     view: LedgerView
     clock: Clock
@@ -57,10 +67,6 @@ class TimerIntake:
             if session.store_id in timed:
                 found.setdefault(session.store_id, []).append(session)
         return found
-
-    def next_ms(self, store_id: str) -> int | None:
-        """Return when the first timer of a store is due that the handler has a callback for."""
-        return self.sessions.next_due_ms.get(store_id)
 
     def due(self) -> list[TimedStore]:
         """Return the stores that have a timer which may fire now."""
@@ -119,19 +125,6 @@ class TimerIntake:
                 found.update(shards[each].store for each in (node.id, *node.parents) if each in shards)
         return frozenset(found.intersection(store_ids))
 
-    def civil_ms(self) -> int:
-        """Return the time of day."""
-        return self.civil.now_ms()
-
-    def move_to(self, ms: int) -> None:
-        """Move the time of day on to ``ms``, unless it is later; for simulations."""
-        self.civil.arrived(ms, self.clock.steady_ms())
-
-    @property
-    def pending(self) -> int:
-        """How many timers the stores of this server hold, as far as their batches have reported."""
-        return sum(report.pending for report in self.counts.latest(self.sessions.live_stores()))
-
     def is_whole(self, store: TimedStore) -> bool:
         """Return whether the live sessions of a store are still these: a visitor must keep the batches of all away."""
         live = self._live_of(store.store_id)
@@ -169,8 +162,7 @@ class TimerIntake:
             for store_id in sorted(waiting)
         }
 
-    def is_abandoned(self, session: TimerSession) -> bool:
+    def is_abandoned(self, session: IntakeSession) -> bool:
         """Return whether a session of an adopted store has nothing left to do: it is over, or the store has no timers or is closed."""
-        assert isinstance(session, IntakeSession)
         store = self.view.state.stores.get(session.store_id)
         return not session.alive or store is None or store.closed or store.next_due_ms is None

@@ -13,8 +13,8 @@ from coordinator.pipeline import QUICK, RULES, named
 from coordinator.timed_house import Alarms, TimedHouse
 from msgspec import structs
 
-from mldserver.consumer import firing
 from mldserver.consumer.intake import AT_TIP, ShardListing
+from mldserver.coordinator import firing
 from mldserver.errors import HandlerError, InternalError
 from mldserver.runtime.interface import BatchOutcome, Delivery, DueTimers, TimerFilter
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from coordinator.keyed_house import House
 
 from mldserver import Timer, timer
-from mldserver.consumer.firing import Firing
+from mldserver.coordinator.firing import Firing
 from mldserver.coordinator.timed_stores import TimerIntake
 from mldserver.records import Record
 from mldserver.windows import Tumbling

@@ -21,7 +21,8 @@ import structlog
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
 from mldserver.consumer.claims import Claims, Superseded, visiting_all
-from mldserver.consumer.intake import TimedStore, TimerSession, TimerStores
+from mldserver.coordinator.shards import IntakeSession
+from mldserver.coordinator.timed_stores import TimedStore, TimerIntake
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.records import Shard
 from mldserver.runtime.interface import Delivery, DueTimers, Runtime, TimerFilter, TimerReport
@@ -49,7 +50,7 @@ class Firing:
 
     runtime: Runtime
     claims: Claims
-    timers: TimerStores
+    timers: TimerIntake
     clock: Clock
     _busy: set[str] = field(init=False, default_factory=set)
     """The stores whose timers fire now, or which wait after a failure."""
@@ -120,15 +121,17 @@ class Firing:
         The time of day moves on to each due time. Timers that callbacks set fire too, until ten times as many have fired as were
         pending. Raises MldserverError.
         """
-        left = _ROUNDS * self.timers.pending
+        timers, sessions = self.timers, self.timers.sessions
+        pending = sum(report.pending for report in timers.counts.latest(sessions.live_stores()))
+        left = _ROUNDS * pending
         while left > 0:
-            known = {store.store_id: store for store in self.timers.stores()}
-            dues = [(ms, name) for name in known if (ms := self.timers.next_ms(name)) is not None]
+            known = {store.store_id: store for store in timers.stores()}
+            dues = [(ms, name) for name in known if (ms := sessions.next_due_ms.get(name)) is not None]
             if not dues:
                 return
             due_ms, store_id = min(dues)
             until_ms = due_ms + round(_LOOK_SECONDS * 1000)  # as many at a time as ``run`` finds
-            self.timers.move_to(until_ms)
+            timers.civil.arrived(until_ms, self.clock.steady_ms())
             try:
                 report = await self._portion(known[store_id], DueTimers(until_ms, min(left, _MOST)))
             except Superseded:
@@ -176,7 +179,7 @@ class Firing:
         delivery = Delivery(
             session.shard_id,
             payload,
-            received_ms=self.timers.civil_ms(),
+            received_ms=self.timers.civil.now_ms(),
             after=session.after,
             number=session.next_number,
         )
@@ -209,7 +212,7 @@ class Firing:
             self._adopted.discard(store_id)
 
     @contextlib.asynccontextmanager
-    async def _opened(self, session: TimerSession) -> AsyncGenerator[None, None]:
+    async def _opened(self, session: IntakeSession) -> AsyncGenerator[None, None]:
         """Open the handler of a shard that has no connection, and claim the shard for it. Raises Superseded."""
         shard_id = session.shard_id
         if shard_id in self.claims.current:  # its opening raises the epoch again
