@@ -292,7 +292,7 @@ class Watermark:
         clock.sends_empty = clock.sends_empty or records == 0
         # If the server takes longer for a batch than it waits for the next one, the daemon may fetch batches meanwhile and
         # keep its queue full; the gap is then the way to another host and back.
-        took_ms = clock.answered_ms - clock.received[-2]
+        took_ms = clock.answered_ms - clock.received[-2:][0]
         waited = clock.told_ms - clock.answered_ms >= max(_WAITED_MS, took_ms)
         clock.waited = clock.waited + 1 if waited else 0
         if arrival_ms is not None:
