@@ -116,12 +116,17 @@ class TimerIntake:
         """Return the stores of which a shard is expected that has no session here, or that may have a child soon."""
         shards = self.view.state.shards
         found: set[str] = set()
-        missing = {node.id for node in self.lineage.missing()}
-        settling = self.watermark.is_settling(now_ms)
-        for node in self.lineage.nodes.values():
-            waits = node.presence is Presence.ELSEWHERE or node.id in missing
-            waits |= node.presence is Presence.ENDED and settling and not node.children
-            if waits:
+        settling, ended, lineage = self.watermark.is_settling(now_ms), Presence.ENDED, self.lineage
+        # Nearly all shards have ended. There may be a week's shards, and every look comes here.
+        nodes = [
+            node
+            for node in lineage.nodes.values()
+            if node.presence is not ended or (settling and not node.children)
+        ]
+        is_missing = any(node.presence is Presence.MISSING for node in nodes)
+        missing = {node.id for node in lineage.missing()} if is_missing else frozenset()
+        for node in nodes:
+            if node.presence in {Presence.ELSEWHERE, ended} or node.id in missing:
                 found.update(shards[each].store for each in (node.id, *node.parents) if each in shards)
         return frozenset(found.intersection(store_ids))
 

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from mldserver.consumer.intake import AT_TIP, ShardListing
 from mldserver.coordinator import firing
+from mldserver.coordinator.core.lineage import LineageNode, Presence
 from mldserver.errors import HandlerError, InternalError
 from mldserver.runtime.interface import BatchOutcome, Delivery, DueTimers, TimerFilter
 
@@ -480,6 +481,35 @@ async def test_a_family_whose_shard_has_just_ended_waits_for_its_child(tmp_path:
         await house.tip("left")
         await house.tip("left")
         assert house.fired == [("a", due_ms)], "no child has come"
+
+
+async def test_a_look_reads_one_field_of_each_shard_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table has a thousand partitions, each of which has a new shard every few hours."""
+    read: list[str] = []
+
+    class Ended(LineageNode):
+        def __getattribute__(self, name: str) -> Any:
+            read.append(name)
+            return super().__getattribute__(name)
+
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        await house.open("parent")
+        await house.put("parent", ("a", b"1"))
+        await house.wait(3)
+        nodes = house.pipeline.coordinator.lineage.nodes
+        ended = {
+            f"old-{n}": Ended(f"old-{n}", presence=Presence.ENDED, children={f"old-{n + 1}"})
+            for n in range(9)
+        }
+        with monkeypatch.context() as patch:
+            for name, node in ended.items():
+                patch.setitem(nodes, name, node)
+            read.clear()
+            assert house.timers.due() == []
+            assert (house.timers.held, read) == (1, ["presence"] * len(ended))
 
 
 async def test_a_firing_waits_for_the_next_look_when_another_shard_of_the_family_has_come(
