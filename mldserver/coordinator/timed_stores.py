@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import structlog
-
 from mldserver.base.clock import CivilClock, Clock
 from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.lineage import Lineage, Presence
@@ -19,8 +17,6 @@ from mldserver.coordinator.core.sessions import Session, Sessions, make_reload
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.coordinator.timer_counts import TimerCounts
-
-log = structlog.get_logger("mldserver")
 
 
 class TimedStore(NamedTuple):
@@ -52,8 +48,6 @@ class TimerIntake:
     """How many stores here have a due timer that may not fire: a shard lags or is paused, or the server has no room."""
     longest_held: tuple[int, str] | None = field(init=False, default=None)
     """Since when the timer is due that has waited longest, and its store."""
-    _differs: bool = field(init=False, default=False)
-    """Whether the host's clock was seen to differ from AWS's."""
 
     def stores(self) -> list[TimedStore]:
         """Return the stores that this server has and that have timers, as if none may fire."""
@@ -74,11 +68,6 @@ class TimerIntake:
         shown_ms = self.watermark.aws_ms(now_ms)
         if shown_ms is not None:
             self.civil.arrived(shown_ms, now_ms)
-        differs_ms = self.civil.differs_ms
-        if bool(differs_ms) is not self._differs:
-            self._differs = bool(differs_ms)
-            if differs_ms:
-                log.warning("clock.differs", seconds=differs_ms / 1000)
         civil_ms = self.civil.now_ms()
         live, next_ms = self._live(), self.sessions.next_due_ms
         due = {

@@ -213,8 +213,6 @@ timer.failed  error  store
     The timers of a store could not be fired, or the store could not be adopted; the server tries again.
 store.adopted  info  store epoch
     A shard ended without a child, and its store has timers: this server fires them.
-clock.differs  warning  seconds
-    The host's clock is ahead of AWS's by so much (negative: behind it). Timers are not affected. Correct the host's clock.
 watermark.advanced  debug  watermark_ms held_by server reason
     The pipeline's watermark moved.
 watermark.held  info  watermark_ms held_by server reason seconds

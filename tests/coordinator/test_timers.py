@@ -81,9 +81,7 @@ async def test_a_shard_that_takes_long_to_open_is_not_silent_before_its_first_ba
 
 
 @pytest.mark.parametrize("hour", [3600.0, -3600.0])
-async def test_a_jump_of_the_hosts_clock_moves_no_timer(
-    tmp_path: Path, hour: float, logged: list[dict[str, Any]]
-) -> None:
+async def test_a_jump_of_the_hosts_clock_moves_no_timer(tmp_path: Path, hour: float) -> None:
     house = TimedHouse(tmp_path)
     async with house.life():
         await house.open("parent")
@@ -97,8 +95,6 @@ async def test_a_jump_of_the_hosts_clock_moves_no_timer(
         await house.wait(20)
         await house.tip("parent")
         assert house.fired == [("b", START + 1000), ("a", START + 20_000)]
-    (differs,) = named(logged, "clock.differs")
-    assert differs["seconds"] == hour
 
 
 async def test_a_paused_shard_holds_its_timers(tmp_path: Path) -> None:
