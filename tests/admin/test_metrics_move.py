@@ -421,7 +421,7 @@ async def test_timers_move_when_they_are_set_held_fired_and_left_without_a_callb
         await one.is_at_tip()
         await watch.moved("timers_skipped_total", "timers_failed_total")
         await one.is_at_tip()
-        await watch.moved("dead_letter_errors_total")
+        await watch.moved("dead_letter_errors_total", "failed_records_total")
         totals = watch.server.document().totals
         assert (totals.rows, totals.dead_letters) == (1, 1), "of callbacks too"
     settings = replace(settings, handler="changed")
