@@ -199,7 +199,10 @@ class Membership:
         self.peers.update(state.servers, state.shards, now_ms)
         news = [self._follow_shard(shard, now_ms) for shard in state.shards.values()]
         for shard_id, shard in state.shards.items():
-            self.watermark.arrived(shard.effective_ms, now_ms)
+            node = self.lineage.nodes[shard_id]
+            # A shard that this server reads reports its own arrival times; the ledger's may be the due time of a timer.
+            if node.presence is not Presence.CONNECTED and not node.adopted:
+                self.watermark.arrived(shard.effective_ms, now_ms)
             self.lineage.elsewhere(shard_id, now_ms, read=self.peers.counts(shard_id))
         if any(news):
             self.watermark.restart_settling(now_ms)

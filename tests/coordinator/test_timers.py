@@ -250,6 +250,25 @@ async def test_after_a_failure_the_timers_of_a_store_wait_a_while(
     assert (failed["store"], failed["what"]) == ("parent", "Out of order.")
 
 
+async def test_a_timer_that_fires_early_by_the_hosts_clock_does_not_run_awss_clock_ahead(
+    tmp_path: Path,
+) -> None:
+    house = TimedHouse(tmp_path)
+    async with house.life():
+        clock, watermark = house.pipeline.clock, house.pipeline.coordinator.watermark
+        house.timers.civil.arrived(clock.now_ms() + 60_000, clock.steady_ms())
+        await house.open("parent")
+        await house.put("parent", ("a", b"50"))
+        await house.tip("parent")
+        assert house.fired == [("a", START + 50_000)]
+        await house.put("parent", ("a", b""))
+        for _ in range(2):
+            await house.pipeline.cycle()
+            shown_ms = watermark.aws_ms(clock.steady_ms())
+            assert shown_ms is not None
+            assert shown_ms <= clock.now_ms()
+
+
 async def test_an_arrival_time_shows_that_the_hosts_clock_is_behind(tmp_path: Path) -> None:
     house = TimedHouse(tmp_path)
     async with house.life():

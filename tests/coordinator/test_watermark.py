@@ -282,8 +282,18 @@ def test_a_batch_says_what_awss_clock_showed_when_it_was_received() -> None:
     stream = Stream().connect("a", "b").settled()
     stream.watermark.began("b", stream.now)
     stream.wait(3000)
-    stream.watermark.observed("b", stream.now, records=1, lag_ms=9, event_ms=10**9, arrival_ms=stream.now)
+    times = {"event_ms": 10**9, "arrival_ms": stream.now, "reported_ms": stream.now}
+    stream.watermark.observed("b", stream.now, records=1, lag_ms=9, **times)
     assert stream.empty("a", PREFETCH + 1).ms == stream.aws(5000, known_ms=9000) + 3000
+
+
+def test_the_due_time_of_a_timer_says_nothing_of_awss_clock() -> None:
+    """A record that arrived before it has its time, but the stream reports the record's own."""
+    stream = Stream().connect("a").settled().arrived()
+    stream.watermark.began("a", stream.now)
+    due = {"arrival_ms": stream.now + 700, "reported_ms": stream.now}
+    stream.watermark.observed("a", stream.now, records=1, lag_ms=9, event_ms=None, **due)
+    assert stream.watermark.aws_ms(stream.now) == stream.now
 
 
 def test_of_the_arrival_times_that_counts_which_says_most_of_awss_clock() -> None:

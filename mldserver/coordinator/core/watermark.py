@@ -286,8 +286,8 @@ class Watermark:
         clock = self._shards[shard_id]
         if received_ms is not None:
             self.began(shard_id, received_ms)
-        if arrival_ms is not None:
-            self.arrived(arrival_ms, clock.received[-1])
+        # An effective time may be a timer's due time, and that says nothing of AWS's clock.
+        self.arrived(reported_ms, clock.received[-1])
         clock.lag_ms, clock.empty, clock.told_ms = lag_ms, records == 0, clock.received[-1]
         clock.sends_empty = clock.sends_empty or records == 0
         # If the server takes longer for a batch than it waits for the next one, the daemon may fetch batches meanwhile and
