@@ -27,7 +27,7 @@ long *options:
 
 # fail unless the pure cores' own tests cover them 100 %
 cover *options:
-    python3 -m pytest -m "core and not hypothesis" --cov {{ options }}
+    python3 -m pytest -p no:mldserver -m "core and not hypothesis" --cov {{ options }}
 
 # write the generated pages of mldserver/docs again
 pages:
