@@ -235,13 +235,14 @@ def test_a_snapshot_brings_state_and_timers() -> None:
         {"key": b"k", "value": pack_timer(TimerEntry(5, b"\x07", 2, 9)), "expires_ms": 5, "timer": "alarm/x"},
     ]
     entries = pa.Table.from_pylist(rows, schema=COLUMNS)
-    snapshot = StateSnapshot("store", ALL_KEYS, 3, None, entries)
+    # The shard is read beyond the timer's due time.
+    snapshot = StateSnapshot("store", ALL_KEYS, 3, 7, entries)
     loaded = KeyedState.loaded(snapshot, SHARD, ttl_ms=None, clocks={}, hooks=HOOKS)
     context = Calls(loaded).call()
     assert (context.state, list(context.timers)) == ({"n": 1}, [Timer(at(5), 7, "x", 2, "alarm")])
     without = KeyedState.loaded(snapshot, SHARD, ttl_ms=None, clocks={})
     assert (without.timers, Calls(without, hooks={}).call().state) == (None, {"n": 1})
-    only_state = StateSnapshot("store", ALL_KEYS, 3, None, entries.drop_columns("timer").slice(0, 1))
+    only_state = StateSnapshot("store", ALL_KEYS, 3, 7, entries.drop_columns("timer").slice(0, 1))
     for hooks in ({}, HOOKS):
         state = KeyedState.loaded(only_state, SHARD, ttl_ms=None, clocks={}, hooks=hooks)
         assert names(Calls(state, hooks=hooks).call()) == []

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
@@ -26,7 +25,6 @@ from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.records import RecordMethods, Sequence
 from mldserver.runtime.keyed_state import CallContext, KeyedState
 from mldserver.runtime.timer_table import DueTimer, TimerTable
-from mldserver.stores import StateSnapshot
 from mldserver.windows import tumbling_id
 
 
@@ -265,18 +263,6 @@ class ForgetsFailedTimers(TimerTable):
         pass
 
 
-class ExpiresTimers(KeyedState):
-    """Takes the due time of a timer for its expiry, when a store is loaded."""
-
-    @classmethod
-    def loaded(cls, snapshot: StateSnapshot, *args: Any, **more: Any) -> KeyedState:
-        table = snapshot.entries
-        if "timer" in table.column_names and snapshot.clock_ms is not None:
-            kept = pc.field("timer").is_null() | (pc.field("expires_ms") > snapshot.clock_ms)
-            snapshot = replace(snapshot, entries=table.filter(kept))
-        return super().loaded(snapshot, *args, **more)
-
-
 class AdoptsUnasked(CoordinatorIntake):
     """Adopts stores without looking whether the stream has children of their shards."""
 
@@ -333,7 +319,6 @@ TIMED_BUGS: Mapping[str, Mapping[object, object]] = {
     "timers ahead of records": {Watermark: FiresAtOnce},
     "timers that an earlier one has cancelled": {TimerTable: FiresStaleTimers},
     "failed timers that are not set again": {TimerTable: ForgetsFailedTimers},
-    "timers that expire": {KeyedState: ExpiresTimers},
     "adoption before the children are known": {CoordinatorIntake: AdoptsUnasked},
 }
 """Those that worlds with timers find."""

@@ -38,6 +38,10 @@ ELSEWHERE = {
     "children without their parents' times": "coordinator/test_lineage.py",
     "a watermark that goes back": "coordinator/test_watermark.py",
     "nobody is held": "coordinator/test_coordinator_bounds.py",
+    "timers ahead of records": "coordinator/test_frontier.py",
+    "timers that an earlier one has cancelled": "runtime/test_timers_fire.py",
+    "failed timers that are not set again": "runtime/test_timers_fire.py",
+    "adoption before the children are known": "coordinator/test_firings.py",
 }
 """Where every day's run finds a bug. Worlds look for it in the long lane; the first of them shows each of the others."""
 
