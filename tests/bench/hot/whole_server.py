@@ -51,6 +51,7 @@ def main(workers: str, handler: str, how: str, path: str) -> int:
         workers=None if workers == "inline" else int(workers),
         admin=TcpAddress("127.0.0.1", 0) if how == "shown" else None,
         stream="bench" if how == "listed" else None,
+        state_bytes=1 << 30,  # a million timers
     )
     gc.freeze()  # as `mldserver serve` does
     with logging_to(settings):
