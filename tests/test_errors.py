@@ -92,6 +92,7 @@ def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
         "LedgerUnusable",
         "LedgerVersionError",
         "NoKey",
+        "NotATimer",
         "OperatorError",
         "StateFull",
         "StateTooLarge",
