@@ -146,7 +146,7 @@ def test_the_world_that_is_asked_for() -> None:
 def test_a_planted_bug_is_found(first: int, bug: str, long: bool) -> None:
     found = told(start(first, first + SOON, 1, bug))[-1]
     assert found["why"] is not None
-    assert found["why"].startswith(("Violated", "Stuck"))
+    assert "Violated" in found["why"] or "Stuck" in found["why"]
     if not long:
         return
     alone = found["seed"], found["seed"] + 1, 1
