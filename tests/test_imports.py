@@ -120,6 +120,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "observe.logging",
     ),
     "kcl": ("", "errors", "base", "children", "config", "spark.java"),
+    "functions": ("errors", "base", "config", "handler", "ledger", "output", "workers"),
     "__main__": ("cli",),
     **dict.fromkeys(ABOVE_ALL, ("*",)),
 }

@@ -433,7 +433,7 @@ class _SourceMap:
         self.lines: dict[str, int] = {}
         """Of the names that the module or class itself defines, in order."""
         try:
-            body: list[ast.stmt] = ast.parse(Path(self._file).read_bytes()).body
+            body: list[ast.stmt] = ast.parse(loaded.source()).body
         except (OSError, SyntaxError, ValueError):
             return
         self._whole = 1

@@ -72,10 +72,14 @@ class Loaded:
         if isinstance(version, str | int | float) and not isinstance(version, bool) and str(version).strip():
             return str(version).strip()
         try:
-            source = _text_of(self.module, _file_of(self.module))
+            source = self.source()
         except OSError:
             return ""
         return f"sha256:{hashlib.sha256(source).hexdigest()[:_DIGITS]}"
+
+    def source(self) -> bytes:
+        """Return the module's text as it was loaded, if that was kept, else from its file. Raises OSError."""
+        return _text_of(self.module, _file_of(self.module))
 
     def code(self) -> dict[str, tuple[str, bytes]]:
         """Return file and text of the user's modules that the handler needs, by name (``kept_modules.py``).

@@ -7,6 +7,7 @@
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained (``joined.py`` too)
     <out>/_mldserver/state/                     changes of keyed state (``coordinator/core/state_files.py``)
+    <out>/_mldserver/code/<sha>.zip             versions of the handler's code (``functions/versions.py``)
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
     <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them
@@ -38,6 +39,7 @@ LEDGER = f"{PRIVATE}/ledger.sqlite"
 OWNER = f"{PRIVATE}/owner.json"
 SEGMENTS = f"{PRIVATE}/segments"
 STATE = f"{PRIVATE}/state"
+CODE = f"{PRIVATE}/code"
 STAGING = f"{PRIVATE}/staging"
 OUTPUTS = f"{PRIVATE}/outputs"
 PUBLISH_LOCK = f"{PRIVATE}/publish.lock"

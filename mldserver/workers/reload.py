@@ -49,6 +49,24 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
     ]
 
 
+def require_fit(before: HandlerSpec, now: HandlerSpec, pending_callbacks: AbstractSet[str]) -> None:
+    """Raise OperatorError if a new version cannot replace the running one, whose rows and timers it would get."""
+    if other := differences(before, now):
+        raise OperatorError(
+            f"The new version has another shape: {'; '.join(other)}.",
+            did=_DID,
+            advice="A reload brings code, no other rows. Stop the server and start the new version; where it does not "
+            "go with rows that are there, `mldserver drain` with the old one closes and publishes every window first.",
+        )
+    if stranded := sorted(pending_callbacks & before.timers.keys() - now.timers.keys()):
+        raise OperatorError(
+            f"Timers are pending that call {', '.join(stranded)}, and the new version has no such callback.",
+            did=_DID,
+            advice="Keep the function, marked with @timer, until they have fired, or cancel them with `mldserver timers "
+            f"cancel --timer {stranded[0]}`.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Reload:
     """One reload of a runtime's handler. All fields belong to the runtime."""
@@ -61,6 +79,8 @@ class Reload:
     owing: AbstractSet[str]
     pending_callbacks: AbstractSet[str] = frozenset()
     """The callbacks for which timers are pending."""
+    code: dict[str, tuple[str, bytes]] | None = None
+    """The new modules (``HandlerSpec.code``); without modules: those on the Python path."""
 
     async def run(self, before: HandlerSpec) -> HandlerSpec:
         """Replace the workers' processes by new ones and return the spec that these have loaded.
@@ -68,21 +88,8 @@ class Reload:
         Raises HandlerError if the handler cannot be loaded or a shard cannot be opened, OperatorError if the new
         version does not fit the old one (``before``), or the old processes cannot be replaced now.
         """
-        async with self.standby.start_afresh(len(self.workers)) as (now, processes):
-            if other := differences(before, now):
-                raise OperatorError(
-                    f"The new version has another shape: {'; '.join(other)}.",
-                    did=_DID,
-                    advice="A reload brings code, no other rows. Stop the server and start the new version; where it does not "
-                    "go with rows that are there, `mldserver drain` with the old one closes and publishes every window first.",
-                )
-            if stranded := sorted(self.pending_callbacks & before.timers.keys() - now.timers.keys()):
-                raise OperatorError(
-                    f"Timers are pending that call {', '.join(stranded)}, and the new version has no such callback.",
-                    did=_DID,
-                    advice="Keep the function, marked with @timer, until they have fired, or cancel them with `mldserver timers "
-                    f"cancel --timer {stranded[0]}`.",
-                )
+        async with self.standby.start_afresh(len(self.workers), self.code) as (now, processes):
+            require_fit(before, now, self.pending_callbacks)
             async with self._nothing_in_hand():
                 if self.owing:
                     raise OperatorError(

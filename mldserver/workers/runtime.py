@@ -74,9 +74,11 @@ class WorkerRuntime:
         state_bytes: int = STATE_BYTES,
         settings: Mapping[str, str] = NO_SETTINGS,
         log_level: int = 20,
+        code: dict[str, tuple[str, bytes]] | None = None,
     ) -> None:
         """Run the handler at a dotted path. The workers import it; the server never does.
 
+        ``code``: the modules that the workers load (``HandlerSpec.code``); without, those on the Python path.
         ``clock`` measures back-off and silence. Processes live in real time, whatever clock the server has. For the
         other arguments see ``InlineRuntime``.
         """
@@ -94,6 +96,7 @@ class WorkerRuntime:
             state_bytes=state_bytes,
             settings=dict(settings),
             log_level=log_level,
+            code=code or {},
         )
         self._standby = StandbyWorkers(start, clock=clock)
         self.workers = self._workers = [
@@ -138,11 +141,16 @@ class WorkerRuntime:
         self.spec = wire.spec_of(self._standby.handler, await self._standby.first())
         return self.spec
 
-    async def reload(self, pending_callbacks: AbstractSet[str] = frozenset()) -> None:
+    async def reload(
+        self,
+        pending_callbacks: AbstractSet[str] = frozenset(),
+        code: dict[str, tuple[str, bytes]] | None = None,
+    ) -> None:
         """Replace all processes by new ones that have loaded the handler's present code. ``spec`` is then theirs.
 
-        ``pending_callbacks``: the callbacks for which timers are pending, which the new code must have too. Raises HandlerError if the new code cannot be loaded or a shard cannot be opened with it, and OperatorError
-        if the old processes cannot be replaced now. In both cases nothing changes.
+        ``pending_callbacks``: the callbacks for which timers are pending, which the new code must have too. ``code``: the new
+        modules; without, those on the Python path. Raises HandlerError if the new code cannot be loaded or a shard cannot be
+        opened with it, and OperatorError if the old processes cannot be replaced now. In both cases nothing changes.
         """
         if self._reloading.locked():
             raise OperatorError("Another reload is under way.")
@@ -155,6 +163,7 @@ class WorkerRuntime:
                 self._parked,
                 self._owing,
                 pending_callbacks,
+                code,
             )
             self.spec = await reload.run(self.spec)
 

@@ -81,20 +81,26 @@ class StandbyWorkers:
                 _report(_loading(gone), _FIRST_PAUSE_SECONDS)
                 await self._clock.sleep(_FIRST_PAUSE_SECONDS)
             else:
-                self._start = replace(self._start, code=loaded.code)
-                return loaded
+                self._start = replace(self._start, code=self._start.code or loaded.code)
+                return replace(loaded, code=self._start.code)
         raise AssertionError("the last attempt returns or raises")
 
     @contextlib.asynccontextmanager
-    async def start_afresh(self, count: int) -> AsyncIterator[tuple[HandlerSpec, list[WorkerProcess]]]:
-        """Start ``count`` processes and yield what they found in the handler as it is now. Raises HandlerError.
+    async def start_afresh(
+        self, count: int, code: dict[str, tuple[str, bytes]] | None = None, directory: str | None = None
+    ) -> AsyncIterator[tuple[HandlerSpec, list[WorkerProcess]]]:
+        """Start ``count`` processes and yield what they found in the handler. Raises HandlerError.
 
-        The first one loads the code on disk, the others load what the first one has loaded. Processes that are still in the
-        list when the block ends are closed.
+        ``code``: the modules that they load (``HandlerSpec.code``). Without modules the first process loads those on the disk,
+        in ``directory`` first (default: the working directory), and the others load what the first one has loaded. Processes
+        that are still in the list when the block ends are closed.
         """
         started: list[WorkerProcess] = []
         loaded: list[wire.HandlerLoaded] = []
-        start = replace(self._start, code={})
+        start = replace(self._start, code=code or {})
+        if directory is not None:
+            path = [*start.python_path, start.directory]
+            start = replace(start, python_path=path, directory=directory)
         try:
             for _ in range(count):
                 started.append(await WorkerProcess.start(start, self._clock))
@@ -106,8 +112,9 @@ class StandbyWorkers:
                     raise HandlerInvalid(_TOO_LONG) from None
                 except WorkerGone as gone:
                     raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
+                loaded[-1] = replace(loaded[-1], code=start.code or loaded[-1].code)
                 start = replace(start, code=loaded[0].code)
-            if any(replace(each, code=start.code) != loaded[0] for each in loaded):
+            if any(each != loaded[0] for each in loaded):
                 raise HandlerInvalid("The handler has changed while it was loaded.", advice="Ask again.")
             yield wire.spec_of(self.handler, loaded[0]), started
         finally:

@@ -348,3 +348,41 @@ async def test_workers_that_die_of_the_old_version_again_and_again_are_mended_by
         await one.reload()
         await working
         assert row(await one.process(delivery("a", "x")))["version"] == 2
+
+
+def code_of(version: int) -> dict[str, tuple[str, bytes]]:
+    """Return the handler's module as it is in an archive of a version: its file is none."""
+    text = HANDLER.format(note="", version=version, harm="pass", define="def")
+    return {"mine": (str(Path("code.zip/mine.py").absolute()), text.encode())}
+
+
+@pytest.mark.usefixtures("logged")
+async def test_given_code_takes_over_whatever_is_on_the_path_and_later_processes_run_it_too(
+    one: WorkerRuntime,
+) -> None:
+    async with running(one):
+        await one.open(Shard("a"))
+        write(3)
+        await one.reload(code=code_of(2))
+        found = row(await one.process(delivery("a", "x")))
+        assert (one.spec.version, found["version"]) == ("2", 2)
+        assert one.spec.code == code_of(2)
+        os.kill(found["pid"], signal.SIGKILL)
+        assert row(await one.process(delivery("a", "x")))["version"] == 2
+        await one.reload()
+        assert one.spec.version == "3", "without code: what is on the path"
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_runtime_that_starts_with_given_code_never_loads_what_is_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runtime = WorkerRuntime(
+        "mine:Handler", workers=1, policy=FailurePolicy(), limits=Limits(None, None), code=code_of(2)
+    )
+    write(1, harm="(")
+    async with running(runtime):
+        await runtime.open(Shard("a"))
+        assert runtime.spec.code == code_of(2)
+        assert row(await runtime.process(delivery("a", "x")))["version"] == 2

@@ -1,0 +1,1 @@
+"""A function's life: its versions, packages and commands."""
