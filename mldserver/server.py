@@ -130,7 +130,7 @@ class Server:
         self._readiness = Readiness()
         self._drain = drain
         self._endpoint = endpoint
-        self._gatherer = Gatherer(self.settings, clock=self._clock, tally=tally or EventTally())
+        self._gatherer = Gatherer(clock=self._clock, tally=tally or EventTally())
         self._to_compute = asyncio.Event()
         """Set when the engine is needed: a drain may find nothing left to compute."""
         if not drain:
@@ -476,7 +476,12 @@ class Server:
 
     def document(self, failure: str = "") -> Status:
         """Return the server's status, in any stage. If ``failure`` says why its parts cannot be read, it omits them."""
-        return self._gatherer.status(self._begun, stage=self._stage, failure=failure)
+        function = self._gatherer.function(self.settings, self._begun, stage=self._stage, failure=failure)
+        return self._gatherer.status(
+            {self.settings.pipeline: function},
+            engine=None if self._begun is None or failure else self._begun.engine,
+            stopping=self._stop.is_set(),
+        )
 
     @property
     def _stage(self) -> str:

@@ -1,7 +1,8 @@
 """A running server's status: one document, from which metrics, page and terminal are made.
 
-Each part of the server reports its own section; ``admin/gather.py`` puts them together once a second, less often where there
-are very many shards. ``/status`` shows the document as JSON. Counts
+``Status`` has the facts of the server, and a ``FunctionStatus`` for each function that it hosts. Each part reports its own
+section; ``admin/gather.py`` puts them together once a second, less often where there are very many shards. ``/status`` shows the
+document as JSON (``for_json``). Counts
 are since the start of the server; names end in their unit; ``…_ms`` without another word are milliseconds since the epoch.
 Fields may be added under the same ``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or
 a record's data beyond what a handler's own error says.
@@ -9,13 +10,14 @@ a record's data beyond what a handler's own error says.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
 from mldserver.base.clock import BOUNDS_MS, Durations
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 SECONDS: Final = tuple(ms / 1000 for ms in BOUNDS_MS)
 """Upper bounds of the histograms. Times are measured in whole milliseconds."""
 
@@ -309,29 +311,34 @@ class Budget(_Part, frozen=True, kw_only=True):
     limit_bytes: int
 
 
-class Status(_Part, frozen=True, kw_only=True):
-    """The whole document."""
+class VersionRow(_Part, frozen=True, kw_only=True):
+    """A version of a function's code that the ledger names."""
 
-    schema: int = SCHEMA
-    taken_ms: int
-    pipeline: str
-    handler: str
+    id: str
+    role: str
+    """``deployed``, ``staged`` (``functions deploy`` would deploy it) or ``previous`` (``functions rollback`` would)."""
+    staged_ms: int | None = None
+
+
+class FunctionStatus(_Part, frozen=True, kw_only=True):
+    """One function: its handler, its life cycle, and its parts while they run."""
+
+    pipeline: str = ""
+    """Its name."""
+    handler: str = ""
     handler_version: str = ""
     """The digest of the handler's code that workers run; it changes with a reload."""
-    version: str
-    host: str
-    pid: int
-    server_id: str
-    started_ms: int
+    lifecycle: str = "deployed"
+    """``deploying``, ``deployed``, ``pausing``, ``paused``, ``resuming``, ``undeploying``, ``undeployed`` or ``failed``."""
+    versions: tuple[VersionRow, ...] = ()
+    """Empty while the code has always been that on the Python path."""
+    server_id: str = ""
+    """This server's name on the function's ledger."""
     listening: str | None = None
-    ready: bool
+    ready: bool = False
     reasons: tuple[str, ...] = ()
     """Why it is not ready, in words."""
     paused: bool = False
-    stopping: bool = False
-    log_level: str = "info"
-    loop_lag_seconds: float = 0.0
-    """The longest that the event loop was late since the last document."""
     totals: Totals = Totals()
     batch_seconds: Histogram = Histogram()
     """From the last byte of a batch that held records until it was done with."""
@@ -343,8 +350,6 @@ class Status(_Part, frozen=True, kw_only=True):
     watermark: WatermarkSection = WatermarkSection()
     windows: Windows = Windows()
     workers: tuple[WorkerRow, ...] = ()
-    spark: Spark | None = None
-    """None for a handler without rows."""
     dead_letters: DeadLetters = DeadLetters()
     servers: tuple[Peer, ...] = ()
     state: KeyedStateSection | None = None
@@ -353,12 +358,76 @@ class Status(_Part, frozen=True, kw_only=True):
     """None for a handler without timers."""
     budgets: dict[str, Budget] = {}
     """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk), ``state`` (keyed state in memory)."""
+    stream_ended: bool = False
+    unread_shards: int = 0
+    """Shards that have not ended, where none has been connected for longer than a daemon's restart takes; 0 before that."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the function is deployed or paused: the server's readiness includes it."""
+        return self.lifecycle not in {"undeploying", "undeployed"}
+
+
+class Status(FunctionStatus, frozen=True, kw_only=True):
+    """The whole document.
+
+    The fields of ``FunctionStatus`` are those of the only function, if there is one. With several functions ``ready``,
+    ``reasons`` and ``totals`` are those of all together, and the other fields have their defaults; JSON leaves them out.
+    """
+
+    schema: int = SCHEMA
+    taken_ms: int
+    version: str
+    host: str
+    pid: int
+    started_ms: int
+    stopping: bool = False
+    log_level: str = "info"
+    loop_lag_seconds: float = 0.0
+    """The longest that the event loop was late since the last document."""
+    spark: Spark | None = None
+    """The driver of all functions; None if no handler gives rows."""
     resident_bytes: int = 0
     cpu_seconds: float = 0.0
     """CPU time of the server's process, its threads included."""
     open_files: int = 0
     """File descriptors that the server's process has open; 0: the system does not say."""
     open_files_limit: int = 0
-    stream_ended: bool = False
-    unread_shards: int = 0
-    """Shards that have not ended, where none has been connected for longer than a daemon's restart takes; 0 before that."""
+    functions: dict[str, FunctionStatus] = {}
+    """By name, in the order of the settings. Empty in documents of schema 1."""
+
+    @property
+    def by_name(self) -> Mapping[str, FunctionStatus]:
+        """The functions by name, also of a document of schema 1."""
+        return self.functions or {self.pipeline: self}
+
+
+_OF_ALL: Final = ("ready", "reasons", "totals")
+"""Fields of a function that a server with several has, too."""
+
+
+def status_of(functions: Mapping[str, FunctionStatus], totals: Totals | None = None, **server: Any) -> Status:
+    """Return the status of a server; ``server``: its own facts.
+
+    ``totals`` are those of all functions together; they are needed only with several. The server is ready if each function
+    that is wanted is ready. With several functions each reason begins with the function's name.
+    """
+    if len(functions) == 1:
+        (only,) = functions.values()
+        fields = {name: getattr(only, name) for name in FunctionStatus.__struct_fields__}
+        if not only.is_wanted:
+            fields |= {"ready": True, "reasons": ()}
+    else:
+        wanted = {name: each for name, each in functions.items() if each.is_wanted}
+        reasons = tuple(f"{name}: {reason}" for name, each in wanted.items() for reason in each.reasons)
+        ready = all(each.ready for each in wanted.values())
+        fields = {"ready": ready, "reasons": reasons, "totals": totals or Totals()}
+    return Status(**(fields | server), functions=dict(functions))
+
+
+def for_json(status: Status) -> Status | dict[str, Any]:
+    """Return what JSON shows of a status: with several functions the server has no fields of a single one."""
+    if len(status.functions) <= 1:
+        return status
+    of_a_function = set(FunctionStatus.__struct_fields__) - set(_OF_ALL)
+    return {name: getattr(status, name) for name in Status.__struct_fields__ if name not in of_a_function}

@@ -1,4 +1,4 @@
-"""The server's status and readiness: made from its parts, in its own process."""
+"""The server's status and readiness: made from the parts of its functions, in its own process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import os
 import resource
 import socket
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from msgspec.structs import asdict as fields_of
+from msgspec.structs import replace
 
 from mldserver import __version__
 from mldserver import status_document as document
@@ -26,6 +28,7 @@ from mldserver.config.settings import Settings
 from mldserver.consumer.progress_log import ShardCounts
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import without_messages
+from mldserver.jobs.engine import Engine
 from mldserver.observe.logging import Logger, lines_lost
 from mldserver.sources.source import SourceStatus
 from mldserver.workers.runtime import WorkerRuntime
@@ -37,8 +40,22 @@ _LAG_PROBE_SECONDS: Final = 0.1
 """How long each sleep is that measures how late the event loop wakes."""
 _LONGEST_PAUSE_SECONDS: Final = 3.0
 """The longest pause between two status documents."""
-_FAILED: Final = ("failed", "group_failed", "halted", "set_aside")
-_GAPS: Final = ("stream.gap", "stream.shard_gone", "shard.gap_accepted")
+_EVENTS: Final = {
+    "answered_early": ("batch.answered_early",),
+    "checkpoints_retried": ("checkpoint.retried",),
+    "checkpoints_failed": ("checkpoint.failed",),
+    "connections_failed": ("connection.failed",),
+    "stream_gaps": ("stream.gap", "stream.shard_gone", "shard.gap_accepted"),
+    "flushes_failed": ("flush.failed",),
+    "workers_lost": ("worker.lost",),
+    "workers_replaced": ("worker.replaced",),
+    "spark_starts": ("spark.starting",),
+    "spark_lost": ("spark.lost",),
+    "windows_failed": ("window.failed", "window.group_failed", "window.halted", "window.set_aside"),
+    "reloads": ("reloaded",),
+    "reloads_refused": ("refused",),
+}
+"""Totals that are numbers of logged events, with the events' names as ``EventTally`` counts them."""
 _ENDED: Final = 100
 _NOTHING: Final = ShardCounts()
 _SUMMED_OVER_SHARDS: Final = ("batches", "records", "rows", "bytes")
@@ -142,7 +159,9 @@ class EventTally:
     """Counts logged events: an observer for ``logging_to``, called by any thread that logs."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """The number of events by name. Reloads count as ``reloaded`` or ``refused``."""
+    """The number of events by name, of the whole server. Reloads count as ``reloaded`` or ``refused``."""
+    by_function: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """The same of each function: of events that name a ``pipeline``."""
     lines_lost: int = 0
     """Lines that ``log.lost`` events report as lost."""
 
@@ -154,14 +173,16 @@ class EventTally:
         elif name == "admin.act" and event.get("act") == "reload":
             name = "reloaded" if event.get("done") else "refused"
         self.counts[name] += 1
+        if pipeline := event.get("pipeline"):
+            self.by_function[pipeline][name] += 1
 
 
 class Gatherer:
-    """Creates ``Status`` documents from a server's parts, and measures how late the event loop is between them."""
+    """Creates ``Status`` documents from the functions' parts, and measures how late the event loop is between them."""
 
-    def __init__(self, settings: Settings, *, clock: Clock, tally: EventTally) -> None:
+    def __init__(self, *, clock: Clock, tally: EventTally) -> None:
         """``tally`` counts the events that the server logs."""
-        self._settings, self._clock, self._tally = settings, clock, tally
+        self._clock, self._tally = clock, tally
         self._started_ms = clock.now_ms()
         self._loop_lag_ms = 0
         """The most that the event loop was late since the last document."""
@@ -184,22 +205,23 @@ class Gatherer:
             self._loop_lag_ms = max(self._loop_lag_ms, late_ms)
         self._pause_ended_ms = self._clock.steady_ms()
 
-    def status(self, parts: Parts | None, *, stage: str = "", failure: str = "") -> document.Status:
-        """Return the server's present status.
+    def status(
+        self,
+        functions: Mapping[str, document.FunctionStatus],
+        *,
+        engine: Engine | None = None,
+        stopping: bool = False,
+        failure: str = "",
+    ) -> document.Status:
+        """Return the server's present status: its own facts, and its ``functions`` by name.
 
-        ``parts`` is None until the server has started. ``stage`` is the reason to show while the server starts or stops,
-        as a verb phrase: ``"starts (ledger and recovery)"``. It is ignored while the server works; it must begin with
-        ``stops`` while it stops. ``failure`` is why the parts cannot be read: the document then has only what is known
-        without them.
+        ``engine`` is the driver of all functions. ``failure`` is why functions cannot be read: it replaces the reasons.
 
         Each call resets the loop lag, which counts from document to document. So only ``StatusFeed`` may call this
         regularly; clients read the feed's latest document and do not affect each other.
         """
-        settings, stopping = self._settings, stage.startswith("stops")
-        common: dict[str, Any] = {
+        server: dict[str, Any] = {
             "taken_ms": self._clock.now_ms(),
-            "pipeline": settings.pipeline,
-            "handler": settings.handler,
             "version": __version__,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -212,35 +234,54 @@ class Gatherer:
             "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         with contextlib.suppress(OSError):  # /proc exists on Linux only
-            common["open_files"] = sum(1 for _ in _OPEN_FILES.iterdir())
+            server["open_files"] = sum(1 for _ in _OPEN_FILES.iterdir())
         self._loop_lag_ms = 0
-        stage = f"the server {stage}"
+        if failure:
+            server |= {"ready": False, "reasons": (failure,)}
+        if engine is not None:
+            server["spark"] = document.Spark(
+                ready=engine.is_ready, trouble=engine.trouble, **asdict(engine.facts())
+            )
+        totals = self._of_all(functions.values())
+        if len(functions) == 1:  # its events include those of the server
+            functions = {name: replace(each, totals=totals) for name, each in functions.items()}
+        return document.status_of(functions, totals, **server)
+
+    def function(
+        self, settings: Settings, parts: Parts | None, *, stage: str = "", failure: str = "", **life: Any
+    ) -> document.FunctionStatus:
+        """Return a function's present status. ``life``: fields of ``FunctionStatus`` about its life cycle.
+
+        ``parts`` is None while the function does not run. ``stage`` is the reason to show while the function starts or stops,
+        as a verb phrase: ``"starts (ledger and recovery)"``. It is ignored while the function works; it must begin with
+        ``stops`` while it stops. ``failure`` is why the function does not run, or why its parts cannot be read: the document
+        then has only what is known without them.
+        """
+        stopping, stage = stage.startswith("stops"), f"the server {stage}"
+        life |= {"pipeline": settings.pipeline, "handler": settings.handler}
         if parts is None or failure:
-            own_id = settings.server_id or ""
-            return document.Status(server_id=own_id, ready=False, reasons=(failure or stage,), **common)
+            return document.FunctionStatus(
+                server_id=settings.server_id or "", reasons=(failure or stage,), **life
+            )
         source, coordinator = parts.source.status(), parts.coordinator.status()
         reasons = (stage,) if stopping else tuple(reason for reason, _ in unready(parts, coordinator))
-        counts, runtime, engine, runner = source.counts, parts.runtime, parts.engine, parts.runner
+        counts, runtime, runner = source.counts, parts.runtime, parts.runner
         workers: tuple[document.WorkerRow, ...] = ()
         worker_of: dict[str, int] = {}
         version = parts.handler_version
         if isinstance(runtime, WorkerRuntime):
             workers, worker_of = runtime.rows(), runtime.worker_of()
             version = runtime.spec.version  # a reload changes it
-        error_text = str if settings.log_error_messages else without_messages
         windows = None
         if runner is not None:
             windows = runner.section(coordinator.windows_open, coordinator.late_by_window)
-        spark = None
-        if engine is not None:
-            spark = document.Spark(ready=engine.is_ready, trouble=engine.trouble, **asdict(engine.facts()))
-        return document.Status(
+        return document.FunctionStatus(
             handler_version=version,
             server_id=parts.ledger.server_id,
             listening=source.address,
             ready=not reasons,
             reasons=reasons,
-            totals=self._totals(parts, source, coordinator),
+            totals=_totals(parts, source, coordinator, self._tally.by_function[settings.pipeline]),
             batch_seconds=document.Histogram() if counts is None else document.histogram(counts.took),
             failures={}
             if counts is None
@@ -248,7 +289,6 @@ class Gatherer:
             connections=dict(source.connections),
             windows=windows or document.Windows(),
             workers=workers,
-            spark=spark,
             **parts.coordinator.sections(
                 coordinator,
                 source,
@@ -256,50 +296,56 @@ class Gatherer:
                 state_sizes=runtime.state_sizes(),
                 state_bytes=settings.state_bytes,
                 has_timers=parts.firing is not None,
-                shown=error_text,
+                shown=str if settings.log_error_messages else without_messages,
             ),
-            **common,
+            **life,
         )
 
-    def _totals(self, parts: Parts, source: SourceStatus, coordinator: CoordinatorStatus) -> document.Totals:
-        """Return the counts since the start: of the source, the coordinator, the ledger, and of logged events."""
-        events, ledger, counts = self._tally.counts, parts.ledger, source.counts
-        batches: dict[str, Any] = {}
-        if counts is not None:
-            # ``gone``: the sum of shards that the source has forgotten.
-            of_shards = [counts.gone, *counts.shards.values()]
-            batches = {name: sum([getattr(each, name) for each in of_shards]) for name in _SUMMED_OVER_SHARDS}
-            batches |= {name: getattr(counts, name) for name in _COUNTED_TOGETHER}
-            batches["handler_seconds"] = counts.handler_ms / 1000
-            batches["held_seconds"] = counts.held_ms / 1000
-            for name, count in parts.coordinator.shards.timer_counts.firings.items():
-                batches[name] += count
+    def _of_all(self, functions: Iterable[document.FunctionStatus]) -> document.Totals:
+        """Return the counts of all functions together. Those of logged events include events of the server itself."""
+        sums: Counter[str] = Counter()
+        for each in functions:
+            sums.update(fields_of(each.totals))
         return document.Totals(
-            **batches,
-            rows_durable=coordinator.rows_durable,
-            segments=coordinator.segments,
-            segment_bytes=coordinator.segment_bytes_written,
-            rows_late=coordinator.rows_late,
-            rows_ahead=coordinator.rows_ahead,
-            dead_letters=coordinator.dead_letters,
-            answered_early=events["batch.answered_early"],
-            checkpoints_retried=events["checkpoint.retried"],
-            checkpoints_failed=events["checkpoint.failed"],
-            connections=source.accepted,
-            connections_failed=events["connection.failed"],
-            stream_retries=source.retries,
-            stream_gaps=sum(events[name] for name in _GAPS),
-            flushes=coordinator.flushes,
-            flushes_failed=events["flush.failed"],
-            workers_lost=events["worker.lost"],
-            workers_replaced=events["worker.replaced"],
-            spark_starts=events["spark.starting"],
-            spark_lost=events["spark.lost"],
-            windows_failed=sum(events[f"window.{name}"] for name in _FAILED),
-            ledger_calls=ledger.calls,
-            ledger_faults=ledger.faults,
-            ledger_seconds=ledger.spent_ms / 1000,
-            log_lines_lost=self._tally.lines_lost + lines_lost(),
-            reloads=events["reloaded"],
-            reloads_refused=events["refused"],
+            **sums
+            | _event_totals(self._tally.counts)
+            | {"log_lines_lost": self._tally.lines_lost + lines_lost()}
         )
+
+
+def _totals(
+    parts: Parts, source: SourceStatus, coordinator: CoordinatorStatus, events: Counter[str]
+) -> document.Totals:
+    """Return a function's counts since the start: of the source, the coordinator, the ledger, and of logged events."""
+    ledger, counts = parts.ledger, source.counts
+    batches: dict[str, Any] = {}
+    if counts is not None:
+        # ``gone``: the sum of shards that the source has forgotten.
+        of_shards = [counts.gone, *counts.shards.values()]
+        batches = {name: sum([getattr(each, name) for each in of_shards]) for name in _SUMMED_OVER_SHARDS}
+        batches |= {name: getattr(counts, name) for name in _COUNTED_TOGETHER}
+        batches["handler_seconds"] = counts.handler_ms / 1000
+        batches["held_seconds"] = counts.held_ms / 1000
+        for name, count in parts.coordinator.shards.timer_counts.firings.items():
+            batches[name] += count
+    return document.Totals(
+        **batches,
+        rows_durable=coordinator.rows_durable,
+        segments=coordinator.segments,
+        segment_bytes=coordinator.segment_bytes_written,
+        rows_late=coordinator.rows_late,
+        rows_ahead=coordinator.rows_ahead,
+        dead_letters=coordinator.dead_letters,
+        connections=source.accepted,
+        stream_retries=source.retries,
+        flushes=coordinator.flushes,
+        ledger_calls=ledger.calls,
+        ledger_faults=ledger.faults,
+        ledger_seconds=ledger.spent_ms / 1000,
+        **_event_totals(events),
+    )
+
+
+def _event_totals(events: Counter[str]) -> dict[str, int]:
+    """Return the totals that are numbers of logged events, by their names in ``Totals``."""
+    return {name: sum(events[each] for each in counted) for name, counted in _EVENTS.items()}

@@ -13,7 +13,7 @@ from mldserver.admin import metrics
 from mldserver.admin.history import History
 from mldserver.base.clock import Flag
 from mldserver.children.channel import encodable
-from mldserver.status_document import Status
+from mldserver.status_document import Status, for_json
 
 log = structlog.get_logger("mldserver")
 
@@ -97,8 +97,9 @@ class StatusFeed:
         """Return the latest status as JSON without secrets; empty before the first status."""
         if self._latest is None:
             return b""
+        latest = for_json(self._latest)
         try:
-            data = msgspec.json.encode(self._latest)
+            data = msgspec.json.encode(latest)
         except UnicodeEncodeError:  # a handler's text has lone surrogates, which UTF-8 cannot encode
-            data = msgspec.json.encode(encodable(msgspec.to_builtins(self._latest)))
+            data = msgspec.json.encode(encodable(msgspec.to_builtins(latest)))
         return self._hide(data.decode()).encode()

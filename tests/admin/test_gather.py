@@ -204,14 +204,15 @@ async def test_a_document_looks_at_the_coordinator_once(
 
 def test_a_server_that_starts_or_stops_says_so(tmp_path: Path, handler: str) -> None:
     settings = quick(tmp_path, handler)
-    gatherer = Gatherer(settings, clock=VirtualClock(), tally=EventTally())
-    status = gatherer.status(None, stage="starts (ledger and recovery)")
+    gatherer = Gatherer(clock=VirtualClock(), tally=EventTally())
+    function = gatherer.function(settings, None, stage="starts (ledger and recovery)")
+    status = gatherer.status({"departures": function})
     assert (status.ready, status.reasons) == (False, ("the server starts (ledger and recovery)",))
     assert not status.stopping
-    assert gatherer.status(None, stage="stops (SIGTERM)").stopping
+    assert gatherer.status({"departures": function}, stopping=True).stopping
 
 
-async def test_a_loop_that_stands_still_is_told_of_once(tmp_path: Path, handler: str) -> None:
+async def test_a_loop_that_stands_still_is_told_of_once() -> None:
     class Standing(SystemClock):
         """Each sleep takes 250 ms longer than it should."""
 
@@ -224,13 +225,13 @@ async def test_a_loop_that_stands_still_is_told_of_once(tmp_path: Path, handler:
         async def sleep(self, seconds: float) -> None:
             self.at_ms += round(seconds * 1000) + 250
 
-    gatherer = Gatherer(quick(tmp_path, handler), clock=Standing(), tally=EventTally())
+    gatherer = Gatherer(clock=Standing(), tally=EventTally())
     await gatherer.pause(1.0)
-    assert gatherer.status(None).loop_lag_seconds == 0.25
-    assert gatherer.status(None).loop_lag_seconds == 0
+    assert gatherer.status({}).loop_lag_seconds == 0.25
+    assert gatherer.status({}).loop_lag_seconds == 0
 
 
-async def test_documents_take_no_more_than_a_hundredth_of_the_time(tmp_path: Path, handler: str) -> None:
+async def test_documents_take_no_more_than_a_hundredth_of_the_time() -> None:
     class Slow(SystemClock):
         """Each look at it takes 20 ms."""
 
@@ -245,7 +246,7 @@ async def test_documents_take_no_more_than_a_hundredth_of_the_time(tmp_path: Pat
             self.slept += seconds
 
     clock = Slow()
-    gatherer = Gatherer(quick(tmp_path, handler), clock=clock, tally=EventTally())
+    gatherer = Gatherer(clock=clock, tally=EventTally())
     await gatherer.pause(1.0)
     assert round(clock.slept, 3) == 1.0
     await gatherer.pause(1.0)
