@@ -45,7 +45,7 @@ from mldserver.spark.session import DriverSession, open_session
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from mldserver.spark.window_job import Pipeline
+    from mldserver.spark.window_job import WindowHook
 
 _CANCEL_AGAIN_SECONDS = 0.5
 
@@ -84,7 +84,7 @@ class Jobs:
 
     session: DriverSession
     schema: str
-    pipeline: Pipeline
+    hook: WindowHook
     send: Callable[[wire.Message], None]
     """Called from any thread."""
     concurrency: int
@@ -201,10 +201,10 @@ class Jobs:
                 find(self.sink.format).publish(spark, self.sink, request.job)
                 return wire.JobDone(request.id, ())
             cores = self.session.slots()
-            pipeline = replace(self.pipeline, around=partial(self._record_hook_call, job))
+            hook = replace(self.hook, around=partial(self._record_hook_call, job))
 
             def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
-                return run_windows(spark, self.schema, pipeline, jobs, cores)
+                return run_windows(spark, self.schema, hook, jobs, cores)
 
             jobs = request.jobs
             # Only a local master's tasks, which run on this machine, can read files that this process fetches.
@@ -233,7 +233,7 @@ class Jobs:
             if call is None or (seconds := time.monotonic() - call.began) < call.report_after_seconds:
                 continue
             call.report_after_seconds *= 2
-            line = wire.line_of(sys._current_frames().get(call.thread), self.pipeline.on_window)  # noqa: SLF001  # the only way
+            line = wire.line_of(sys._current_frames().get(call.thread), self.hook.on_window)  # noqa: SLF001  # the only way
             self.send(wire.HookSlow(job.request.id, call.window, round(seconds, 1), line))
 
 
@@ -327,16 +327,16 @@ class Driver:
         self.send(wire.Started(session.spark.version, ui, jvm_pid))
         from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
         from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # see above
-        from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # see above
+        from mldserver.spark.window_job import hook_of  # noqa: PLC0415  # see above
 
         sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
         directory = start.python_path[0] if start.python_path else None
         user_code.guard_executors(start)
         KeptModules(start.code).begin()
-        pipeline = pipeline_of(
+        hook = hook_of(
             load(start.handler, directory=directory, seconds=None).target if start.handler else None
         )
-        if pipeline.on_window is not None:
+        if hook.on_window is not None:
             user_code.ship_to_executors(session, start)
         warm_up(session, start)
         if start.sink is not None:
@@ -344,11 +344,11 @@ class Driver:
             sink.check(session.spark, start.sink)
             if start.owner is not None:
                 sink.own(session.spark, start.sink, start.owner, new_ledger=start.new_ledger)
-            pipeline = replace(pipeline, check=check_result)
+            hook = replace(hook, check=check_result)
         jobs = Jobs(
             session=session,
             schema=start.schema,
-            pipeline=pipeline,
+            hook=hook,
             send=self.send,
             concurrency=2 * start.concurrency,  # for each slow `on_window` the server sends one job more
             on_session_stopped=partial(self._send_and_die, wire.Health(STOPPED, over=True)),

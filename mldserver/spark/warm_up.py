@@ -27,7 +27,7 @@ from mldserver.spark.driver_messages import WARM_UP, StartSession, lost_connecti
 from mldserver.spark.session import DriverSession, is_local
 from mldserver.spark.window_job import (
     WRITTEN_BYTES,
-    Pipeline,
+    WindowHook,
     columns_ddl,
     run_windows,
     write,
@@ -60,7 +60,7 @@ def warm_up(session: DriverSession, start: StartSession) -> None:
     try:
         if needs_shared_storage:
             _check_shared_storage(session, start, f"{place}/proof")
-        grouped = Pipeline(lambda rows, _window: rows.groupBy("_shard").count())
+        grouped = WindowHook(lambda rows, _window: rows.groupBy("_shard").count())
         job = _write_sample_job(start, f"{place}/window", 1)
         run_windows(session.spark, start.schema, grouped, (job,), session.slots())
     except Exception as error:

@@ -83,7 +83,7 @@ _FILE_BYTES = 128 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class WindowHook:
     """What becomes of a window's rows."""
 
     on_window: Callable[[DataFrame, Window], object] | None
@@ -98,7 +98,7 @@ class Pipeline:
     """Returns what each call of ``on_window`` runs in."""
 
     def apply(self, rows: DataFrame, window: Window) -> DataFrame | None:
-        """Return the window's result; None when the pipeline wrote for itself.
+        """Return the window's result; None when the hook wrote for itself.
 
         An ``async`` hook runs on an event loop of its own in this very thread, as py4j binds threads. Raises what
         the hook raises, and HandlerInvalid when it returns anything else than a DataFrame: None too, unless the
@@ -129,13 +129,13 @@ class Pipeline:
         )
 
 
-def pipeline_of(handler: Any) -> Pipeline:
-    """Return the pipeline of a loaded handler: a module, an object, or a class, which is instantiated once."""
+def hook_of(handler: Any) -> WindowHook:
+    """Return the ``on_window`` of a loaded handler: a module, an object, or a class, which is instantiated once."""
     window_columns = getattr(handler, "window_columns", WINDOW_COLUMNS)
     if getattr(handler, "on_window", None) is None:
-        return Pipeline(None, window_columns=window_columns)
+        return WindowHook(None, window_columns=window_columns)
     target: Any = handler() if inspect.isclass(handler) else handler
-    return Pipeline(
+    return WindowHook(
         target.on_window,
         window_columns=window_columns,
         writes_for_itself=getattr(handler, "writes_for_itself", None) is True,
@@ -210,7 +210,7 @@ class Attempt:
         self,
         spark: SparkSession,
         schema: str,
-        pipeline: Pipeline,
+        hook: WindowHook,
         job: WindowJob,
         tasks: int,
         view: str | None = None,
@@ -224,13 +224,13 @@ class Attempt:
         self.rows = read(spark, schema, job, tasks)
         self.count: Count | None = None
         remote = _on_connect(self.rows)
-        if pipeline.writes_for_itself:
+        if hook.writes_for_itself:
             # First of all: what it writes elsewhere cannot be taken back.
             verify_by_counting([self])
         elif remote:
             self.count = Count(self.rows)
         rows = self.rows if self.count is None else self.count.frame
-        self.result = pipeline.apply(rows, job.window)
+        self.result = hook.apply(rows, job.window)
         if view is not None and self.result is not None and remote:
             self.result.createOrReplaceTempView(view)
             self.result = self.result.sparkSession.table(view)
@@ -313,7 +313,7 @@ def write(
 
 
 def run_windows(
-    spark: SparkSession, schema: str, pipeline: Pipeline, jobs: Sequence[WindowJob], cores: int
+    spark: SparkSession, schema: str, hook: WindowHook, jobs: Sequence[WindowJob], cores: int
 ) -> tuple[Output, ...]:
     """Compute an attempt at each window; outputs in the order of ``jobs``.
 
@@ -326,7 +326,7 @@ def run_windows(
             view = f"_mldserver_{threading.get_ident()}_{number}" if len(jobs) > 1 else None
             # In a group, the cores share the windows: cut each one into fewer tasks.
             tasks = partitions(job.bytes, cores, READ_BYTES if len(jobs) == 1 else WRITTEN_BYTES)
-            attempts.append(Attempt(spark, schema, pipeline, job, tasks, view))
+            attempts.append(Attempt(spark, schema, hook, job, tasks, view))
         same_columns: dict[str, list[tuple[DataFrame, Attempt]]] = {}
         for attempt in attempts:
             if attempt.result is not None:
@@ -338,10 +338,10 @@ def run_windows(
             members_jobs = [attempt.job for _, attempt in members]
             staging = members_jobs[0].staging
             if len(members) == 1:
-                read, written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
+                read, written = write(members[0][0], staging, members_jobs, hook.window_columns, cores)
             else:
                 results = [result for result, _ in members]
-                read, written = _write_group(results, members_jobs, pipeline.window_columns, cores)
+                read, written = _write_group(results, members_jobs, hook.window_columns, cores)
                 staging = staging.rsplit("/", 2)[0]
             output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)

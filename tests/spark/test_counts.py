@@ -20,7 +20,7 @@ from mldserver.spark import window_job
 from mldserver.spark.counts import REMOVE, CountsDiffer, JobCounts, advice_on, inspect_output, where_failed
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.session import DriverSession
-from mldserver.spark.window_job import READ_BYTES, Pipeline, run_windows
+from mldserver.spark.window_job import READ_BYTES, WindowHook, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class World:
         """Return the output, and how many Spark jobs that took."""
         context, group = self.session.spark.sparkContext, self.group()
         context.setJobGroup(group, "a window")
-        (output,) = run_windows(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), (job,), 2)
+        (output,) = run_windows(self.session.spark, SCHEMA, WindowHook(on_window, **pipeline), (job,), 2)
         return output, len(context.statusTracker().getJobIdsForGroup(group))
 
 
@@ -291,14 +291,14 @@ def test_a_groups_rows_are_counted_together(world: World) -> None:
     context = world.session.spark.sparkContext
     context.setJobGroup(group := world.group(), "windows")
     jobs = [world.job(name) for name in ("a", "b", "c")]
-    outputs = run_windows(world.session.spark, SCHEMA, Pipeline(None), jobs, 2)
+    outputs = run_windows(world.session.spark, SCHEMA, WindowHook(None), jobs, 2)
     assert [output.rows for output in outputs] == [ROWS] * 3
     assert len(context.statusTracker().getJobIdsForGroup(group)) == 1
 
 
 def test_a_group_fails_as_its_windows_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def group(*jobs: WindowJob) -> tuple[Output, ...]:
-        return run_windows(world.session.spark, SCHEMA, Pipeline(None), jobs, 2)
+        return run_windows(world.session.spark, SCHEMA, WindowHook(None), jobs, 2)
 
     with pytest.raises(CountsDiffer, match=f"reads {ROWS} rows of window b, but the ledger has registered 7"):
         group(world.job("a"), world.job("b", registered=7), world.job("c"))
@@ -315,7 +315,9 @@ def bounds(
 
 def test_each_output_row_tells_its_windows_start_and_end_in_a_group_too(world: World) -> None:
     jobs = [world.job(name) for name in ("a", "b", "c")]
-    run_windows(world.session.spark, SCHEMA, Pipeline(lambda rows, _: rows.groupBy("name").count()), jobs, 2)
+    run_windows(
+        world.session.spark, SCHEMA, WindowHook(lambda rows, _: rows.groupBy("name").count()), jobs, 2
+    )
     alone = world.job("d")
     world.run(alone, lambda rows, _: rows.groupBy("name").count())
     for job in (*jobs, alone):
@@ -331,7 +333,7 @@ def test_the_next_window_is_computed_by_the_code_that_was_compiled_for_the_last_
     spark: Any = world.session.spark
     jvm, state = spark.sparkContext._jvm, spark._jsparkSession.sharedState().statusStore()
     compiled = jvm.org.apache.spark.metrics.source.CodegenMetrics.METRIC_COMPILATION_TIME()
-    pipeline = Pipeline(lambda rows, _: rows.groupBy("name").agg(F.sum("number").alias("all")))
+    pipeline = WindowHook(lambda rows, _: rows.groupBy("name").agg(F.sum("number").alias("all")))
 
     def run() -> int:
         before = compiled.getCount()

@@ -12,7 +12,7 @@ import pytest
 from mldserver.engine_jobs import WindowJob
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.session import DriverSession
-from mldserver.spark.window_job import Pipeline, free_name, run_windows
+from mldserver.spark.window_job import WindowHook, free_name, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class World:
         context = self.session.spark.sparkContext
         self.groups += 1
         context.setJobGroup(f"group-{self.groups}", "a group")
-        outputs = run_windows(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), jobs, 2)
+        outputs = run_windows(self.session.spark, SCHEMA, WindowHook(on_window, **pipeline), jobs, 2)
         return outputs, len(context.statusTracker().getJobIdsForGroup(f"group-{self.groups}"))
 
 
@@ -138,7 +138,7 @@ def test_segments_are_read_by_the_schema_that_they_were_written_under(world: Wor
     run_windows(
         world.session.spark,
         f"{SCHEMA}, extra DOUBLE",
-        Pipeline(kept),
+        WindowHook(kept),
         (job, alone) if together else (job,),
         2,
     )

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 from mldserver.errors import HandlerInvalid
-from mldserver.spark.window_job import Pipeline, pipeline_of
+from mldserver.spark.window_job import WindowHook, hook_of
 from mldserver.windows import Window
 
 WINDOW = Window("w", None, None)
@@ -23,7 +23,7 @@ class Rows(DataFrame):
 
 def test_without_on_window_the_rows_are_the_result() -> None:
     rows = Rows()
-    assert pipeline_of(SimpleNamespace()).apply(rows, WINDOW) is rows
+    assert hook_of(SimpleNamespace()).apply(rows, WINDOW) is rows
 
 
 def test_a_modules_function_is_called_with_rows_and_window() -> None:
@@ -34,7 +34,7 @@ def test_a_modules_function_is_called_with_rows_and_window() -> None:
         return rows
 
     rows = Rows()
-    assert pipeline_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
+    assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
     assert seen == [(rows, WINDOW)]
 
 
@@ -48,7 +48,7 @@ def test_a_class_is_instantiated_once() -> None:
         def on_window(self, rows: Any, window: Window) -> Any:
             return rows
 
-    pipeline = pipeline_of(Handler)
+    pipeline = hook_of(Handler)
     for _ in range(3):
         pipeline.apply(Rows(), WINDOW)
     assert Handler.made == 1
@@ -60,19 +60,19 @@ def test_an_async_hook_is_run_to_its_end() -> None:
         return rows
 
     rows = Rows()
-    assert pipeline_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
+    assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
 
 
 def test_none_is_an_answer_of_a_handler_that_says_it_writes_for_itself() -> None:
     handler = SimpleNamespace(on_window=lambda _rows, _window: None, writes_for_itself=True)
-    assert pipeline_of(handler).apply(Rows(), WINDOW) is None
+    assert hook_of(handler).apply(Rows(), WINDOW) is None
 
 
 def test_the_columns_of_the_bounds_are_those_that_the_handler_names() -> None:
-    assert pipeline_of(SimpleNamespace()).window_columns == ("window_start", "window_end")
+    assert hook_of(SimpleNamespace()).window_columns == ("window_start", "window_end")
     named = SimpleNamespace(window_columns=("since", "until"), on_window=lambda rows, _window: rows)
-    assert pipeline_of(named).window_columns == ("since", "until")
-    assert pipeline_of(SimpleNamespace(window_columns=None, on_window=None)) == Pipeline(
+    assert hook_of(named).window_columns == ("since", "until")
+    assert hook_of(SimpleNamespace(window_columns=None, on_window=None)) == WindowHook(
         None, window_columns=None
     )
 
@@ -82,4 +82,4 @@ def test_the_columns_of_the_bounds_are_those_that_the_handler_names() -> None:
 )
 def test_anything_else_is_the_handlers_error(value: object, said: str) -> None:
     with pytest.raises(HandlerInvalid, match=f"on_window returned {said}, not a Spark DataFrame"):
-        pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), WINDOW)
+        hook_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), WINDOW)

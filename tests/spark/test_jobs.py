@@ -15,7 +15,7 @@ from mldserver.children.channel import encode
 from mldserver.spark import driver_messages
 from mldserver.spark.driver import Jobs
 from mldserver.spark.session import DriverSession
-from mldserver.spark.window_job import Pipeline
+from mldserver.spark.window_job import WindowHook
 
 STOPPED = "the session is stopped"
 
@@ -47,7 +47,7 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
     jobs = Jobs(
         session=session,
         schema="",
-        pipeline=Pipeline(None),
+        hook=WindowHook(None),
         send=told.put,
         concurrency=1,
         on_session_stopped=lambda: told.put(STOPPED),
@@ -141,7 +141,7 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     jobs = Jobs(
         session=session,
         schema="",
-        pipeline=Pipeline(None),
+        hook=WindowHook(None),
         send=told.put,
         concurrency=1,
         on_session_stopped=list,
@@ -165,8 +165,8 @@ def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at
         raise ValueError("no more")
 
     def run(*given: Any) -> None:
-        pipeline, (first, _) = given[2], given[3]
-        pipeline.apply(None, first.window)
+        hook, (first, _) = given[2], given[3]
+        hook.apply(None, first.window)
 
     monkeypatch.setattr("mldserver.spark.window_job.run_windows", run)
     monkeypatch.setattr("mldserver.spark.driver._SLOW_SECONDS", 0.0)
@@ -174,10 +174,8 @@ def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at
     spark: Any = SimpleNamespace(is_stopped=False, addTag=str, removeTag=str)
     session = DriverSession(spark, connect=True, cores=None, jvm=None)
     monkeypatch.setattr(DriverSession, "slots", lambda _: 1)
-    pipeline = Pipeline(on_window)
-    jobs = Jobs(
-        session=session, schema="", pipeline=pipeline, send=told.put, concurrency=1, on_session_stopped=list
-    )
+    hook = WindowHook(on_window)
+    jobs = Jobs(session=session, schema="", hook=hook, send=told.put, concurrency=1, on_session_stopped=list)
     jobs.report_slow()
     jobs.start(driver_messages.RunWindows(1, (job("slow"), job("other"))))
     begun.wait()

@@ -24,7 +24,7 @@ from mldserver.spark.window_job import (
     READ_BYTES,
     WRITTEN_BYTES,
     Output,
-    Pipeline,
+    WindowHook,
     columns_ddl,
     partitions,
     read,
@@ -137,7 +137,7 @@ def test_several_cores_share_a_single_segment(session: DriverSession, tmp_path: 
     size = OutputStore(str(tmp_path)).write("segment.parquet", pa.table({"n": numbers}))
     path, staging = str(tmp_path / "segment.parquet"), str(tmp_path / "staging")
     job = WindowJob(Window("w", None, None), 1, (path,), staging, rows, size)
-    pipeline = Pipeline(lambda frame, _window: frame.groupBy(F.spark_partition_id().alias("task")).count())
+    pipeline = WindowHook(lambda frame, _window: frame.groupBy(F.spark_partition_id().alias("task")).count())
     run_windows(session.spark, "n BIGINT", pipeline, [job], 2)
     one, other = pq.read_table(staging)["count"].to_pylist()
     assert one + other == rows
@@ -205,7 +205,7 @@ def test_a_large_window_is_written_by_as_many_tasks_as_it_is_read_by(
     assert partitions(size, 2, WRITTEN_BYTES) == len(segments)
     session.spark.conf.set("spark.sql.files.maxPartitionBytes", str(64 * 1024))
     try:
-        (output,) = run_windows(session.spark, "n BIGINT", Pipeline(None), (job,), 2)
+        (output,) = run_windows(session.spark, "n BIGINT", WindowHook(None), (job,), 2)
     finally:
         session.spark.conf.unset("spark.sql.files.maxPartitionBytes")
     assert (len(output.files), output.rows) == (len(segments), job.rows)
