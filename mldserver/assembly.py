@@ -440,8 +440,7 @@ def exposed(settings: Settings) -> dict[Path, str]:
         found |= {settings.out / PRIVATE: "ledger and segments", settings.out / FOLDER: "dead letters"}
     if isinstance(settings.ledger, SqlitePlace) and settings.ledger.path is not None:
         found[settings.ledger.path] = "the ledger, with dead letters"
-    if settings.file is not None and settings.has_secrets_in_file():
-        found[settings.file] = "passwords"
+    found |= dict.fromkeys(settings.files_with_secrets(), "passwords")
     return {path: what for path, what in found.items() if others_can_read(path)}
 
 

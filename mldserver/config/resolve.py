@@ -1,32 +1,40 @@
-"""Puts the sources of settings in order: command line > environment > TOML file > default."""
+"""Puts the sources of settings in order: command line > environment > TOML file > default; and each function's table over them."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
+import os
 import re
-import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
 
-from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.base.uris import redacted
-from mldserver.config.kinds import OnKeyFailure, UnixAddress, is_local, pairs, show_size
-from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
-from mldserver.config.settings import ENV_PREFIX, REMOVED, Settings, specs
+from mldserver.config.kinds import OnKeyFailure, TcpAddress, UnixAddress, is_local, pairs, show_size
+from mldserver.config.locations import (
+    LEDGER_FILE,
+    DynamoPlace,
+    OutPlace,
+    RemoteOut,
+    SqlitePlace,
+    cache_folder,
+)
+from mldserver.config.raw import CONFIG_FILE, FUNCTIONS, Given, Raw, Table, check_name, read_given
+from mldserver.config.settings import Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec
 
-CONFIG_FILE: Final = "mldserver.toml"
-CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
-
-
-class _Raw(NamedTuple):
-    value: object
-    origin: str
+_DIVIDED: Final = ("buffer_bytes", "state_bytes", "segment_disk_bytes")
+"""Limits that count for the whole server: functions without a limit of their own get equal parts."""
+_OF_ONE: Final = ("handler", "pipeline", "rename_from")
+"""Settings that name one function: they cannot be defaults of several."""
+_PORT_STEP: Final = 10
+"""Between the ports of functions that the command line names."""
+_READERS: Final = 2
+"""Readers of one shard of a DynamoDB stream, by AWS's limit."""
 
 
 def resolve(
@@ -37,8 +45,9 @@ def resolve(
     config: Path | None = None,
     handler_required: bool = True,
     leave_out: Collection[str] = (),
+    function: str | None = None,
 ) -> Settings:
-    """Return the checked settings, each with its origin. Precedence: command line, environment, file, default.
+    """Return the checked settings of one function, each with its origin. Precedence: command line, environment, file, default.
 
     - ``command_line``: raw values by setting name. None means that the option was not given.
     - ``environ``: an empty variable counts as not set.
@@ -46,105 +55,218 @@ def resolve(
     - ``config``: the file to read instead; without it, the file that ``MLDSERVER_CONFIG`` names. It must exist.
     - ``handler_required``: False for tools that run no handler: a missing handler and listening without TLS are
       then no errors.
-    - ``leave_out``: settings to ignore in the file and the environment.
+    - ``leave_out``: settings to ignore in the file and the environment; ``functions`` ignores the tables of functions.
+    - ``function``: which function, where the file has tables of functions. With a single one it may be None. The command line
+      then overrides the function's table, the table overrides variables, and ``out`` of the command line is the function's folder.
 
-    Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
+    If the command line gives ``out`` or ``ledger`` and no function, the values at the top level count, and no table.
+
+    Raises ConfigError for unknown keys, impossible values, a file that cannot be read, and a function that does not exist
+    or is not named although there are several.
     """
-    if config is None and (named := environ.get(CONFIG_VARIABLE)):
-        config = folder / named
-    file = config or folder / CONFIG_FILE
-    raw = _from_file(file, required=config is not None)
-    raw |= _from_environment(environ)
-    raw = {name: value for name, value in raw.items() if name not in leave_out}
-    # A parameter named like a Python keyword has a trailing underscore.
-    options = {name.removesuffix("_"): value for name, value in command_line.items() if value is not None}
-    raw |= {name: _Raw(value, f"command line {specs()[name].option}") for name, value in options.items()}
-    values = {specs()[name].field: _parsed(name, value) for name, value in raw.items()}
-    if "cache_dir" not in values:
-        values["cache_dir"] = cache_folder(environ)
-    origins = {name: raw[name].origin for name in specs() if name in raw}
-    settings = Settings(**values, origins=origins, file=file)
-    if handler_required and not settings.handler:
-        raise ConfigError(
-            "No handler was named.",
-            advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
-            f"{CONFIG_FILE}.",
-        )
-    _check(settings)
-    if handler_required:
-        _check_security(settings)
+    given = read_given(environ, folder, config, leave_out)
+    options = _options(command_line)
+    common = given.common | options
+    if not given.functions and function is not None and not {"handler", "pipeline"} & common.keys():
+        given.functions[function] = {}  # the command line of the server named it
+    is_elsewhere = function is None and not {"out", "ledger"}.isdisjoint(options)
+    pipeline = options.get("pipeline")
+    if is_elsewhere and (pipeline is None or pipeline.value not in given.functions):
+        given.functions.clear()
+    if not given.functions:
+        settings = _parsed_all(common, environ, given.file)
+        choose([settings.pipeline], function)
+    else:
+        named = function if pipeline is None else str(options.pop("pipeline").value)
+        if function not in {None, named}:
+            raise ConfigError(f"--pipeline {named} is not the function {function}.", advice="Leave it out.")
+        name = choose(tuple(given.functions), named)
+        given.functions[name] |= options
+        settings = _function(name, given, given.common, environ)
+    _check(settings, handler_required=handler_required)
     return settings
 
 
-def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
-    """Return the values of the TOML file by setting name; none if the file is missing and not ``required``.
+def resolve_functions(
+    command_line: Mapping[str, object],
+    *,
+    environ: Mapping[str, str],
+    folder: Path,
+    config: Path | None = None,
+    handlers: Sequence[str] = (),
+    handler_required: bool = True,
+) -> tuple[Settings, ...]:
+    """Return the checked settings of each function of a server, in order; all agree on every setting of the server.
 
-    Raises ConfigError for an unreadable file, invalid TOML, and an unknown key.
+    The functions are the tables of the settings file, or the ``handlers`` of the command line. Values of the command line, the
+    environment and the file's top level count for all functions; a function's table overrides them. ``out`` is then
+    the folder of all functions' folders. A single handler, named as ever, gives the same settings as ``resolve``.
+
+    Raises ConfigError as ``resolve``, and if two functions cannot run in one server.
     """
-    try:
-        if not required and not path.exists():
-            return {}
-    except OSError as error:
+    given = read_given(environ, folder, config, ())
+    options = _options(command_line)
+    if given.functions and handlers:
         raise ConfigError(
-            f"Whether there is a settings file {path} cannot be told: {error.strerror}.",
-            advice=f"Start from a folder that you may read, or name a file with --config or {CONFIG_VARIABLE}.",
-        ) from error
-    try:
-        source = path.read_text("utf-8")
-        table = tomllib.loads(source)
-    except OSError as error:
-        raise ConfigError(
-            f"The settings file {path} cannot be read: {error.strerror}.", advice="Check its path and rights."
-        ) from error
-    except ValueError as error:  # damaged TOML, or not UTF-8
-        raise ConfigError(
-            f"The settings file {path} is not valid TOML: {error}.", advice="Correct that line."
-        ) from error
-    raw, known = {}, specs()
-    for key, value in table.items():
-        # Report the line if a search finds exactly one candidate for a top-level key.
-        written = re.compile(rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\].=]""")
-        lines = [number for number, line in enumerate(source.splitlines(), 1) if written.match(line)]
-        place = f"{path.name} line {lines[0]}" if len(lines) == 1 else path.name
-        if key not in known:
-            raise _unknown(f"{place}: ", key, known)
-        raw[key] = _Raw(value, place)
-    return raw
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
-    """Return the values of the ``MLDSERVER_`` variables by setting name, without empty ones.
-
-    Raises ConfigError for a variable with that prefix that names no setting.
-    """
-    by_variable = {spec.variable: spec.name for spec in specs().values()}
-    raw = {}
-    for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable in {CONFIG_VARIABLE, KILL_VARIABLE}:
-            continue
-        if variable not in by_variable:
-            raise _unknown("environment: ", variable, [*by_variable, CONFIG_VARIABLE])
-        if value.strip():
-            raw[by_variable[variable]] = _Raw(value, f"environment {variable}")
-    return raw
-
-
-def _unknown(place: str, written: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not a setting's: it was removed, or a close match is suggested."""
-    name = written.removeprefix(ENV_PREFIX)
-    if name.lower() in REMOVED:
-        return ConfigError(
-            f"{place}the setting {written!r} was removed.", advice=f"Leave it out. {REMOVED[name.lower()]}"
+            f"The command line names the handler {handlers[0]}, and {given.file.name} has functions: "
+            f"{', '.join(given.functions)}.",
+            advice="Leave the handler out, or start in another folder.",
         )
-    # The common prefix of all variables makes none of them closer.
-    close = difflib.get_close_matches(name, [each.removeprefix(ENV_PREFIX) for each in known], n=1)
-    advice = "`mldserver serve --help-all` lists all settings."
-    if close:
-        advice = f"Did you mean {written.removesuffix(name) + close[0]!r}?"
-    return ConfigError(f"{place}there is no setting {written!r}.", advice=advice)
+    common = given.common | options
+    if len(handlers) > 1:
+        common.pop("handler", None)  # the command line overrides it
+        given = given._replace(functions=_of_command_line(handlers, common))
+    if given.functions:
+        functions = tuple(_function(name, given, common, environ) for name in given.functions)
+    else:
+        if handlers:
+            common["handler"] = Raw(handlers[0], "command line --handler")
+        functions = (_parsed_all(common, environ, given.file),)
+    for settings in functions:
+        _check(settings, handler_required=handler_required)
+    _check_clashes(functions)
+    return functions
 
 
-def _parsed(name: str, raw: _Raw) -> Any:
+def choose(names: Sequence[str], function: str | None) -> str:
+    """Return the name of the function that a command means: ``function``, or the only one of ``names``.
+
+    Raises ConfigError if there is no such function, or if there are several and the command names none.
+    """
+    if function is None and len(names) > 1:
+        raise ConfigError(
+            f"The settings have several functions: {', '.join(names)}.", advice="Name one with --function."
+        )
+    if function is not None and function not in names:
+        raise ConfigError(
+            f"There is no function {function!r}.", advice=f"The settings have: {', '.join(names)}."
+        )
+    return function or names[0]
+
+
+def _options(command_line: Mapping[str, object]) -> Table:
+    # A parameter named like a Python keyword has a trailing underscore.
+    options = {name.removesuffix("_"): value for name, value in command_line.items() if value is not None}
+    return {name: Raw(value, f"command line {specs()[name].option}") for name, value in options.items()}
+
+
+def _of_command_line(handlers: Sequence[str], common: Table) -> dict[str, Table]:
+    """Return the tables of functions that the command line names by their handlers; each next one listens 10 ports higher."""
+    functions: dict[str, Table] = {}
+    for number, handler in enumerate(handlers):
+        place = f"command line, handler {number + 1}"
+        name = re.split(r"[.:]", handler)[-1]
+        check_name(name, place)
+        if name in functions:
+            raise ConfigError(
+                f"Two handlers of the command line have the name {name}.",
+                advice=f"Give each function a name in {CONFIG_FILE}: [{FUNCTIONS}.NAME] with its handler.",
+            )
+        functions[name] = {"handler": Raw(handler, place)}
+        first = _parsed("listen", common["listen"]) if "listen" in common else Settings().listen
+        if isinstance(first, TcpAddress) and first.port:
+            listen = f"{TcpAddress(first.host, first.port + _PORT_STEP * number)}"
+            functions[name]["listen"] = Raw(
+                listen, f"{place}: {_PORT_STEP} ports above the one before" if number else place
+            )
+    return functions
+
+
+def _function(name: str, given: Given, common: Table, environ: Mapping[str, str]) -> Settings:
+    """Return the settings of one of several functions, over the values that are ``common`` to all. Raises ConfigError."""
+    own = given.functions[name]
+    for setting in _OF_ONE:
+        if setting in common:
+            raise ConfigError(
+                f"{setting} ({common[setting].origin}) stands beside functions: {', '.join(given.functions)}.",
+                advice=f"Leave it out, or move it into the table [{FUNCTIONS}.NAME] of one function.",
+            )
+    raw = common | {"pipeline": Raw(name, "the function's name")} | own
+    settings = _parsed_all(raw, environ, given.file, frozenset(own))
+    changes: dict[str, Any] = {}
+    if "out" in common and "out" not in own:
+        changes["out"] = _below(settings.out, name)
+    for setting in (*_DIVIDED, "workers"):
+        among = sum(setting not in table for table in given.functions.values())
+        is_divided = among > 1 and setting not in own and (setting in _DIVIDED or setting not in common)
+        if is_divided:
+            changes[setting] = max(1, getattr(settings, setting) // among)
+            raw[setting] = Raw(None, f"{settings.origin(setting)}, divided among {among} functions")
+    if "flush_bytes" not in raw and "buffer_bytes" in changes:
+        changes["flush_bytes"] = min(settings.flush_bytes, changes["buffer_bytes"] // 2)
+    return replace(settings, **changes, origins=_origins(raw))
+
+
+def _below(out: OutPlace, name: str) -> OutPlace:
+    """Return a function's folder in the folder of all functions."""
+    if isinstance(out, Path):
+        return out / name
+    parts = urlsplit(out.uri)
+    return RemoteOut(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}")))
+
+
+def _check_clashes(functions: Sequence[Settings]) -> None:
+    """Raise ConfigError if two functions use one address, folder or ledger file, or three read one DynamoDB stream."""
+    direct = [each for each in functions if isinstance(each.source, DynamoPlace)]
+    listening = [
+        each
+        for each in functions
+        if each not in direct and not (isinstance(each.listen, TcpAddress) and each.listen.port == 0)
+    ]
+    in_files = [each for each in functions if isinstance(each.ledger, SqlitePlace)]
+    _refuse_shared(listening, "listen", "listen at", lambda each: each.listen)
+    _refuse_shared(functions, "out", "have the folder", lambda each: each.out)
+    _refuse_shared(in_files, "ledger", "have the ledger", ledger_file)
+    for readers in _sharing(direct, lambda each: each.source):
+        if len(readers) > _READERS:
+            raise ConfigError(
+                f"The functions {_names(readers)} all read {readers[0].source}; AWS allows {_READERS} readers of a shard.",
+                advice="Read the stream in two functions at most, or let daemons read it for the others.",
+            )
+
+
+def _refuse_shared(
+    functions: Iterable[Settings], name: str, what: str, place: Callable[[Settings], object]
+) -> None:
+    for users in _sharing(functions, place):
+        if len(users) > 1:
+            raise ConfigError(
+                f"The functions {_names(users)} {what} {place(users[0])} ({users[-1].origin(name)}).",
+                advice=f"Give each function its own: {name} in its table.",
+            )
+
+
+def _sharing(functions: Iterable[Settings], place: Callable[[Settings], object]) -> list[list[Settings]]:
+    """Return the functions in groups that have the same place."""
+    groups: dict[object, list[Settings]] = {}
+    for each in functions:
+        where = place(each)
+        if isinstance(where, Path):
+            where = os.path.normpath(where.absolute())
+        groups.setdefault(where, []).append(each)
+    return list(groups.values())
+
+
+def _names(functions: Sequence[Settings]) -> str:
+    *others, last = (each.pipeline for each in functions)
+    return f"{', '.join(others)} and {last}"
+
+
+def _origins(raw: Table) -> dict[str, str]:
+    return {name: raw[name].origin for name in specs() if name in raw}
+
+
+def _parsed_all(
+    raw: Table, environ: Mapping[str, str], file: Path, own: frozenset[str] = frozenset()
+) -> Settings:
+    """Return settings of these raw values. Raises ConfigError if a value is not allowed."""
+    values = {specs()[name].field: _parsed(name, value) for name, value in raw.items()}
+    if "cache_dir" not in values:
+        values["cache_dir"] = cache_folder(environ)
+    return Settings(**values, origins=_origins(raw), file=file, own=own)
+
+
+def _parsed(name: str, raw: Raw) -> Any:
     """Return the value of the setting's type. Raises ConfigError, with secrets redacted, if the value is not allowed."""
     kind, value = specs()[name].kind, raw.value
     try:
@@ -159,8 +281,23 @@ def _parsed(name: str, raw: _Raw) -> Any:
         ) from error
 
 
-def _check(settings: Settings) -> None:
-    """Check settings against each other. Raises ConfigError."""
+def _check(settings: Settings, *, handler_required: bool) -> None:
+    """Check the settings of one function against each other. Raises ConfigError."""
+    if handler_required and not settings.handler:
+        raise ConfigError(
+            "No handler was named."
+            if not settings.own
+            else f"The function {settings.pipeline} has no handler.",
+            advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
+            f"{CONFIG_FILE}.",
+        )
+    _check_together(settings)
+    if handler_required:
+        _check_security(settings)
+
+
+def _check_together(settings: Settings) -> None:
+    """Raise ConfigError if values contradict each other."""
     if settings.flush_bytes > settings.buffer_bytes:
         raise ConfigError(
             f"flush_bytes = {show_size(settings.flush_bytes)} ({settings.origin('flush_bytes')}) is above "

@@ -37,6 +37,10 @@ from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, Sourc
 from mldserver.sinks.sink import SinkSpec
 
 ENV_PREFIX: Final = "MLDSERVER_"
+FUNCTIONS_FOLDER: Final = "functions.d"
+"""The folder beside the settings file with one file for each further function."""
+FROM_VARIABLES: Final = " and environment "
+"""Part of the origin of a value in which a file names variables."""
 MIB: Final = 2**20
 GIB: Final = 2**30
 MINUTE_MS: Final = 60_000
@@ -58,17 +62,20 @@ class Made(NamedTuple, Generic[T]):
     shown: str
 
 
-def setting(kind: Kind[T], default: T | Made[T], *, common: bool = True) -> T:
-    """Declare a setting that ``mldserver serve --help`` shows. The docstring below it is its help."""
-    about: dict[str, Any] = {"kind": kind, "common": common}
+def setting(kind: Kind[T], default: T | Made[T], *, common: bool = True, server: bool = False) -> T:
+    """Declare a setting that ``mldserver serve --help`` shows. The docstring below it is its help.
+
+    ``server``: it has one value for all functions of a server. Other settings are each function's own.
+    """
+    about: dict[str, Any] = {"kind": kind, "common": common, "server": server}
     if isinstance(default, Made):
         return field(default_factory=default.factory, metadata=about | {"shown": default.shown})  # type: ignore[no-any-return]  # as a default, a field is of its value's type
     return field(default=default, metadata=about)
 
 
-def rare(kind: Kind[T], default: T | Made[T]) -> T:
+def rare(kind: Kind[T], default: T | Made[T], *, server: bool = False) -> T:
     """Declare a setting that new users do not need: only ``--help-all`` shows it."""
-    return setting(kind, default, common=False)
+    return setting(kind, default, common=False, server=server)
 
 
 _DERIVED: Final = Path()
@@ -104,13 +111,15 @@ class PipelineSettings:
     """Where records go that failed for good. Only letters in the ledger can be listed and redriven, and make
     later records of their key wait."""
     server_id: str | None = rare(
-        kinds.optional(kinds.text("a name that no other server on the ledger has")), None
+        kinds.optional(kinds.text("a name that no other server on the ledger has")), None, server=True
     )
     """This server's name in the ledger; none: HOST:PID:RANDOM."""
-    grace_seconds: float = setting(seconds(), 30.0)
+    grace_seconds: float = setting(seconds(), 30.0, server=True)
     """How long a shutdown may take before it is forced."""
     cache_dir: Path = rare(
-        kinds.folder, Made(lambda: locations.cache_folder(os.environ), "$XDG_CACHE_HOME/mldserver")
+        kinds.folder,
+        Made(lambda: locations.cache_folder(os.environ), "$XDG_CACHE_HOME/mldserver"),
+        server=True,
     )
     """Files that only save time, such as the JVM's class archive."""
 
@@ -137,21 +146,21 @@ class ConnectionSettings:
 class SecuritySettings:
     """Admin and security: which clients may read, steer and connect."""
 
-    admin: Address | None = setting(kinds.optional(kinds.address), TcpAddress("127.0.0.1", 7071))
+    admin: Address | None = setting(kinds.optional(kinds.address), TcpAddress("127.0.0.1", 7071), server=True)
     """Address of the admin endpoint: the page, status and metrics, read-only on TCP; none: no endpoint, no steering."""
-    metrics_listen: Address | None = rare(kinds.optional(kinds.address), None)
+    metrics_listen: Address | None = rare(kinds.optional(kinds.address), None, server=True)
     """Another address, which serves `/metrics`, `/healthz` and `/readyz` to any client, and nothing else: for Prometheus and probes."""
-    tls_certificate: Path | None = setting(kinds.optional(kinds.folder), None)
+    tls_certificate: Path | None = setting(kinds.optional(kinds.folder), None, server=True)
     """The server's certificate with its chain (PEM): `listen` speaks TLS, and so does `admin` outside loopback."""
-    tls_key: Path | None = setting(kinds.optional(kinds.folder), None)
+    tls_key: Path | None = setting(kinds.optional(kinds.folder), None, server=True)
     """The certificate's private key (PEM); none: the certificate's file holds the key."""
-    tls_client_ca: Path | None = setting(kinds.optional(kinds.folder), None)
+    tls_client_ca: Path | None = setting(kinds.optional(kinds.folder), None, server=True)
     """Clients need a certificate from one of these authorities (PEM)."""
-    tls_names: tuple[str, ...] = setting(locations.globs, ())
+    tls_names: tuple[str, ...] = setting(locations.globs, (), server=True)
     """Names that clients' certificates may have (subject's CN or alternative names); may be repeated."""
     listen_secret: Path | None = setting(kinds.optional(kinds.folder), None)
     """A file with the secret that each daemon's bridge must show (mode 600 or 640); none: anyone who reaches `listen` may connect."""
-    insecure: bool = setting(kinds.flag, False)
+    insecure: bool = setting(kinds.flag, False, server=True)
     """Listen outside loopback even without certificates: any client may connect, read, and send records."""
     allow_shards: tuple[str, ...] = setting(locations.globs, ())
     """Shards that daemons may connect for; may be repeated."""
@@ -161,13 +170,13 @@ class SecuritySettings:
 class LogSettings:
     """Log: destination, level and format."""
 
-    log_file: Path | None = setting(kinds.optional(kinds.folder), None)
+    log_file: Path | None = setting(kinds.optional(kinds.folder), None, server=True)
     """Log to this file, which SIGHUP or SIGUSR1 reopens; none: stdout."""
-    log_level: Level = setting(kinds.choice(Level), "info")
+    log_level: Level = setting(kinds.choice(Level), "info", server=True)
     """The lowest level logged."""
-    log_format: LogFormat = setting(kinds.choice(LogFormat), "auto")
+    log_format: LogFormat = setting(kinds.choice(LogFormat), "auto", server=True)
     """auto: pretty on a terminal, else JSON lines."""
-    log_error_messages: bool = setting(kinds.flag, False)
+    log_error_messages: bool = setting(kinds.flag, False, server=True)
     """To debug, show the messages of your code's and Spark's errors in the log and the status: they may quote
     rows."""
 
@@ -269,7 +278,7 @@ class WindowSettings:
     )
     """A run that takes longer is cancelled. by_size: 15 minutes, and 10 s for each MiB of its segments (for a write
     into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""
-    window_concurrency: int = setting(kinds.count, 1)
+    window_concurrency: int = setting(kinds.count, 1, server=True)
     """Windows that Spark computes at a time."""
 
 
@@ -296,16 +305,18 @@ class StreamSettings:
 class SparkSettings:
     """Spark: where windows are computed."""
 
-    spark_master: str = setting(locations.spark_master, "local[*]")
+    spark_master: str = setting(locations.spark_master, "local[*]", server=True)
     """Spark master, or a Spark Connect URL."""
-    spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
+    spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"), server=True)
     """Spark properties, such as `spark.ui.enabled=true`; may be repeated."""
-    spark_py_files: tuple[Path, ...] = setting(locations.python_files, Made(tuple, "none"))
+    spark_py_files: tuple[Path, ...] = setting(locations.python_files, Made(tuple, "none"), server=True)
     """Further Python code that executors import, in addition to the handler's modules; may be repeated."""
-    spark_python: str | None = setting(kinds.optional(kinds.text("a command or path on executors")), None)
+    spark_python: str | None = setting(
+        kinds.optional(kinds.text("a command or path on executors")), None, server=True
+    )
     """Python that executors run; none: `PYSPARK_PYTHON`, then the server's Python on a local master,
     `python3` on others."""
-    java_home: Path | None = setting(kinds.optional(kinds.folder), None)
+    java_home: Path | None = setting(kinds.optional(kinds.folder), None, server=True)
     """Java to run Spark with; none: `JAVA_HOME`, then `PATH`."""
 
 
@@ -331,6 +342,8 @@ class Settings(
     """For settings that were given: where, in words."""
     file: Path | None = field(default=None, compare=False, repr=False)
     """Where the settings file is, if there is one."""
+    own: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Settings that the function's own table or file gives, by name."""
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Values that replace constants of the parts, by parameter name. Tests and `mldserver sim` pass them; no option,
     variable or file sets them."""
@@ -364,12 +377,18 @@ class Settings(
             shown[name] = f"{safe} ({origin})"
         return shown
 
-    def has_secrets_in_file(self) -> bool:
-        """Return whether a setting that the settings file gives holds a secret."""
+    def files_with_secrets(self) -> set[Path]:
+        """Return the files, of the settings file and the function's own, that give a setting which holds a secret."""
         if self.file is None:
-            return False
-        of_file = [name for name, origin in self.origins.items() if origin.startswith(self.file.name)]
-        return any(_secrets_in(getattr(self, specs()[name].field)) for name in of_file)
+            return set()
+        return {
+            self.file.parent / place
+            for place in (self.file.name, f"{FUNCTIONS_FOLDER}/{self.pipeline}.toml")
+            for name, origin in self.origins.items()
+            if origin.startswith(place)
+            and FROM_VARIABLES not in origin
+            and _secrets_in(getattr(self, specs()[name].field))
+        }
 
     def secrets(self) -> set[str]:
         """Return the secrets that URLs and pairs of any setting hold: the log hides them.
@@ -407,6 +426,8 @@ class Spec:
     section: str
     kind: Kind[Any]
     common: bool
+    server: bool
+    """Whether all functions of a server have the same value."""
     shown_default: str
 
     @property
@@ -445,7 +466,9 @@ def specs() -> dict[str, Spec]:
             # `from` is a word of Python's.
             name = member.name.removesuffix("_ms").removesuffix("_seconds").removesuffix("_")
             option, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
-            table[name] = Spec(member.name, name, option, variable, title, kind, about["common"], shown)
+            table[name] = Spec(
+                member.name, name, option, variable, title, kind, about["common"], about["server"], shown
+            )
     return table
 
 

@@ -20,6 +20,7 @@ import orjson
 
 from mldserver.config import locations
 from mldserver.config.locations import RemoteOut
+from mldserver.config.raw import FUNCTIONS
 from mldserver.config.resolve import home, resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
@@ -56,6 +57,8 @@ _OUTWARD: Final = frozenset(
             "insecure",
         ),
         *("admin", "metrics_listen"),
+        # The run has one function, whose handler the command names.
+        FUNCTIONS,
     }
 )
 """Settings that name things outside a run's folder. ``cache_dir`` does too, but its files only save time."""
