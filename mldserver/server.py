@@ -233,7 +233,7 @@ class Server:
                 advice=f"Run `chmod o= {path}`.",
             )
         if self._endpoint is not None:
-            await self._endpoint.open_steering()
+            await self._endpoint.open_steering(self.settings)
         if self._drain:
             await parts.ledger.drain()
         self._begun = parts
@@ -488,10 +488,10 @@ class Server:
         """What the server does while it is not working, as a verb phrase, for example "starts (ledger and recovery)"."""
         return f"stops ({self._reason})" if self._stop.is_set() else f"starts ({self._step})"
 
-    async def carry_out(self, act: str, argument: str) -> tuple[bool, str]:
-        """Carry out an act; return whether it is done, and a sentence for the caller."""
+    async def carry_out(self, act: str, argument: str, function: str = "") -> tuple[bool, str]:
+        """Carry out an act on a function, or the only one; return whether it is done, and a sentence for the caller."""
         parts = None if self._stop.is_set() else self._begun
-        return await carry_out(parts, self._clock, act, argument)
+        return await carry_out({self.settings.pipeline: parts}, self._clock, act, argument, function)
 
     async def fire_timers(self) -> None:
         """Fire pending timers without waiting for their due times; for simulations. See ``Firing.fire_all``. Raises LedgerError."""

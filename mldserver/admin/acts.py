@@ -8,12 +8,15 @@
     log-level LEVEL      set the lowest level that the server and its workers log
     reload               replace the workers and Spark's driver by new ones that load the handler's present code
 
+A server with several functions must be told which one an act is for; ``log-level`` is for all of them.
+
 All of it ends with the server: the next server answers every shard, and logs at the configured level.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Final, get_args
 
 import msgspec
@@ -36,15 +39,18 @@ _PATIENCE_SECONDS: Final = 4.0
 _LEVELS: Final = get_args(Level)
 
 
-async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) -> tuple[bool, str]:
+async def carry_out(
+    functions: Mapping[str, Parts | None], clock: Clock, act: str, argument: str, function: str = ""
+) -> tuple[bool, str]:
     """Carry out an operator's request ``act`` with its argument; return (whether it is done, the result in words).
 
-    ``parts`` is None while the server starts or stops.
+    ``functions`` has the parts of each function by name; None while a function does not run. ``function`` is the name of the one
+    that the request is for; empty: the only one.
     """
-    if parts is None:
-        return False, "The server is starting or stopping and cannot be steered now."
-    acts = _Acts(parts, clock)
     try:
+        if act == "log-level":
+            return True, _log_level([parts for parts in functions.values() if parts is not None], argument)
+        acts = _Acts(_parts_of(functions, function), clock)
         match act:
             case "pause":
                 text = await acts.pause(argument)
@@ -54,8 +60,6 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
                 text = await acts.drain_shard(argument)
             case "cancel-timers":
                 text = await acts.cancel_timers(argument)
-            case "log-level":
-                text = acts.log_level(argument)
             case "flush" if not argument:
                 text = await acts.flush()
             case "reload" if not argument:
@@ -68,8 +72,37 @@ async def carry_out(parts: Parts | None, clock: Clock, act: str, argument: str) 
     return True, text
 
 
+def _parts_of(functions: Mapping[str, Parts | None], name: str) -> Parts:
+    """Return the parts of the function ``name``, or of the only one. Raises OperatorError if it is not known or does not run."""
+    if not name and len(functions) == 1:
+        (name,) = functions
+    if name not in functions:
+        what = f"This server has no function {name!r}." if name else "This server has several functions."
+        raise OperatorError(what, advice=f"Name one with --function: {', '.join(functions)}.")
+    parts = functions[name]
+    if parts is None:
+        who = "The server" if len(functions) == 1 else f"The function {name}"
+        raise OperatorError(f"{who} is starting or stopping and cannot be steered now.")
+    return parts
+
+
+def _log_level(running: Iterable[Parts], level: str) -> str:
+    """Set the lowest level that the server and the worker processes of these parts log. Raises OperatorError."""
+    if level not in _LEVELS:
+        raise OperatorError(f"There is no level {level!r}.", advice=f"Levels are {', '.join(_LEVELS)}.")
+    number, former = logging.getLevelNamesMapping()[level.upper()], Logger.level
+    set_level(number)
+    Link.debugging = number <= logging.DEBUG
+    for parts in running:
+        if isinstance(parts.runtime, WorkerRuntime):
+            parts.runtime.set_log_level(number)
+    return (
+        f"What is at {level} or above is logged from now on (before: {logging.getLevelName(former).lower()})."
+    )
+
+
 class _Acts:
-    """Carries out requests on the parts of one server. Each method returns its result in words, or raises OperatorError.
+    """Carries out requests on the parts of one function. Each method returns its result in words, or raises OperatorError.
 
     A shard that is paused: the server does not answer its daemon's next request, so the daemon waits. ``_backpressure``
     holds which shards are paused, and why.
@@ -177,18 +210,6 @@ class _Acts:
         if others:
             text += f" This server does not have these stores with timers open: {', '.join(others)}. Ask their servers too."
         return text
-
-    def log_level(self, level: str) -> str:
-        """Set the lowest level that the server and its worker processes log."""
-        if level not in _LEVELS:
-            raise OperatorError(f"There is no level {level!r}.", advice=f"Levels are {', '.join(_LEVELS)}.")
-        number, former = logging.getLevelNamesMapping()[level.upper()], Logger.level
-        set_level(number)
-        Link.debugging = number <= logging.DEBUG
-        runtime = self._parts.runtime
-        if isinstance(runtime, WorkerRuntime):
-            runtime.set_log_level(number)
-        return f"What is at {level} or above is logged from now on (before: {logging.getLevelName(former).lower()})."
 
     async def reload(self) -> str:
         """Replace the workers, and later Spark's driver, by new ones with the handler's present code.

@@ -1,8 +1,8 @@
 """The admin endpoint of one server: its sockets, and how long they are served.
 
 ``admin`` shows the server to readers. Steering needs the server's Unix socket, whose clients' user ids the kernel vouches
-for: ``admin`` itself if it is a Unix socket, else a socket in the output folder. ``metrics_listen`` serves metrics and
-health to any client.
+for: ``admin`` itself if it is a Unix socket, else a socket in the output folder of each function. ``metrics_listen`` serves
+metrics and health to any client.
 """
 
 from __future__ import annotations
@@ -40,17 +40,22 @@ _T = TypeVar("_T")
 _SHUTDOWN_SECONDS: Final = 1.0
 """The stop waits no longer for requests, whose connections are closed by then."""
 
-CarryOut = Callable[[str, str], Awaitable[tuple[bool, str]]]
-"""Carries out an act with an argument; returns whether it is done, and a sentence."""
+CarryOut = Callable[[str, str, str], Awaitable[tuple[bool, str]]]
+"""Carries out an act with an argument on a function; returns whether it is done, and a sentence."""
 
 
 class AdminEndpoint:
     """The endpoint of one server. ``serving`` is its whole life."""
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
-        """Prepare what the settings name; nothing is opened yet."""
+        """Prepare what the settings name; nothing is opened yet. With several functions the settings may be those of any."""
         assert settings.admin is not None, "there is an endpoint only where there is an address"
         self._settings = settings
+        self._stored: dict[Path, str] = {}
+        """The address that each function's output folder has for commands, by its file."""
+        self._secrets = settings.secrets()
+        """Of all functions."""
+        self._redact = redaction(self._secrets, in_json=True)
         self._place: Address = settings.admin
         self._clock = clock
         self.tls: ServerTLS | None = None
@@ -60,7 +65,7 @@ class AdminEndpoint:
         self.metrics_address = ""
         """Where metrics alone are served; empty: nowhere."""
         self.steering_address = ""
-        """The Unix socket for steering; empty: there is none."""
+        """A Unix socket for steering; empty: there is none."""
         self._carry_out: CarryOut
         self._server: web.Server
         self._group: asyncio.TaskGroup
@@ -90,7 +95,7 @@ class AdminEndpoint:
                 yield
                 return
             log.info("admin.listening", address=self.address, metrics=self.metrics_address)
-            feed = StatusFeed(collect, redaction(self._settings.secrets(), in_json=True))
+            feed = StatusFeed(collect, self._hide)
             routes = Routes(feed, self._carry_out_shielded, lambda: self.steering_address)
             runner = web.AppRunner(
                 routes.application(), handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS
@@ -110,17 +115,21 @@ class AdminEndpoint:
                             task.cancel()
             finally:
                 await runner.cleanup()
-                await run_in_daemon_thread(self._remove_address, name="mldserver-address")
+                await run_in_daemon_thread(self._remove_addresses, name="mldserver-address")
 
-    async def open_steering(self) -> None:
-        """Create the Unix socket for steering, unless ``admin`` is one, and store its address for commands.
+    async def open_steering(self, settings: Settings) -> None:
+        """Create the Unix socket for steering in a function's output folder, unless ``admin`` is one, and store its address there.
 
-        To be called when the output folder belongs to this server. Without the socket the server continues, with a warning.
+        All sockets steer the whole server. A server with one function calls this when the output folder belongs to it. Without the
+        socket the server continues, with a warning.
         """
+        self._secrets |= settings.secrets()
+        self._redact = redaction(self._secrets, in_json=True)
         if self.address is None:
             return
+        stored = self.steering_address or self.address
         if isinstance(self._place, TcpAddress):
-            path = steering_socket(self._settings, int(self.address.rpartition(":")[2])).absolute()
+            path = steering_socket(settings, int(self.address.rpartition(":")[2])).absolute()
             try:
                 listener = await run_in_daemon_thread(
                     partial(self._listen_unix, path), name="mldserver-steering"
@@ -133,9 +142,12 @@ class AdminEndpoint:
                     advice="Give a Unix socket with --admin unix:PATH.",
                 )
             else:
-                self.steering_address = f"unix:{path}"
+                stored = f"unix:{path}"
+                self.steering_address = self.steering_address or stored
                 self._spawn(HttpListener(listener, Access.STEER).run(self._server), "steering")
-        await run_in_daemon_thread(self._store_address, name="mldserver-address")
+        await run_in_daemon_thread(
+            partial(self._store_address, address_file(settings), stored), name="mldserver-address"
+        )
 
     def _spawn(self, work: Coroutine[None, None, _T], name: str) -> asyncio.Task[_T]:
         """Start a task that is cancelled when ``serving`` ends."""
@@ -144,19 +156,25 @@ class AdminEndpoint:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _carry_out_shielded(self, act: str, argument: str, who: str) -> tuple[bool, str]:
+    async def _carry_out_shielded(self, act: str, argument: str, function: str, who: str) -> tuple[bool, str]:
         """Carry out an act and return its result. The act continues if the client disconnects."""
-        return await asyncio.shield(self._spawn(self._carry_out_and_log(act, argument, who), "act"))
+        with structlog.contextvars.bound_contextvars(**({"pipeline": function} if function else {})):
+            act_task = self._spawn(self._carry_out_and_log(act, argument, function, who), "act")
+        return await asyncio.shield(act_task)
 
-    async def _carry_out_and_log(self, act: str, argument: str, who: str) -> tuple[bool, str]:
+    async def _carry_out_and_log(self, act: str, argument: str, function: str, who: str) -> tuple[bool, str]:
         """Carry out the request of an operator, ``who``, and log it as ``admin.act``. Return (whether it is done, a sentence)."""
         try:
-            done, text = await self._carry_out(act, argument)
+            done, text = await self._carry_out(act, argument, function)
         except Exception as error:  # noqa: BLE001  # one act must not end the server; the client receives the reason
             done, text = False, f"It failed: {type(error).__name__}: {error}."
         report = log.info if done else log.warning
         report("admin.act", act=act, argument=argument, who=who, done=done, text=text)
         return done, text
+
+    def _hide(self, text: str) -> str:
+        """Return JSON without the secrets of all functions that the endpoint knows by now."""
+        return self._redact(text)
 
     # Sockets and files.
 
@@ -212,17 +230,19 @@ class AdminEndpoint:
         self._sockets.callback(_remove_socket_file, path, path.lstat())
         return listener
 
-    def _store_address(self) -> None:
+    def _store_address(self, file: Path, address: str) -> None:
+        """Store an address for commands in a function's output folder. Blocking."""
         with contextlib.suppress(OSError):  # commands need --admin then
-            stored = self.steering_address or self.address
-            address_file(self._settings).write_text(f"{stored}\n", "utf-8")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{address}\n", "utf-8")
+            self._stored[file] = address
 
-    def _remove_address(self) -> None:
-        """Remove the stored address, unless another server of the output folder has replaced it. Blocking."""
-        with contextlib.suppress(OSError):
-            file = address_file(self._settings)
-            if file.read_text("utf-8").strip() in {self.steering_address, self.address}:
-                file.unlink()
+    def _remove_addresses(self) -> None:
+        """Remove the stored addresses, unless another server of an output folder has replaced them. Blocking."""
+        for file, address in self._stored.items():
+            with contextlib.suppress(OSError):
+                if file.read_text("utf-8").strip() == address:
+                    file.unlink()
 
 
 def _remove_socket_file(path: Path, made: os.stat_result) -> None:

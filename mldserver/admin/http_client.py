@@ -60,10 +60,13 @@ class Client:
             raise NoAnswer(f"The server at {self.address} has no status to show: {_error_text(status, body)}")
         return body
 
-    def act(self, name: str, argument: str, *, seconds: float) -> ActResult:
-        """Request an act and return its result. Raises NoAnswer, also after ``seconds``, and Refused."""
-        request_body = json.dumps({"argument": argument}).encode()
-        status, body = self._request("POST", f"/act/{quote(name, safe='')}", seconds, request_body)
+    def act(self, name: str, argument: str, *, seconds: float, function: str = "") -> ActResult:
+        """Request an act on a function, or on the only one, and return its result. Raises NoAnswer, also after ``seconds``, and Refused."""
+        # A server of an older version knows no functions.
+        request = {"argument": argument} | ({"function": function} if function else {})
+        status, body = self._request(
+            "POST", f"/act/{quote(name, safe='')}", seconds, json.dumps(request).encode()
+        )
         try:
             result = msgspec.json.decode(body, type=ActResult)
         except msgspec.MsgspecError as error:

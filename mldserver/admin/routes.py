@@ -31,8 +31,8 @@ from mldserver.status_document import Status
 
 log = structlog.get_logger("mldserver")
 
-Steer = Callable[[str, str, str], Awaitable[tuple[bool, str]]]
-"""Carries out an act with its argument for a client; returns whether it is done, and a sentence."""
+Steer = Callable[[str, str, str, str], Awaitable[tuple[bool, str]]]
+"""Carries out an act with its argument on a function for a client; returns whether it is done, and a sentence."""
 
 _LOGGED: Final = frozenset({403, 404})
 _LOGGED_CHARACTERS: Final = 200
@@ -61,6 +61,8 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     """Of a steering request."""
 
     argument: str = ""
+    function: str = ""
+    """The name of the function that the request is for; empty: the server's only one."""
 
 
 class _RequestRefused(Exception):
@@ -223,11 +225,11 @@ class Routes:
             raise _RequestRefused(403, self._how_to_steer(name))
         body = await request.read()
         try:
-            argument = msgspec.json.decode(body, type=_Body).argument if body else ""
+            asked = msgspec.json.decode(body, type=_Body) if body else _Body()
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _RequestRefused(400, f'The body must be JSON, as {{"argument": "…"}}: {error}.') from error
         connection.extend(None)  # a reload may take minutes
-        done, text = await self._carry_out_act(name, argument, connection.peer)
+        done, text = await self._carry_out_act(name, asked.argument, asked.function, connection.peer)
         connection.extend(ANSWER_SECONDS)
         return _json(200 if done else 409, done=done, text=text)
 

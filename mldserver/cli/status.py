@@ -160,9 +160,9 @@ def fetch_status(client: Client, pipeline: str | None) -> tuple[dict[str, Any], 
     """
     document = client.status()
     status = read_status(document)
-    if pipeline not in {None, status.pipeline}:
+    if pipeline not in {None, *status.by_name}:
         raise NoAnswer(
-            f"The server at {client.address} is of the pipeline {status.pipeline}, not of {pipeline}.",
+            f"The server at {client.address} is of the pipeline {', '.join(status.by_name)}, not of {pipeline}.",
             advice="Name its endpoint with --admin.",
         )
     return json.loads(document), status

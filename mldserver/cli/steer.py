@@ -43,9 +43,10 @@ _LEVEL: Final = inspect.Parameter(
 
 def steer(at: SteeringOptions, act: str, argument: str, *, as_json: bool) -> int:
     """Send a request to a running server, print the result, and return the exit code. Raises OperatorError if it is refused."""
-    client = at.steering_client()
-    fetch_status(client, at.expected_pipeline())  # raises for the server of another pipeline
-    result = client.act(act, argument, seconds=_ACT_SECONDS)
+    client, pipeline = at.steering_client(), at.expected_pipeline()
+    _, status = fetch_status(client, pipeline)  # raises for the server of another pipeline
+    function = pipeline if pipeline and len(status.functions) > 1 else ""
+    result = client.act(act, argument, seconds=_ACT_SECONDS, function=function)
     if not (result.done or as_json):
         raise OperatorError(result.text)
     print_result(as_json, {"done": result.done, "text": result.text}, plain_text(result.text))

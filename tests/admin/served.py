@@ -81,8 +81,8 @@ class Served:
         self.clients.clear()
 
 
-async def _steer(act: str, argument: str, who: str) -> tuple[bool, str]:
-    return act != "fail", f"{act} of {argument or 'all'} by {who}"
+async def _steer(act: str, argument: str, function: str, who: str) -> tuple[bool, str]:
+    return act != "fail", f"{act} of {argument or 'all'}{function and f' of {function}'} by {who}"
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ async def served(
     *,
     host: str = "127.0.0.1",
     tls: ServerTLS | None = None,
-    steer: Callable[[str, str, str], Awaitable[tuple[bool, str]]] = _steer,
+    steer: Callable[[str, str, str, str], Awaitable[tuple[bool, str]]] = _steer,
     steering: str = "unix:/there",
 ) -> AsyncIterator[Served]:
     path = folder / "admin.sock"

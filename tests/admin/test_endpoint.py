@@ -47,8 +47,8 @@ def settings(folder: Path, **changes: Any) -> Settings:
     return Settings(**{"handler": "departures", "out": folder, "admin": ANYWHERE} | changes)
 
 
-async def nothing_to_do(act: str, argument: str) -> tuple[bool, str]:
-    return act == "pause", f"{act} {argument}".strip()
+async def nothing_to_do(act: str, argument: str, function: str) -> tuple[bool, str]:
+    return act == "pause", f"{act} {argument} {function}".strip()
 
 
 class Shown:
@@ -84,7 +84,7 @@ async def shown(
         return status(ready=False, reasons=(wrong,), version="without parts") if wrong else collect()
 
     async with asyncio.timeout(800), endpoint.serving(document, carry_out):
-        await endpoint.open_steering()
+        await endpoint.open_steering(given)
         yield Shown(endpoint)
 
 
@@ -120,7 +120,7 @@ async def test_it_shows_what_the_server_collects_and_passes_acts_to_it(
 async def test_an_act_goes_on_when_its_client_has_gone(tmp_path: Path, logged: Logged) -> None:
     begun, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def slow(act: str, argument: str) -> tuple[bool, str]:
+    async def slow(act: str, argument: str, function: str) -> tuple[bool, str]:
         begun.set()
         await go_on.wait()
         done.set()
@@ -142,7 +142,7 @@ async def test_an_act_goes_on_when_its_client_has_gone(tmp_path: Path, logged: L
 async def test_an_act_that_never_ends_ends_with_the_server(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def hang(act: str, argument: str) -> tuple[bool, str]:
+    async def hang(act: str, argument: str, function: str) -> tuple[bool, str]:
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -165,7 +165,7 @@ async def test_what_goes_wrong_with_a_status_or_an_act_is_logged_and_the_server_
             made.append(bugs[len(made) // 3])
         raise ValueError(made[-1])
 
-    async def fail(act: str, argument: str) -> tuple[bool, str]:
+    async def fail(act: str, argument: str, function: str) -> tuple[bool, str]:
         raise RuntimeError("no ledger")
 
     async with shown(settings(tmp_path), collect, fail) as server:
@@ -289,6 +289,38 @@ async def test_commands_find_an_endpoint_at_any_address_by_the_output_folder_alo
         assert str(here.client().address) == "127.0.0.1:8"
         monkeypatch.delenv("MLDSERVER_ADMIN")
     assert str(here.client().address) == "127.0.0.1:7071", "it has stopped"
+
+
+async def test_the_output_folder_of_each_function_leads_to_the_one_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Logged
+) -> None:
+    monkeypatch.delenv("MLDSERVER_ADMIN", raising=False)
+    async with shown(settings(tmp_path / "out/a")) as one:
+        await one.endpoint.open_steering(settings(tmp_path / "out/b"))
+        found = {
+            str(ServerOptions(out=f"{tmp_path}/out/{name}", admin=admin).steering_client().address)
+            for name in "ab"
+            for admin in (None, one.endpoint.address)
+        }
+        port = str(one.endpoint.address).rpartition(":")[2]
+        assert found == {f"unix:{tmp_path}/out/{name}/_mldserver/admin-{port}.sock" for name in "ab"}
+        for address in found:
+            body = b'{"argument": "s1", "function": "b"}'
+            answer = await asked(address, "/act/pause", "POST", body)
+            assert answer.json == {"done": True, "text": "pause s1 b"}
+    assert [event["pipeline"] for event in events(logged, "admin.act")] == ["b", "b"]
+    assert [list((tmp_path / f"out/{name}/_mldserver").iterdir()) for name in "ab"] == [[], []]
+
+
+async def test_secrets_of_a_function_that_comes_later_are_hidden_too(tmp_path: Path) -> None:
+    secret = "tiger in the tank"
+    conf = {"spark.hadoop.some.secret.key": secret}
+    later = settings(tmp_path / "b", spark_conf=conf, origins={"spark_conf": "test"})
+    async with shown(settings(tmp_path / "a"), lambda: status(ready=False, reasons=(f"no {secret}",))) as one:
+        await one.status()
+        await one.endpoint.open_steering(later)
+        await Clock().sleep(2)
+        assert secret.encode() not in (await one.ask("/status")).body
 
 
 async def test_from_outside_it_speaks_tls_with_certificates_that_may_be_read_again(

@@ -437,10 +437,10 @@ async def test_reloads_move_by_what_became_of_them(tmp_path: Path, handler: str)
     endpoint = AdminEndpoint(replace(settings, admin=TcpAddress("127.0.0.1", 0)), SystemClock())
     async with watched(settings) as watch, endpoint.serving(lambda _: None, watch.server.carry_out):
         (tmp_path / "wishing.py").write_text("this is no Python")
-        assert not (await endpoint._carry_out_shielded("reload", "", "somebody"))[0]
+        assert not (await endpoint._carry_out_shielded("reload", "", "", "somebody"))[0]
         await watch.moved("reloads_refused_total")
         (tmp_path / "wishing.py").write_text(HANDLER + "# mended")
-        assert (await endpoint._carry_out_shielded("reload", "", "somebody"))[0]
+        assert (await endpoint._carry_out_shielded("reload", "", "", "somebody"))[0]
         await watch.moved("reloads_total", "info")
 
 

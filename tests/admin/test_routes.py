@@ -308,7 +308,7 @@ def test_an_act_takes_as_long_as_it_takes(tmp_path: Path) -> None:
     async def story() -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()
 
-        async def steer(act: str, argument: str, who: str) -> tuple[bool, str]:
+        async def steer(act: str, argument: str, function: str, who: str) -> tuple[bool, str]:
             begun.set()
             await go_on.wait()
             return True, "done"

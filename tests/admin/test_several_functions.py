@@ -6,23 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.statuses import function, server
 
 from mldserver.admin.gather import EventTally, Gatherer
 from mldserver.admin.status_feed import StatusFeed
-from mldserver.status_document import FunctionStatus, Spark, Status, Totals, status_of
+from mldserver.status_document import FunctionStatus, Spark, Status, Totals
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
-
-
-def function(name: str, **changes: Any) -> FunctionStatus:
-    given = {"pipeline": name, "handler": f"handlers.{name}", "ready": True, "totals": Totals(records=10)}
-    return FunctionStatus(**given | changes)
-
-
-def server(*functions: FunctionStatus, **changes: Any) -> Status:
-    given: dict[str, Any] = {"taken_ms": 1, "version": "1", "host": "here", "pid": 1, "started_ms": 0}
-    return status_of({each.pipeline: each for each in functions}, **given | changes)
 
 
 def test_a_server_is_ready_if_each_of_its_functions_is() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
+from support.statuses import function
+from support.statuses import server as several
 
 from mldserver import cli
 
@@ -64,6 +66,19 @@ def test_the_socket_is_found_in_the_output_folder_by_the_endpoints_port(
     assert (
         "elsewhere/_mldserver/admin-7071.sock does not exist. Start the server, or run the command on" in told
     )
+
+
+def test_a_server_with_several_functions_hears_which_one_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with endpoint(path=tmp_path / "admin.sock") as served:
+        served.document = several(function("trips"), function("stops"))
+        served.answers["/act/flush"] = 200, {"done": True, "text": "It is durable."}
+        assert cli.run(["flush", "--admin", served.address, "--pipeline", "stops"]) == 0
+        assert served.asked[-1] == ("/act/flush", {"argument": "", "function": "stops"})
+        capsys.readouterr()
+        assert cli.run(["flush", "--admin", served.address, "--pipeline", "taxis"]) == 1
+        assert "is of the pipeline trips, stops, not of taxis." in capsys.readouterr().err
 
 
 def test_an_act_that_is_not_done_is_the_operators_affair(

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 
 def carry_out_on(pipeline: Pipeline, act: str, argument: str = "") -> Coroutine[None, None, tuple[bool, str]]:
     parts = SimpleNamespace(coordinator=pipeline.coordinator, runtime=None)
-    return carry_out(cast("Parts", parts), pipeline.clock, act, argument)
+    return carry_out({"departures": cast("Parts", parts)}, pipeline.clock, act, argument)
 
 
 async def carried_out(pipeline: Pipeline, act: str, argument: str = "") -> tuple[bool, str]:
@@ -206,5 +206,31 @@ async def test_while_all_are_paused_no_single_shard_goes_on(tmp_path: Path) -> N
 
 
 async def test_a_server_that_starts_or_stops_takes_no_acts() -> None:
-    done, text = await carry_out(None, VirtualClock(), "pause", "")
+    done, text = await carry_out({"departures": None}, VirtualClock(), "pause", "")
     assert (done, text) == (False, "The server is starting or stopping and cannot be steered now.")
+
+
+async def test_with_several_functions_an_act_names_one_of_them(tmp_path: Path) -> None:
+    first, second = Pipeline(tmp_path / "a"), Pipeline(tmp_path / "b")
+    async with first.life(), second.life():
+        functions = {
+            name: cast("Parts", SimpleNamespace(coordinator=pipeline.coordinator, runtime=None))
+            for name, pipeline in (("arrivals", first), ("departures", second))
+        }
+        done, text = await carry_out(functions, first.clock, "pause", "")
+        assert (done, text) == (
+            False,
+            "This server has several functions. Name one with --function: arrivals, departures.",
+        )
+        done, text = await carry_out(functions, first.clock, "pause", "", "trips")
+        assert (done, text.split(".")[0]) == (False, "This server has no function 'trips'")
+        assert (await carry_out(functions, first.clock, "pause", "", "departures"))[0]
+        paused = [each.coordinator.shards.backpressure.paused for each in functions.values()]
+        assert paused == [False, True]
+        assert (await carry_out(functions, first.clock, "log-level", "info"))[0], "it is the server's"
+        stopped = functions | {"arrivals": None}
+        done, text = await carry_out(stopped, first.clock, "flush", "", "arrivals")
+        assert (done, text) == (
+            False,
+            "The function arrivals is starting or stopping and cannot be steered now.",
+        )

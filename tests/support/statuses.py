@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -13,6 +13,7 @@ from mldserver.status_document import (
     SECONDS,
     Budget,
     DeadLetters,
+    FunctionStatus,
     Histogram,
     KeyedStateSection,
     LetterRow,
@@ -27,6 +28,7 @@ from mldserver.status_document import (
     WindowRow,
     Windows,
     WorkerRow,
+    status_of,
 )
 
 NOW: Final = 1_795_399_403_000
@@ -325,3 +327,15 @@ def _budgets(buffer: float, lines: float, segments: float) -> dict[str, Budget]:
         name: Budget(used_bytes=round(share * limit), limit_bytes=limit)
         for name, (share, limit) in shares.items()
     }
+
+
+def function(name: str, **changes: Any) -> FunctionStatus:
+    """A function that is ready."""
+    given = {"pipeline": name, "handler": f"handlers.{name}", "ready": True, "totals": Totals(records=10)}
+    return FunctionStatus(**given | changes)
+
+
+def server(*functions: FunctionStatus, **changes: Any) -> Status:
+    """The server of these functions."""
+    given: dict[str, Any] = {"taken_ms": NOW, "version": "1", "host": "here", "pid": 1, "started_ms": NOW}
+    return status_of({each.pipeline: each for each in functions}, **given | changes)
