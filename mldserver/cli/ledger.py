@@ -102,24 +102,23 @@ def create_ledger(*, where: LedgerOptions = FROM_SETTINGS) -> None:
 
     `mldserver/ledger/dynamodb.py` lists the permissions that this and the servers need.
     """
-    settings = where.resolved()
-    place = settings.ledger
-    if isinstance(place, SqlitePlace):
-        raise ConfigError(
-            "A ledger in SQLite needs no table.",
-            advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
-        )
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
     from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # see above
 
-    with as_operator_errors(), asyncio.Runner() as runner:
-        ledger = ledger_of(settings, server_id="tool", clock=SystemClock())
-        assert isinstance(ledger, DynamoLedger)
-        try:
-            runner.run(ledger.create_table())
-        finally:
-            runner.run(ledger.close())
-    write_text(f"The table {place.table} is there.")
+    for place, settings in {settings.ledger: settings for settings in where.all_resolved()}.items():
+        if isinstance(place, SqlitePlace):
+            raise ConfigError(
+                "A ledger in SQLite needs no table.",
+                advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
+            )
+        with as_operator_errors(), asyncio.Runner() as runner:
+            ledger = ledger_of(settings, server_id="tool", clock=SystemClock())
+            assert isinstance(ledger, DynamoLedger)
+            try:
+                runner.run(ledger.create_table())
+            finally:
+                runner.run(ledger.close())
+        write_text(f"The table {place.table} is there.")
 
 
 @app.command(name="reset")

@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 from mldserver.base.clock import SystemClock
 from mldserver.cli import ReaderGone, working_directory
 from mldserver.config.locations import SqlitePlace
-from mldserver.config.resolve import ledger_file, resolve
+from mldserver.config.resolve import ledger_file, resolve, resolve_functions
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.ledger.contract import LedgerState
@@ -35,17 +35,32 @@ class LedgerOptions:
     """`sqlite`, `sqlite:PATH`, or `dynamodb://TABLE?region=REGION`. [default: as for `mldserver serve`]"""
     pipeline: str | None = None
     """The pipeline's name. [default: what the ledger in the folder says; else as for `mldserver serve`]"""
+    function: str | None = None
+    """The function, of a server with several. [default: the only one]"""
     config: Path | None = None
     """Settings file. [default: mldserver.toml in the working directory, if it is there]"""
 
     def resolved(self, **more: object) -> Settings:
-        """Return the settings that these words, ``more`` (raw, by name) and the server's own settings give."""
+        """Return the settings that these words, ``more`` (raw, by name) and the server's own settings give.
+
+        Raises ConfigError if the server has several functions and these words name none.
+        """
         return resolve(
             {"out": self.out, "ledger": self.ledger, "pipeline": self.pipeline, **more},
             environ=os.environ,
             folder=working_directory(),
             config=self.config,
             handler_required=False,
+            function=self.function,
+        )
+
+    def all_resolved(self, **more: object) -> tuple[Settings, ...]:
+        """Return ``resolved`` for the function that these words name; if they name none, for every function of the server."""
+        if any((self.out, self.ledger, self.pipeline, self.function)):
+            return (self.resolved(**more),)
+        folder = working_directory()
+        return resolve_functions(
+            more, environ=os.environ, folder=folder, config=self.config, handler_required=False
         )
 
 
@@ -60,7 +75,7 @@ def ledger_settings(where: LedgerOptions) -> Settings:
     """
     settings = where.resolved()
     if isinstance(settings.ledger, SqlitePlace):
-        pipeline = where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
+        pipeline = where.function or where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
         return dataclasses.replace(settings, pipeline=pipeline)
     if not {"pipeline", "handler"} & settings.origins.keys():
         raise ConfigError(

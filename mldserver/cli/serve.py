@@ -17,7 +17,7 @@ from cyclopts import App, Group, Parameter
 
 from mldserver.base.service import Service
 from mldserver.cli import print_error, working_directory
-from mldserver.config.resolve import resolve
+from mldserver.config.resolve import choose, resolve, resolve_functions
 from mldserver.config.settings import Settings, specs
 from mldserver.errors import EXIT_FORCED
 
@@ -56,6 +56,10 @@ Handler = Annotated[
 Config = Annotated[
     Path | None,
     Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it exists]"),
+]
+
+FunctionName = Annotated[
+    str | None, Parameter(help="The function to drain, where the settings file has several.")
 ]
 
 app = App(name="serve", help=_HELP, help_format="markdown", usage="Usage: mldserver serve HANDLER [OPTIONS]")
@@ -221,6 +225,7 @@ Drain a pipeline: its servers accept no more records and exit with code 0, and e
 
 ```
 mldserver drain handlers.departures --out out/departures
+mldserver drain --function departures
 ```
 
 Give the command the servers' settings, and the handler as they run it. The drain waits until all other servers have stopped, on
@@ -238,13 +243,23 @@ drain_app = App(
 )
 
 
-def drain(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
+def drain(
+    handler: Handler = None, /, *, function: FunctionName = None, config: Config = None, **given: object
+) -> int:
     """Drain the pipeline and return the exit code. ``given`` are raw settings by name.
 
-    Raises OperatorError if the ledger does not exist; the drain does not create one.
+    Raises OperatorError if the ledger does not exist; the drain does not create one. Raises ConfigError if the settings have
+    several functions and ``function`` names none.
     """
-    raw = {"handler": handler, **given}
-    settings = resolve(raw, environ=os.environ, folder=working_directory(), config=config)
+    functions = resolve_functions(
+        given,
+        environ=os.environ,
+        folder=working_directory(),
+        config=config,
+        handlers=() if handler is None else (handler,),
+    )
+    name = choose([settings.pipeline for settings in functions], function)
+    settings = next(settings for settings in functions if settings.pipeline == name)
     from mldserver.cli.ledger_tool import open_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
     with open_ledger(settings):

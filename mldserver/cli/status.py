@@ -73,7 +73,7 @@ class SteeringOptions(LedgerOptions):
 
     def steering_client(self) -> Client:
         """Return a client of the server's Unix socket. Raises NoAnswer if there is none, ConfigError for another host's."""
-        settings = self.resolved(admin=self.admin)
+        settings = self.all_resolved(admin=self.admin)[0]
         address = self._endpoint_address(settings)
         if isinstance(address, TcpAddress):
             path = steering_socket(settings, address.port)
@@ -104,17 +104,20 @@ class SteeringOptions(LedgerOptions):
         return stored_address(settings) or settings.admin
 
     def expected_pipeline(self) -> str | None:
-        """Return the pipeline that the answering server must run; None: any, as the options name only an address or nothing.
+        """Return the pipeline that the answering server must run; None: any, as the options name only an address, nothing, or several functions.
 
-        The option --pipeline comes first, then the name in the ledger's file, then the settings.
+        The options --function and --pipeline come first, then the name in the ledger's file, then the settings.
         """
-        settings = self.resolved()
-        only_address = self.admin is not None and not any((self.out, self.ledger, self.pipeline))
-        if only_address:
+        functions = self.all_resolved()
+        names_only_address = self.admin is not None and not any(
+            (self.out, self.ledger, self.pipeline, self.function)
+        )
+        if names_only_address or len(functions) > 1:
             return None
+        (settings,) = functions
         in_ledger = pipeline_of(ledger_file(settings)) if isinstance(settings.ledger, SqlitePlace) else None
         is_configured = bool({"pipeline", "handler"} & settings.origins.keys())
-        return self.pipeline or in_ledger or (settings.pipeline if is_configured else None)
+        return self.function or self.pipeline or in_ledger or (settings.pipeline if is_configured else None)
 
 
 @Parameter(name="*", group=Group("Where the server is"))
@@ -133,7 +136,7 @@ class ServerOptions(SteeringOptions):
 
     def client(self) -> Client:
         """Return the endpoint's client. Raises ConfigError for contradicting options, and for files that cannot be read."""
-        settings = self.resolved(admin=self.admin, insecure=self.insecure or None)
+        settings = self.all_resolved(admin=self.admin, insecure=self.insecure or None)[0]
         address, tls = self._endpoint_address(settings), None
         may_be_clear_text = is_local(address) or settings.insecure
         if self.ca is not None or self.certificate is not None or not may_be_clear_text:

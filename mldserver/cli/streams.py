@@ -74,7 +74,8 @@ def describe_stream(
     """
     if not structlog.is_configured():
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    place = _stream_place(stream, where.resolved(), region, endpoint_url)
+    settings = where.resolved() if stream is None else where.all_resolved()[0]
+    place = _stream_place(stream, settings, region, endpoint_url)
     state = None if where == FROM_SETTINGS else read_ledger(where)
     description, newest, rows = asyncio.run(_read_stream(place, state))
     document = _stream_document(description, newest, rows)

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from mldserver.base.kill_points import KILL_VARIABLE
@@ -50,7 +51,11 @@ class Given(NamedTuple):
 
 
 def read_given(
-    environ: Mapping[str, str], folder: Path, config: Path | None, leave_out: Collection[str]
+    environ: Mapping[str, str],
+    folder: Path,
+    config: Path | None,
+    leave_out: Collection[str],
+    more: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> Given:
     """Return what the settings file, the files of functions and the environment give; arguments as for ``resolve``.
 
@@ -72,15 +77,16 @@ def read_given(
             )
         for name, table in tables.items():
             functions[name] = _function(name, table, file.name, lines, (FUNCTIONS, name), environ)
-        for path in _function_files(file):
-            if path.stem in functions:
+        files = {path.stem: _read(path, required=True) for path in _function_files(file)}
+        files |= {name: (dict(table), "") for name, table in more.items()}
+        for name, (table, source) in files.items():
+            place = f"{FUNCTIONS_FOLDER}/{name}.toml"
+            if name in functions:
                 raise ConfigError(
-                    f"The function {path.stem} is in {file.name} and in {FUNCTIONS_FOLDER}/{path.name}.",
+                    f"The function {name} is in {file.name} and in {place}.",
                     advice="Leave one of the two out, or rename one.",
                 )
-            table, source = _read(path, required=True)
-            place = f"{FUNCTIONS_FOLDER}/{path.name}"
-            functions[path.stem] = _function(path.stem, table, place, list(_lines(source)), (), environ)
+            functions[name] = _function(name, table, place, list(_lines(source)), (), environ)
     for table in (common, *functions.values()):
         for name in leave_out:
             table.pop(name, None)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -95,16 +96,18 @@ def resolve_functions(
     config: Path | None = None,
     handlers: Sequence[str] = (),
     handler_required: bool = True,
+    more: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> tuple[Settings, ...]:
     """Return the checked settings of each function of a server, in order; all agree on every setting of the server.
 
     The functions are the tables of the settings file, or the ``handlers`` of the command line. Values of the command line, the
     environment and the file's top level count for all functions; a function's table overrides them. ``out`` is then
     the folder of all functions' folders. A single handler, named as ever, gives the same settings as ``resolve``.
+    ``more`` are tables by function name, which count as files of ``functions.d`` do.
 
     Raises ConfigError as ``resolve``, and if two functions cannot run in one server.
     """
-    given = read_given(environ, folder, config, ())
+    given = read_given(environ, folder, config, (), more)
     options = _options(command_line)
     if given.functions and handlers:
         raise ConfigError(

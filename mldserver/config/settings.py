@@ -93,7 +93,7 @@ class PipelineSettings:
     rename_from: str | None = rare(kinds.optional(kinds.name), None)
     """The former name of a drained pipeline: it continues under the name `pipeline`, at its positions."""
     out: OutPlace = setting(locations.out, Made(lambda: _DERIVED, "out/PIPELINE"))
-    """Folder of output and segments: a path, or a URI that pyarrow and Spark both reach."""
+    """Folder of output and segments: a path, or a URI that pyarrow and Spark both reach. With several functions: the folder of their folders."""
     ledger: LedgerPlace = setting(locations.ledger, SqlitePlace())
     """Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts."""
     new_ledger: bool = rare(kinds.flag, False)
@@ -279,7 +279,7 @@ class WindowSettings:
     """A run that takes longer is cancelled. by_size: 15 minutes, and 10 s for each MiB of its segments (for a write
     into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""
     window_concurrency: int = setting(kinds.count, 1, server=True)
-    """Windows that Spark computes at a time."""
+    """Windows that Spark computes at a time, of all functions together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -377,3 +377,19 @@ def test_a_tool_finds_functions_that_the_servers_command_line_named(tmp_path: Pa
     assert chosen(single, "orders").out == Path("/srv")
     with pytest.raises(ConfigError, match=r"no function 'trips'. The settings have: orders"):
         chosen(single, "trips")
+
+
+def test_tables_can_be_tried_before_they_are_files(tmp_path: Path) -> None:
+    folder = written(tmp_path, two(), trips='handler = "a.t"\nlisten = ":1"\n')
+
+    def tried(**more: dict[str, object]) -> list[str]:
+        return [each.handler for each in resolve_functions({}, environ={}, folder=folder, more=more)]
+
+    assert tried(shop={"handler": "a.shop", "listen": ":2"}) == ["a.orders", "a.departures", "a.t", "a.shop"]
+    assert tried(trips={"handler": "a.new", "listen": ":1"}) == ["a.orders", "a.departures", "a.new"]
+    with pytest.raises(
+        ConfigError, match=r"The function orders is in mldserver.toml and in functions.d/orders"
+    ):
+        tried(orders={"handler": "a.b"})
+    with pytest.raises(ConfigError, match=r"functions.d/shop.toml: there is no setting 'x'"):
+        tried(shop={"x": 1})

@@ -33,6 +33,50 @@ handler = "handlers.departures"
 line_limit = "64 MiB"
 flush_interval = "2 s"
 ```
+
+## Several functions
+
+A server runs several functions if the file has a table `[functions.NAME]` for each, with its handler. NAME is the pipeline's name:
+a letter, then letters, digits and `_`.
+
+```toml
+# mldserver.toml
+out = "/srv/mldserver"
+log_level = "warning"
+
+[functions.departures]
+handler = "handlers.departures"
+listen = ":7070"
+
+[functions.orders]
+handler = "shop.orders:Orders"
+listen = ":7080"
+on_failure = "skip"
+settings = { threshold = 20 }
+```
+
+A function can also be a file `functions.d/NAME.toml` beside the settings file, with the keys of one table. `mldserver functions
+import` writes such files.
+
+* **Scope**: The tables below show the scope of each setting. A setting of scope *function* may stand in a function's table. A setting
+  of scope *server* has one value for all functions, and stands at the top level.
+* **Precedence**: The function's table overrides the command line, which overrides variables, which override the top level. Values
+  outside the table are thus defaults for all functions. `handler`, `pipeline` and `rename_from` cannot be defaults.
+* **Folders**: `out` outside the tables is the folder of the functions' folders: `/srv/mldserver/orders` above. `out` in a table is the
+  function's own folder.
+* **Shares**: `buffer_bytes`, `state_bytes` and `segment_disk_bytes` outside the tables are limits of the whole server. Functions without
+  a limit of their own get equal parts, and also equal parts of the default number of `workers`.
+* **Constants**: `settings` in a table is another name of `handler_settings`.
+* **Secrets**: `${VARIABLE}` in a text of a function's table stands for the value of that environment variable.
+
+The server does not start if two functions listen at one address or have one folder or ledger file, or if three functions read one
+DynamoDB stream.
+
+`mldserver serve handlers.departures shop.orders:Orders` runs several functions without a file. Each has the name of the last part of
+its handler. The second listens 10 ports above the first, the third 20 ports.
+
+Commands take `--function NAME` where the settings have several functions. On the command line of a tool, `--out` is the folder of that
+one function, and options override its table.
 """
 
 
@@ -43,11 +87,12 @@ def settings_page() -> str:
         sections.setdefault(spec.section, []).append(spec)
     page = [_SETTINGS]
     for section, members in sections.items():
-        page += [f"## {section}\n", "| setting | default | what it does |", "|---|---|---|"]
+        page += [f"## {section}\n", "| setting | default | scope | what it does |", "|---|---|---|---|"]
         for spec in members:
             default = spec.shown_default.replace("`", "") or "(required)"
             meaning = spec.help.replace("|", "\\|")
-            page.append(f"| `{spec.name}` | `{default}` | {meaning} |")
+            scope = "server" if spec.server else "function"
+            page.append(f"| `{spec.name}` | `{default}` | {scope} | {meaning} |")
         page.append("")
     return "\n".join(page)
 
