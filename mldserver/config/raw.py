@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -66,17 +66,18 @@ def read_given(
     file = config or folder / CONFIG_FILE
     content, source = _read(file, required=config is not None)
     tables = content.pop(FUNCTIONS, {})
-    lines = list(_lines(source))
-    common = _table(content, file.name, lines, ()) | _from_environment(environ)
+    common = _table(content, file.name, source) | _from_environment(environ)
+    if not (isinstance(tables, dict) and all(isinstance(table, dict) for table in tables.values())):
+        raise ConfigError(
+            f"{file.name}: {FUNCTIONS} has an entry that is not a table.",
+            advice=f"Write one table for each function: [{FUNCTIONS}.NAME].",
+        )
     functions = {}
     if FUNCTIONS not in leave_out:
-        if not (isinstance(tables, dict) and all(isinstance(table, dict) for table in tables.values())):
-            raise ConfigError(
-                f"{file.name}: {FUNCTIONS} has an entry that is not a table.",
-                advice=f"Write one table for each function: [{FUNCTIONS}.NAME].",
-            )
-        for name, table in tables.items():
-            functions[name] = _function(name, table, file.name, lines, (FUNCTIONS, name), environ)
+        functions = {
+            name: _function(name, _table(table, file.name, source, (FUNCTIONS, name)), environ)
+            for name, table in tables.items()
+        }
         files = {path.stem: _read(path, required=True) for path in _function_files(file)}
         files |= {name: (dict(table), "") for name, table in more.items()}
         for name, (table, source) in files.items():
@@ -86,10 +87,10 @@ def read_given(
                     f"The function {name} is in {file.name} and in {place}.",
                     advice="Leave one of the two out, or rename one.",
                 )
-            functions[name] = _function(name, table, place, list(_lines(source)), (), environ)
-    for table in (common, *functions.values()):
+            functions[name] = _function(name, _table(table, place, source), environ)
+    for values in (common, *functions.values()):
         for name in leave_out:
-            table.pop(name, None)
+            values.pop(name, None)
     return Given(file, common, functions)
 
 
@@ -130,39 +131,15 @@ def _function_files(file: Path) -> list[Path]:
         ) from error
 
 
-def _lines(source: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield for each line of a TOML text the table that it is in, and the path that it writes; () if it writes none."""
-    table: tuple[str, ...] = ()
-    for line in source.splitlines():
-        written = _LINE.match(line)
-        keys = tuple(key.strip("\"'") for key in re.findall(_KEY, written["keys"])) if written else ()
-        if written and written["header"]:
-            table = keys
-            yield (), keys
-        else:
-            yield table, table + keys if keys else ()
-
-
-def _table(
-    content: Mapping[str, object],
-    place: str,
-    lines: list[tuple[tuple[str, ...], tuple[str, ...]]],
-    table: tuple[str, ...],
-) -> Table:
+def _table(content: Mapping[str, object], place: str, source: str, table: tuple[str, ...] = ()) -> Table:
     """Return a table's values by key. Raises ConfigError for a key that is not a setting's name.
 
-    ``place``: the file's name. ``lines``: the file's, as ``_lines`` yields them. ``table``: the table's path; () for the whole file.
+    ``place``: the file's name. ``source``: its text. ``table``: the table's path in the file; () for the whole file.
     """
-    raw, known = {}, {**specs(), **({_CONSTANTS: None} if table or "/" in place else {})}
+    raw, known = {}, {*specs(), *([_CONSTANTS] if table or place.startswith(FUNCTIONS_FOLDER) else [])}
     for key, value in content.items():
-        path, depth = (*table, key), len(table) + 1
-        # Report the line if a search finds exactly one candidate.
-        found = [
-            number
-            for number, (inside, written) in enumerate(lines, 1)
-            if written[:depth] == path and len(inside) < depth
-        ]
-        origin = f"{place} line {found[0]}" if len(found) == 1 else place
+        line = _line_of(source, (*table, key))
+        origin = f"{place} line {line}" if line else place
         origin += f" [{'.'.join(table)}]" if table else ""
         if key not in known:
             raise _unknown(f"{origin}: ", key, known)
@@ -170,26 +147,30 @@ def _table(
     return raw
 
 
-def _function(
-    name: str,
-    content: Mapping[str, object],
-    place: str,
-    lines: list[tuple[tuple[str, ...], tuple[str, ...]]],
-    table: tuple[str, ...],
-    environ: Mapping[str, str],
-) -> Table:
+def _line_of(source: str, path: tuple[str, ...]) -> int | None:
+    """Return the number of the line of a TOML text that writes ``path``, if a search finds exactly one candidate."""
+    table: tuple[str, ...] = ()
+    found = []
+    for number, line in enumerate(source.splitlines(), 1):
+        if (match := _LINE.match(line)) is None:
+            continue
+        keys = tuple(key.strip("\"'") for key in re.findall(_KEY, match["keys"]))
+        table, written = (keys, keys) if match["header"] else (table, table + keys)
+        if written[: len(path)] == path and (match["header"] or len(table) < len(path)):
+            found.append(number)
+    return found[0] if len(found) == 1 else None
+
+
+def _function(name: str, raw: Table, environ: Mapping[str, str]) -> Table:
     """Return the values of one function's table or file; ``${VARIABLE}`` in a text stands for the variable's value.
 
     Raises ConfigError for a name or a key that a function cannot have, and for a variable that is not set.
     """
-    check_name(name, place)
-    raw = _table(content, place, lines, table)
+    check_name(name, f"{FUNCTIONS}.{name}")
     for key, (_, origin) in raw.items():
-        if key in {"pipeline", "handler_settings"} and (key == "pipeline" or _CONSTANTS in raw):
-            other = "the function's name is the pipeline's" if key == "pipeline" else f"{_CONSTANTS} gives it"
-            raise ConfigError(
-                f"{origin}: {key} cannot stand in a function's table: {other}.", advice="Leave it out."
-            )
+        if key == "pipeline" or (key == "handler_settings" and _CONSTANTS in raw):
+            given = f"the function's name, {name}," if key == "pipeline" else f"the key {_CONSTANTS}"
+            raise ConfigError(f"{origin}: {given} gives {key} already.", advice="Leave it out.")
         if key in specs() and specs()[key].server:
             raise ConfigError(
                 f"{origin}: {key} is a setting of the server, not of the function {name}.",

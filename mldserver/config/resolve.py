@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from mldserver.base.uris import redacted
 from mldserver.config.kinds import OnKeyFailure, TcpAddress, UnixAddress, is_local, pairs, show_size
 from mldserver.config.locations import (
     LEDGER_FILE,
-    DynamoPlace,
     OutPlace,
     RemoteOut,
     SqlitePlace,
@@ -210,49 +209,28 @@ def _below(out: OutPlace, name: str) -> OutPlace:
 
 def _check_clashes(functions: Sequence[Settings]) -> None:
     """Raise ConfigError if two functions use one address, folder or ledger file, or three read one DynamoDB stream."""
-    direct = [each for each in functions if isinstance(each.source, DynamoPlace)]
-    listening = [
-        each
-        for each in functions
-        if each not in direct and not (isinstance(each.listen, TcpAddress) and each.listen.port == 0)
-    ]
-    in_files = [each for each in functions if isinstance(each.ledger, SqlitePlace)]
-    _refuse_shared(listening, "listen", "listen at", lambda each: each.listen)
-    _refuse_shared(functions, "out", "have the folder", lambda each: each.out)
-    _refuse_shared(in_files, "ledger", "have the ledger", ledger_file)
-    for readers in _sharing(direct, lambda each: each.source):
-        if len(readers) > _READERS:
-            raise ConfigError(
-                f"The functions {_names(readers)} all read {readers[0].source}; AWS allows {_READERS} readers of a shard.",
-                advice="Read the stream in two functions at most, or let daemons read it for the others.",
-            )
-
-
-def _refuse_shared(
-    functions: Iterable[Settings], name: str, what: str, place: Callable[[Settings], object]
-) -> None:
-    for users in _sharing(functions, place):
-        if len(users) > 1:
-            raise ConfigError(
-                f"The functions {_names(users)} {what} {place(users[0])} ({users[-1].origin(name)}).",
-                advice=f"Give each function its own: {name} in its table.",
-            )
-
-
-def _sharing(functions: Iterable[Settings], place: Callable[[Settings], object]) -> list[list[Settings]]:
-    """Return the functions in groups that have the same place."""
-    groups: dict[object, list[Settings]] = {}
+    users: dict[tuple[str, object], list[Settings]] = {}
     for each in functions:
-        where = place(each)
-        if isinstance(where, Path):
-            where = os.path.normpath(where.absolute())
-        groups.setdefault(where, []).append(each)
-    return list(groups.values())
-
-
-def _names(functions: Sequence[Settings]) -> str:
-    *others, last = (each.pipeline for each in functions)
-    return f"{', '.join(others)} and {last}"
+        used: dict[str, object] = {"out": each.out}
+        if isinstance(each.ledger, SqlitePlace):
+            used["ledger"] = ledger_file(each)
+        if each.source != "mld":
+            used["source"] = each.source
+        elif isinstance(each.listen, UnixAddress) or each.listen.port:
+            used["listen"] = each.listen
+        for name, place in used.items():
+            whole = os.path.normpath(place.absolute()) if isinstance(place, Path) else place
+            users.setdefault((name, whole), []).append(each)
+    for (name, place), those in users.items():
+        if len(those) > (_READERS if name == "source" else 1):
+            names = " and ".join(each.pipeline for each in those)
+            advice = f"Give each function its own: {name} in its table."
+            if name == "source":
+                advice = f"AWS allows {_READERS} readers of a shard: let daemons read it for the others."
+            raise ConfigError(
+                f"The functions {names} have the same {name}: {place} ({those[-1].origin(name)}).",
+                advice=advice,
+            )
 
 
 def _origins(raw: Table) -> dict[str, str]:

@@ -126,10 +126,6 @@ def test_constants_of_a_function_are_its_settings(tmp_path: Path) -> None:
     assert given["orders"].handler_settings == {"threshold": "20"}
     assert given["orders"].origin("handler_settings") == "mldserver.toml line 5 [functions.orders]"
     assert given["departures"].handler_settings == {}
-    both = two(orders='settings = { a = "1" }\nhandler_settings = { a = "2" }')
-    assert "handler_settings cannot stand in a function's table: settings gives it." in refusal(
-        written(tmp_path, both)
-    )
 
 
 def test_a_function_takes_secrets_from_variables(tmp_path: Path) -> None:
@@ -258,15 +254,15 @@ def test_handlers_of_the_command_line_replace_the_one_of_a_variable(tmp_path: Pa
     [
         (
             two(departures='listen = ":7001"'),
-            "The functions orders and departures listen at 127.0.0.1:7001 (mldserver.toml line 8 [functions.departures]).",
+            "The functions orders and departures have the same listen: 127.0.0.1:7001 (mldserver.toml line 8 [functions.departures]).",
         ),
         (
             two(orders='out = "x/same"', departures='out = "x/../x/same"'),
-            "The functions orders and departures have the folder x/same",
+            "The functions orders and departures have the same out: ",
         ),
         (
             two(orders='ledger = "sqlite:/l"', departures='ledger = "sqlite:/l"'),
-            "The functions orders and departures have the ledger /l",
+            "The functions orders and departures have the same ledger: /l",
         ),
         (
             two('handler = "a.b"'),
@@ -278,7 +274,11 @@ def test_handlers_of_the_command_line_replace_the_one_of_a_variable(tmp_path: Pa
         ),
         (
             two(orders='pipeline = "p"'),
-            "mldserver.toml line 5 [functions.orders]: pipeline cannot stand in a function's table",
+            "mldserver.toml line 5 [functions.orders]: the function's name, orders, gives pipeline already.",
+        ),
+        (
+            two(orders='settings = { a = "1" }\nhandler_settings = { a = "2" }'),
+            "mldserver.toml line 6 [functions.orders]: the key settings gives handler_settings already.",
         ),
         (
             two(orders="attemps = 3"),
@@ -289,7 +289,7 @@ def test_handlers_of_the_command_line_replace_the_one_of_a_variable(tmp_path: Pa
             "attempts = 0 (mldserver.toml line 5 [functions.orders]) is not possible",
         ),
         (two() + "[functions.trips]\nattempts = 3\nlisten = ':1'", "The function trips has no handler."),
-        ('[functions."a-b"]\nhandler = "a.b"', "mldserver.toml: a function cannot have the name 'a-b'."),
+        ('[functions."a-b"]\nhandler = "a.b"', "functions.a-b: a function cannot have the name 'a-b'."),
         ("functions = 3", "mldserver.toml: functions has an entry that is not a table."),
         ("[functions]\norders = 3", "mldserver.toml: functions has an entry that is not a table."),
     ],
@@ -301,7 +301,7 @@ def test_what_cannot_run_in_one_server_is_refused(tmp_path: Path, text: str, err
 def test_the_default_address_is_one_functions_only(tmp_path: Path) -> None:
     text = '[functions.a]\nhandler = "a.b"\n[functions.b]\nhandler = "a.b"\n'
     assert refusal(written(tmp_path, text)) == (
-        "The functions a and b listen at 127.0.0.1:7070 (default). Give each function its own: listen in its table."
+        "The functions a and b have the same listen: 127.0.0.1:7070 (default). Give each function its own: listen in its table."
     )
 
 
@@ -310,7 +310,7 @@ def test_a_third_reader_of_a_dynamodb_stream_is_refused(tmp_path: Path) -> None:
     assert len(functions(written(tmp_path, table.format("a") + table.format("b")))) == 2
     text = "".join(map(table.format, "abc"))
     assert refusal(written(tmp_path, text)).startswith(
-        "The functions a, b and c all read dynamodb://orders?region=r; AWS allows 2 readers of a shard."
+        "The functions a and b and c have the same source: dynamodb://orders?region=r (mldserver.toml line 9 [functions.c])."
     )
 
 
@@ -332,7 +332,7 @@ def test_handlers_of_one_name_need_tables(tmp_path: Path) -> None:
         "Two handlers of the command line have the name orders."
     )
     assert "a function cannot have the name '_b'" in refusal(tmp_path, "a", "a:_b")
-    assert "listen at unix:/s" in refusal(tmp_path, "a", "b", listen="unix:/s")
+    assert "have the same listen: unix:/s" in refusal(tmp_path, "a", "b", listen="unix:/s")
 
 
 # Tools
