@@ -11,7 +11,15 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mldserver"
 
-ABOVE_ALL = ("assembly", "admin.gather", "admin.acts", "server", "testing", "conformance", "cli")
+ABOVE_ALL = (
+    "assembly",
+    "admin.gather",
+    "admin.acts",
+    "server",
+    "testing",
+    "conformance",
+    "cli",
+)
 """Rooms that put the others together, from the ground up: each may import all that is below it."""
 
 _SETTINGS = ("config.settings", "config.kinds")
@@ -120,7 +128,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "observe.logging",
     ),
     "kcl": ("", "errors", "base", "children", "config", "spark.java"),
-    "functions": ("errors", "base", "config", "handler", "ledger", "output", "workers"),
+    "versions": (
+        *("errors", "base", "handler", "runtime", "workers", "output", "ledger.contract"),
+        *("coordinator.shards", "jobs.engine"),
+    ),
+    "functions": ("errors", "base", "config", "ledger.contract", "handler", "runtime", "workers", "versions"),
     "__main__": ("cli",),
     **dict.fromkeys(ABOVE_ALL, ("*",)),
 }

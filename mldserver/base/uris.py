@@ -30,7 +30,8 @@ NOTHING_RENAMED: Final = frozenset({"s3", "gcs", "abfs"})
 _CONTAINERS: Final = frozenset({"abfs", "abfss"})
 """Where the user's place in a URI names a container, for Hadoop as for pyarrow."""
 
-_HIDDEN: Final = "…"
+HIDDEN: Final = "…"
+"""Stands for a secret where a setting is shown."""
 
 
 def local_path(given: str) -> Path:
@@ -149,13 +150,13 @@ _SHORTEST = 6
 def redacted(text: str) -> str:
     """Return a URL of any kind, JDBC's and Spark Connect's too, without its user, its password and its secret options."""
     if text.startswith("sc://"):
-        return _CONNECT_OPTION.sub(rf";\1{_HIDDEN}", text)
+        return _CONNECT_OPTION.sub(rf";\1{HIDDEN}", text)
     copied_to, shown = 0, list[str]()
     for value in _secret_values(text):
-        shown += text[copied_to : value.start()], _HIDDEN
+        shown += text[copied_to : value.start()], HIDDEN
         copied_to = value.end()
     text = _UNTIL_AT.sub(_without_users, "".join([*shown, text[copied_to:]]))
-    return _ORACLE_LOGIN.sub(rf"\1{_HIDDEN}@", text)
+    return _ORACLE_LOGIN.sub(rf"\1{HIDDEN}@", text)
 
 
 def _secret_values(text: str) -> Iterator[re.Match[str]]:
@@ -197,7 +198,7 @@ def _without_user(found: re.Match[str]) -> str:
     user, password = (first or second for first, second in zip(parts[:2], parts[2:], strict=True))
     shown_user = user if scheme.removesuffix(":") in _CONTAINERS else ""
     colon = ":" if shown_user and password else ""
-    return f"{scheme}//{shown_user}{colon}{_HIDDEN if password or not shown_user else ''}@"
+    return f"{scheme}//{shown_user}{colon}{HIDDEN if password or not shown_user else ''}@"
 
 
 def secrets_of(value: Mapping[str, str]) -> dict[str, str]:
@@ -208,7 +209,7 @@ def secrets_of(value: Mapping[str, str]) -> dict[str, str]:
 def redacted_pairs(value: Mapping[str, str]) -> dict[str, str]:
     """Return pairs without the values that are secret, and without what opens a URL in the others."""
     secret = secrets_of(value)
-    return {redacted(key): _HIDDEN if key in secret else redacted(item) for key, item in value.items()}
+    return {redacted(key): HIDDEN if key in secret else redacted(item) for key, item in value.items()}
 
 
 def secrets_in(*found: str | Mapping[str, str]) -> set[str]:
@@ -239,10 +240,10 @@ def redaction(secrets: Iterable[str], *, in_json: bool = False) -> Callable[[str
     # The longest first: one may begin as another does.
     found = sorted(wanted, key=len, reverse=True)
     pattern = f"(?:{'|'.join(map(re.escape, found))})" + (r'(?![^"\\]*":)' if in_json else "")
-    return partial(re.compile(pattern).sub, _HIDDEN)
+    return partial(re.compile(pattern).sub, HIDDEN)
 
 
 def redacted_option(option: str) -> str:
     """Return an option of the JVM such as ``-Daws.secretAccessKey=…`` without its value, where that is secret."""
     name, equals, _ = option.partition("=")
-    return f"{name}={_HIDDEN}" if equals and _SECRET_NAME.search(option) else option
+    return f"{name}={HIDDEN}" if equals and _SECRET_NAME.search(option) else option

@@ -1,1 +1,1 @@
-"""A function's life: its versions, packages and commands."""
+"""The functions of a server: their life, their commands, and packages of them."""

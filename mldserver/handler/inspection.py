@@ -17,6 +17,7 @@ from mldserver.handler.changes import ChangeHandler, ChangeHooks
 from mldserver.handler.context import Context
 from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
+from mldserver.handler.kept_modules import KeptModules
 from mldserver.handler.loader import Loaded, load, relative
 from mldserver.handler.spec import (
     RECORD_COLUMN,
@@ -62,18 +63,26 @@ _NAMES: Final = (
 
 
 def load_spec(
-    path: str, *, directory: str | Path | None = None, retention_ms: int | None = None
+    path: str,
+    *,
+    directory: str | Path | None = None,
+    retention_ms: int | None = None,
+    code: dict[str, tuple[str, bytes]] | None = None,
 ) -> HandlerSpec:
     """Import the handler at a dotted path and check it; ``retention_ms`` is the stream's, when it is known.
 
+    ``code``: modules that this process imports from now on, whatever is on its path (``HandlerSpec.code``).
+
     Raises HandlerNotFound when the path leads nowhere, and HandlerInvalid with every problem found.
     """
+    if code:
+        KeptModules(code).begin()
     loaded = load(path, directory=directory)
     spec, findings = inspect_handler(loaded, retention_ms=retention_ms)
     if spec is None:
         errors = [str(finding) for finding in findings if finding.is_error]
         raise HandlerInvalid("\n".join(errors), handler=path)
-    return replace(spec, code=loaded.code())
+    return replace(spec, code=code or loaded.code())
 
 
 def inspect_handler(

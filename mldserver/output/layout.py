@@ -7,7 +7,7 @@
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained (``joined.py`` too)
     <out>/_mldserver/state/                     changes of keyed state (``coordinator/core/state_files.py``)
-    <out>/_mldserver/code/<sha>.zip             versions of the handler's code (``functions/versions.py``)
+    <out>/_mldserver/code/<sha>.zip             versions of the handler's code (``versions/code.py``)
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
     <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them

@@ -107,11 +107,11 @@ class Child:
         """Load the handler, then run its background work until the socket closes."""
         start = await self._start
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
-        if start.code:
-            KeptModules(start.code).begin()
         with forwarding_logs(self._end, start.log_level) as forwarder:
             try:
-                spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
+                spec = await asyncio.to_thread(
+                    load_spec, start.handler, directory=start.directory, code=start.code
+                )
                 if not start.code:
                     # What its hooks import later must be what the processes after it import.
                     KeptModules(spec.code).begin()

@@ -81,8 +81,8 @@ class StandbyWorkers:
                 _report(_loading(gone), _FIRST_PAUSE_SECONDS)
                 await self._clock.sleep(_FIRST_PAUSE_SECONDS)
             else:
-                self._start = replace(self._start, code=self._start.code or loaded.code)
-                return replace(loaded, code=self._start.code)
+                self._start = replace(self._start, code=loaded.code)
+                return loaded
         raise AssertionError("the last attempt returns or raises")
 
     @contextlib.asynccontextmanager
@@ -112,7 +112,6 @@ class StandbyWorkers:
                     raise HandlerInvalid(_TOO_LONG) from None
                 except WorkerGone as gone:
                     raise HandlerInvalid(_loading(gone), advice="`mldserver check` says where.") from gone
-                loaded[-1] = replace(loaded[-1], code=start.code or loaded[-1].code)
                 start = replace(start, code=loaded[0].code)
             if any(each != loaded[0] for each in loaded):
                 raise HandlerInvalid("The handler has changed while it was loaded.", advice="Ask again.")

@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
 
 from mldserver.errors import OperatorError
-from mldserver.functions.archive import archive, unarchived
 from mldserver.output.layout import CODE
 from mldserver.output.store import OutputStore
+from mldserver.versions.archive import archive, unarchived
 
 Code: TypeAlias = dict[str, tuple[str, bytes]]
 """File and text of modules by name, as in ``HandlerSpec.code``."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mldserver.errors import OperatorError
-from mldserver.functions import archive as archives
-from mldserver.functions.archive import archive, unarchived
-from mldserver.functions.versions import Code, code_path, pack, read_code, store_code, unpack
 from mldserver.output.store import OutputStore
+from mldserver.versions import archive as archives
+from mldserver.versions.archive import archive, unarchived
+from mldserver.versions.code import Code, code_path, pack, read_code, store_code, unpack
 
 pytestmark = pytest.mark.quick
 
@@ -112,7 +112,7 @@ def test_code_that_is_gone_or_damaged_is_named_with_the_next_step(store: OutputS
 IMPORTS = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from mldserver.functions.versions import read_code
+from mldserver.versions.code import read_code
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.output.store import OutputStore
 KeptModules(read_code(OutputStore(sys.argv[1]), sys.argv[3])).begin()
