@@ -188,6 +188,8 @@ class Gatherer:
         """The most that the event loop was late since the last document."""
         self._pause_ended_ms: int | None = None
         """When the last pause ended; None before the first one."""
+        self._unreadable: dict[str, str] = {}
+        """Why the status of a function could not be read last time."""
 
     async def pause(self, seconds: float = 1.0) -> None:
         """Sleep for at least ``seconds`` between two documents, and measure how late the event loop wakes meanwhile.
@@ -257,14 +259,29 @@ class Gatherer:
         ``stops`` while it stops. ``failure`` is why the function does not run, or why its parts cannot be read: the document
         then has only what is known without them.
         """
-        stopping, stage = stage.startswith("stops"), f"the server {stage}"
         life |= {"pipeline": settings.pipeline, "handler": settings.handler}
-        if parts is None or failure:
-            return document.FunctionStatus(
-                server_id=settings.server_id or "", reasons=(failure or stage,), **life
-            )
+        if parts is not None and not failure:
+            try:
+                status = self._running(settings, parts, stage, life)
+            except Exception as error:
+                failure = f"the status cannot be collected: {type(error).__name__}: {error}"
+                if failure != self._unreadable.get(settings.pipeline):
+                    log.exception("admin.failed", did="Its readiness is red; the function continues.")
+                self._unreadable[settings.pipeline] = failure
+            else:
+                return status
+        return document.FunctionStatus(
+            server_id=settings.server_id or "", reasons=(failure or f"the server {stage}",), **life
+        )
+
+    def _running(
+        self, settings: Settings, parts: Parts, stage: str, life: Mapping[str, Any]
+    ) -> document.FunctionStatus:
+        """Return the status of a function that runs. Arguments as for ``function``."""
         source, coordinator = parts.source.status(), parts.coordinator.status()
-        reasons = (stage,) if stopping else tuple(reason for reason, _ in unready(parts, coordinator))
+        reasons = tuple(reason for reason, _ in unready(parts, coordinator))
+        if stage.startswith("stops"):
+            reasons = (f"the server {stage}",)
         counts, runtime, runner = source.counts, parts.runtime, parts.runner
         workers: tuple[document.WorkerRow, ...] = ()
         worker_of: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The last hour of a running server, for its page: one point for each ten seconds of status documents."""
+"""The last hour of a function of a running server, for its page: one point for each ten seconds of status documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from mldserver.status_document import SECONDS, Histogram, Status
+from mldserver.status_document import SECONDS, FunctionStatus, Histogram, Status, Totals
 
 __all__ = ["History", "Point", "quantile"]
 
@@ -19,11 +19,11 @@ POINTS: Final = 360
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
-    """What a server did in the ten seconds before an instant. Names end in their unit, as in ``Status``."""
+    """What a function did in the ten seconds before an instant. Names end in their unit, as in ``Status``."""
 
     at_ms: int
     ready: bool
-    """Whether the server was ready in every document."""
+    """Whether the function was ready in every document."""
     records_per_second: float
     rows_per_second: float
     bytes_per_second: float
@@ -40,33 +40,38 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class History:
-    """The points of the last hour, in bounded memory. ``_previous`` is the status at the last point."""
+    """The points of the last hour, in bounded memory. ``_previous`` is the server and the function at the last point."""
 
     _points: deque[Point] = field(default_factory=lambda: deque(maxlen=POINTS))
-    _previous: Status | None = None
+    _previous: tuple[Status, FunctionStatus] | None = None
     _ready: bool = True
     _lag_ms: int | None = None
     _loop_lag_seconds: float = 0.0
 
-    def add(self, status: Status) -> None:
-        """Add the status of this second. After ten seconds, add a point: rates since the last one, and the worst values."""
-        previous = self._previous
+    def add(self, status: Status, function: FunctionStatus) -> None:
+        """Add the status of this second: of the server and of the function.
+
+        After ten seconds, add a point: rates since the last one, and the worst values.
+        """
         if (
-            previous is None
-            or status.started_ms != previous.started_ms
-            or status.taken_ms < previous.taken_ms
+            self._previous is None
+            or status.started_ms != self._previous[0].started_ms
+            or status.taken_ms < self._previous[0].taken_ms
         ):
             # The clock was set back, or another server answers: no rate can be computed, and the hour starts again.
             self._points.clear()
         else:
-            lags = (self._lag_ms, *(shard.lag_ms for shard in status.shards))
-            self._ready &= status.ready
+            lags = (self._lag_ms, *(shard.lag_ms for shard in function.shards))
+            self._ready &= function.ready
             self._lag_ms = max((lag for lag in lags if lag is not None), default=None)
             self._loop_lag_seconds = max(self._loop_lag_seconds, status.loop_lag_seconds)
-            if status.taken_ms - previous.taken_ms < POINT_MS:
+            ago, previous = self._previous
+            if status.taken_ms - ago.taken_ms < POINT_MS:
                 return
-            seconds = (status.taken_ms - previous.taken_ms) / 1000
-            before, now = previous.totals, status.totals
+            seconds = (status.taken_ms - ago.taken_ms) / 1000
+            before, now = previous.totals, function.totals
+            if now.batches < before.batches or now.records < before.records:
+                before = Totals()  # the function began again
             self._points.append(
                 Point(
                     at_ms=status.taken_ms,
@@ -74,16 +79,16 @@ class History:
                     records_per_second=round((now.records - before.records) / seconds, 1),
                     rows_per_second=round((now.rows - before.rows) / seconds, 1),
                     bytes_per_second=round((now.bytes - before.bytes) / seconds, 1),
-                    median_seconds=quantile(0.5, previous.batch_seconds, status.batch_seconds),
-                    p99_seconds=quantile(0.99, previous.batch_seconds, status.batch_seconds),
+                    median_seconds=quantile(0.5, previous.batch_seconds, function.batch_seconds),
+                    p99_seconds=quantile(0.99, previous.batch_seconds, function.batch_seconds),
                     lag_ms=self._lag_ms,
-                    watermark_ms=status.watermark.at_ms,
+                    watermark_ms=function.watermark.at_ms,
                     dead_letters=now.dead_letters - before.dead_letters,
                     loop_lag_seconds=round(self._loop_lag_seconds, 4),
                     resident_bytes=status.resident_bytes,
                 )
             )
-        self._previous = status
+        self._previous = status, function
         self._ready, self._lag_ms, self._loop_lag_seconds = True, None, 0.0
 
     def json(self) -> bytes:

@@ -1,7 +1,8 @@
 """The status document as metrics for Prometheus: one table says what each is called, where it is read, and what it means.
 
-Names follow Prometheus' conventions: base units, ``_total`` for what only grows. Labels are bounded: shards beyond
-``MOST_SHARDS`` are one series, ``other``, which shows the worst of them.
+Names follow Prometheus' conventions: base units, ``_total`` for what only grows. Each series of a function has the label
+``function``; those of the server have not. Labels are bounded: a function's shards beyond ``MOST_SHARDS`` are one series,
+``other``, which shows the worst of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from mldserver.status_document import SECONDS, Status
+from mldserver.status_document import SECONDS, FunctionStatus, Status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -34,10 +35,12 @@ PREFIX: Final = "mldserver_"
 TABLE: Final = """
 info  INFO
     What runs: version, pipeline, handler and its version, server and host.
-ready  ready
-    1 while the server is ready.
+ready  READY
+    1 while the function is ready; no series while it is undeployed.
+function_state  LIFECYCLE
+    1 for the state of the function's life cycle, such as deployed, paused or failed.
 paused  paused
-    1 while an operator has paused all shards.
+    1 while an operator has paused all shards of the function.
 status_timestamp_seconds  taken_ms
     When this status was collected, since the epoch.
 start_time_seconds  started_ms
@@ -239,8 +242,10 @@ class Metric(NamedTuple):
     """``counter``, ``gauge``, ``histogram`` or ``info``."""
     labels: tuple[str, ...]
     help: str
-    read: Callable[[Status], list[Series]]
-    """Returns nothing where there is nothing to report."""
+    of_server: bool
+    """Whether there is one for the server, and not one for each function."""
+    read: Callable[[Status, FunctionStatus], list[Series]]
+    """Returns nothing where there is nothing to report of a function of a server."""
 
 
 _LABELS: Final = {
@@ -248,6 +253,7 @@ _LABELS: Final = {
     "SHARDS": ("state",),
     "WINDOWS": ("state",),
     "HOLDER": ("shard", "server", "reason"),
+    "LIFECYCLE": ("state",),
     "failures": ("error",),
     "connections": ("state",),
     "shards": ("shard",),
@@ -260,6 +266,11 @@ _KINDS: Final = {
     "info": "info",
 }
 """Of metrics that are neither counters nor gauges."""
+_OF_SERVER: Final = {
+    *(set(Status.__struct_fields__) - set(FunctionStatus.__struct_fields__)),
+    *("totals.log_lines_lost", "totals.spark_starts", "totals.spark_lost"),
+}
+"""Fields of the table, or their sections, that are facts of the server."""
 
 
 def _field_value(within: Any, field: str) -> Any:
@@ -270,70 +281,81 @@ def _field_value(within: Any, field: str) -> Any:
     return value / 1000 if field.endswith("_ms") and value is not None else value
 
 
-def _single_value(field: str, status: Status) -> Any:
-    """Return the value of a metric without labels. ``field``: as in ``TABLE``. None: the status has no value for it."""
+def _single_value(field: str, status: Status, function: FunctionStatus) -> Any:
+    """Return the value of a metric without labels. ``field``: as in ``TABLE``. None: the function has no value for it."""
     if field == "INFO":
-        names = ("version", "pipeline", "handler", "handler_version", "server_id", "host")
-        return {name: getattr(status, name) for name in names}
+        names = ("pipeline", "handler", "handler_version", "server_id")
+        about = {name: getattr(function, name) for name in names}
+        return about | {"version": status.version, "host": status.host}
+    if field == "READY":
+        return function.ready if function.is_wanted else None
     if field == "OLDEST_WINDOW":
-        return status.windows.oldest_age_seconds or 0.0
+        return function.windows.oldest_age_seconds or 0.0
     if field == "SERVERS":
-        return len(status.servers)
+        return len(function.servers)
     if field == "WATERMARK_LAG":
-        at_ms = status.watermark.at_ms
+        at_ms = function.watermark.at_ms
         return None if at_ms is None else (status.taken_ms - at_ms) / 1000
-    return _field_value(status, field)
+    return _field_value(function, field)
 
 
-def _read_series(field: str, status: Status) -> list[Series]:
-    """Return all series of one metric: pairs of label values and a value. ``field``: as in ``TABLE``."""
+def _read_series(field: str, status: Status, function: FunctionStatus) -> list[Series]:
+    """Return all series of one metric: pairs of label values and a value. ``field``: as in ``TABLE``.
+
+    ``function`` is a function of the server, or the server's ``status`` for a metric of the server.
+    """
     section, _, inner = field.partition(".")
     counts: Mapping[str, float]  # by the value of the metric's only label
     match section:
         case "shards":
-            values = [(shard.id, _field_value(shard, inner)) for shard in status.shards]
+            values = [(shard.id, _field_value(shard, inner)) for shard in function.shards]
             known = [(shard_id, value) for shard_id, value in values if value is not None]
             # Shards beyond the limit are one series, "other", with the worst value. A shard that has this name comes last.
             known.sort(key=lambda pair: pair[0] == "other")
             others = [value for _, value in known[MOST_SHARDS:]]
             counts = dict(known[:MOST_SHARDS]) | ({"other": max(others)} if others else {})
         case "workers":
-            counts = {str(worker.number): _field_value(worker, inner) for worker in status.workers}
+            counts = {str(worker.number): _field_value(worker, inner) for worker in function.workers}
         case "budgets":
-            counts = {name: _field_value(budget, inner) for name, budget in status.budgets.items()}
+            counts = {name: _field_value(budget, inner) for name, budget in function.budgets.items()}
         case "OUTCOMES":
-            totals = status.totals
+            totals = function.totals
             counts = {
                 "dead_letter": totals.dead_letters,
                 "skipped": totals.skipped,
                 "discarded": totals.discarded,
             }
         case "SHARDS":
-            states = Counter(shard.state for shard in status.shards)
+            states = Counter(shard.state for shard in function.shards)
             names = ("connected", "held", "paused", "missing", "left_out", "ended")
             counts = {name: states[name] for name in names}
         case "WINDOWS":
-            windows = status.windows
+            windows = function.windows
             counts = {"open": windows.open, "computing": windows.waiting, "halted": len(windows.halted)}
         case "failures" | "connections":
-            counts = getattr(status, field)
+            counts = getattr(function, field)
         case "HOLDER":
-            mark = status.watermark
+            mark = function.watermark
             return [((mark.held_by or "", mark.server or "", mark.reason), 1)]
+        case "LIFECYCLE":
+            counts = {function.lifecycle: 1}
         case _:
-            value = _single_value(field, status)
+            value = _single_value(field, status, function)
             return [] if value is None else [((), value)]
     return [((name,), count) for name, count in counts.items()]
 
 
+def _metric(name: str, field: str, meaning: str) -> Metric:
+    """Return the metric of one entry of ``TABLE``."""
+    section = field.partition(".")[0]
+    of_server = field in _OF_SERVER or section in _OF_SERVER
+    kind = _KINDS.get(name, "counter" if name.endswith("_total") else "gauge")
+    labels = (*(() if of_server else ("function",)), *_LABELS.get(section, ()))
+    return Metric(PREFIX + name, kind, labels, meaning, of_server, partial(_read_series, field))
+
+
 METRICS: Final = {
-    PREFIX + name: Metric(
-        PREFIX + name,
-        _KINDS.get(name, "counter" if name.endswith("_total") else "gauge"),
-        _LABELS.get(field.partition(".")[0], ()),
-        meaning,
-        partial(_read_series, field),
-    )
+    PREFIX + name: _metric(name, field, meaning)
     for name, field, meaning in re.findall(r"^(\w+)  ([\w.]+)\n    (.+)$", TABLE, re.MULTILINE)
 }
 
@@ -360,20 +382,35 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield each metric that has a value, with its series, as the library's class for its kind."""
+        status = self._status
         for metric in METRICS.values():
-            series = metric.read(self._status)
-            if not series:
-                continue
-            value = series[0][1]
-            if metric.kind == "info":
-                yield InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, value)
-            elif metric.kind == "histogram":
-                # Prometheus counts in each bucket all values up to its bound.
-                buckets = zip((*map(str, SECONDS), "+Inf"), accumulate(value.counts), strict=True)
-                yield HistogramMetricFamily(metric.name, metric.help, list(buckets), value.sum_seconds)
+            series: list[Series] = []
+            if metric.of_server:
+                series = metric.read(status, status)
             else:
-                family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                family = family_class(metric.name, metric.help, labels=metric.labels)
-                for labels, value in series:
-                    family.add_metric(labels, value)
-                yield family
+                for name, function in status.by_name.items():
+                    read = metric.read(status, function)
+                    series += [((name, *values), value) for values, value in read]
+            if series:
+                yield _family(metric, series)
+
+
+def _family(metric: Metric, series: list[Series]) -> Family:
+    """Return a metric with its series as the library's class for its kind."""
+    if metric.kind == "info":
+        info = InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, labels=metric.labels)
+        for values, about in series:
+            info.add_metric(values, about)
+        return info
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for values, durations in series:
+            # Prometheus counts in each bucket all values up to its bound.
+            buckets = zip((*map(str, SECONDS), "+Inf"), accumulate(durations.counts), strict=True)
+            histogram.add_metric(values, list(buckets), durations.sum_seconds)
+        return histogram
+    family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = family_class(metric.name, metric.help, labels=metric.labels)
+    for values, value in series:
+        family.add_metric(values, value)
+    return family

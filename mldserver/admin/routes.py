@@ -4,7 +4,8 @@ GET  /         the page                  GET  /status    the status document, as
 GET  /livez    200: the event loop runs  GET  /events    the same document, as server-sent events
 GET  /healthz  the same as /livez        GET  /metrics   for Prometheus
 GET  /readyz   200, or 503 with reasons  GET  /history   the last hour, for the page
-POST /act/NAME {"argument": "…"}: steers the server; only over its Unix socket
+``/readyz/FUNCTION`` and ``/history/FUNCTION`` show one function. ``POST /act/NAME {"argument": "…", "function": "…"}`` steers the
+server; only over its Unix socket.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mldserver.admin.http_listener import ANSWER_SECONDS, Access, Connection
 from mldserver.admin.status_feed import StatusFeed
 from mldserver.base.folding import Folding
 from mldserver.config.kinds import is_loopback
-from mldserver.status_document import Status
+from mldserver.status_document import FunctionStatus, Status
 
 log = structlog.get_logger("mldserver")
 
@@ -98,9 +99,11 @@ class Routes:
                 web.get("/livez", self._show_liveness),
                 web.get("/healthz", self._show_liveness),
                 web.get("/readyz", self._show_readiness),
+                web.get("/readyz/{function}", self._show_readiness_of_function),
                 web.get("/status", self._show_status),
                 web.get("/events", self._stream_events, allow_head=False),
                 web.get("/history", self._show_history),
+                web.get("/history/{function}", self._show_history),
                 web.get("/metrics", self._show_metrics),
                 web.post("/act/{name:.*}", self._handle_act),
             ]
@@ -166,19 +169,21 @@ class Routes:
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
         status = self._feed.status
-        ready = status is not None and status.ready
-        if _connection(request).listener.access is Access.METRICS:
-            return _json(200 if ready else 503, ready=ready)
-        reasons = ("the server starts",) if status is None else status.reasons
-        return _json(200 if ready else 503, ready=ready, reasons=reasons)
+        if status is None:
+            return _readiness(request, ready=False, reasons=("the server starts",))
+        return _readiness(request, ready=status.ready, reasons=status.reasons)
+
+    async def _show_readiness_of_function(self, request: web.Request) -> web.Response:
+        _, function = self._require_function(request)
+        return _readiness(request, ready=function.ready, reasons=function.reasons)
 
     async def _show_status(self, _request: web.Request) -> web.Response:
         self._require_status()
         return _body(self._feed.json(), "application/json")
 
-    async def _show_history(self, _request: web.Request) -> web.Response:
-        self._require_status()
-        return _body(self._feed.history(), "application/json")
+    async def _show_history(self, request: web.Request) -> web.Response:
+        name, _ = self._require_function(request)
+        return _body(self._feed.history(name), "application/json")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         kind = metrics.content_type(request.headers.get(hdrs.ACCEPT, ""))
@@ -189,6 +194,15 @@ class Routes:
         if status is None:
             raise _RequestRefused(503, "The server has only just started: there is no status yet.")
         return status
+
+    def _require_function(self, request: web.Request) -> tuple[str, FunctionStatus]:
+        """Return the function that the path names, or the only one, with its name. Raises _RequestRefused."""
+        functions = self._require_status().by_name
+        name = request.match_info.get("function") or next(iter(functions))
+        if name not in functions or ("function" not in request.match_info and len(functions) > 1):
+            known = ", ".join(functions)
+            raise _RequestRefused(404, f"Name a function of this server after the path: {known}.")
+        return name, functions[name]
 
     async def _stream_events(self, request: web.Request) -> web.StreamResponse:
         """Send each status document when it comes. A slow reader misses some; a stuck reader is disconnected."""
@@ -246,6 +260,14 @@ class Routes:
         )
 
 
+def _readiness(request: web.Request, *, ready: bool, reasons: tuple[str, ...]) -> web.Response:
+    """Return the response to a probe, without the reasons on the address for metrics."""
+    code = 200 if ready else 503
+    if _connection(request).listener.access is Access.METRICS:
+        return _json(code, ready=ready)
+    return _json(code, ready=ready, reasons=reasons)
+
+
 def _connection(request: web.Request) -> Connection:
     assert isinstance(request.protocol, Connection), "HttpListener accepts all connections"
     return request.protocol
@@ -255,7 +277,7 @@ def _check_permission(request: web.Request, connection: Connection) -> None:
     """Raise _RequestRefused if the client may not make this request."""
     access = connection.listener.access
     if access is Access.METRICS:
-        if request.path not in _FOR_METRICS:
+        if request.path not in _FOR_METRICS and not request.path.startswith("/readyz/"):
             raise _RequestRefused(404, f"There is no {request.path} here, but {', '.join(_FOR_METRICS)}.")
     elif not connection.is_permitted and access is Access.STEER:
         raise _RequestRefused(403, "Only the server's own user and root may use its Unix socket.")

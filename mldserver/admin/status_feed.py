@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -29,7 +30,8 @@ class StatusFeed:
         self._hide = hide
         self._failure = ""
         self._latest: Status | None = None
-        self._history = History()
+        self._histories: defaultdict[str, History] = defaultdict(History)
+        """Of each function."""
         self._made: dict[str, bytes] = {}
         self._shown: Status | None = None
         self.renewed = Flag()
@@ -60,7 +62,8 @@ class StatusFeed:
     def show(self, status: Status) -> None:
         """Replace the latest status."""
         self._latest, self._shown, self._made = status, None, {}
-        self._history.add(status)
+        for name, function in status.by_name.items():
+            self._histories[name].add(status, function)
         renewed, self.renewed = self.renewed, Flag()
         renewed.set()
 
@@ -79,9 +82,9 @@ class StatusFeed:
         """Return the latest status as a server-sent event."""
         return self._once("event", lambda: b"event: status\ndata: %b\n\n" % self.json())
 
-    def history(self) -> bytes:
-        """Return the last hour as JSON."""
-        return self._once("history", self._history.json)
+    def history(self, function: str) -> bytes:
+        """Return the last hour of a function as JSON."""
+        return self._once(f"history of {function}", self._histories[function].json)
 
     def metrics(self, status: Status, kind: str) -> bytes:
         """Return ``status``, which must be the latest one, as metrics in the format of the content type ``kind``."""

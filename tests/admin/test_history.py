@@ -38,6 +38,11 @@ def batches(**counts: int) -> Histogram:
     return Histogram(counts=tuple(per_bucket))
 
 
+def add(history: History, document: Status) -> None:
+    """Add a server with one function, whose fields are at the top."""
+    history.add(document, document)
+
+
 def told(history: History) -> dict[str, list[Any]]:
     return msgspec.json.decode(history.json(), type=dict[str, list[Any]])
 
@@ -45,7 +50,8 @@ def told(history: History) -> dict[str, list[Any]]:
 def test_ten_seconds_of_documents_are_one_point_of_rates() -> None:
     history = History()
     for second in range(20):
-        history.add(
+        add(
+            history,
             status(
                 second,
                 totals=Totals(
@@ -53,7 +59,7 @@ def test_ten_seconds_of_documents_are_one_point_of_rates() -> None:
                 ),
                 watermark=WatermarkSection(at_ms=BEGIN + second),
                 resident_bytes=7,
-            )
+            ),
         )
     points = told(history)
     assert points["at_ms"] == [BEGIN + 10_000]
@@ -69,10 +75,10 @@ def test_ten_seconds_of_documents_are_one_point_of_rates() -> None:
 
 def test_the_worst_of_the_ten_seconds_is_kept() -> None:
     history = History()
-    history.add(status(0))
-    history.add(status(3, ready=False, lags=(None, 900), loop_lag_seconds=0.25))
-    history.add(status(10, lags=(40, 30), loop_lag_seconds=0.001))
-    history.add(status(20, lags=(40, 30), loop_lag_seconds=0.002))
+    add(history, status(0))
+    add(history, status(3, ready=False, lags=(None, 900), loop_lag_seconds=0.25))
+    add(history, status(10, lags=(40, 30), loop_lag_seconds=0.001))
+    add(history, status(20, lags=(40, 30), loop_lag_seconds=0.002))
     points = told(history)
     assert points["ready"] == [False, True]
     assert points["lag_ms"] == [900, 40]
@@ -81,15 +87,15 @@ def test_the_worst_of_the_ten_seconds_is_kept() -> None:
 
 def test_a_document_that_comes_late_makes_a_rate_of_the_time_that_passed() -> None:
     history = History()
-    history.add(status(0))
-    history.add(status(40, totals=Totals(records=400)))
+    add(history, status(0))
+    add(history, status(40, totals=Totals(records=400)))
     assert told(history)["records_per_second"] == [10.0]
 
 
 def test_an_hour_is_kept_and_no_more() -> None:
     history = History()
     for second in range(0, 4_000, 10):
-        history.add(status(second))
+        add(history, status(second))
     at_ms = told(history)["at_ms"]
     assert len(at_ms) == POINTS
     assert at_ms[-1] - at_ms[0] == 3_590_000
@@ -101,18 +107,18 @@ def test_an_hour_is_kept_and_no_more() -> None:
 )
 def test_counts_of_another_server_and_a_clock_set_back_begin_the_hour_anew(other: Status) -> None:
     history = History()
-    history.add(status(0, totals=Totals(records=1_000_000)))
-    history.add(status(10, totals=Totals(records=1_000_000)))
-    history.add(other)
+    add(history, status(0, totals=Totals(records=1_000_000)))
+    add(history, status(10, totals=Totals(records=1_000_000)))
+    add(history, other)
     assert told(history)["at_ms"] == []
-    history.add(msgspec.structs.replace(other, taken_ms=other.taken_ms + 10_000, totals=Totals(records=50)))
+    add(history, msgspec.structs.replace(other, taken_ms=other.taken_ms + 10_000, totals=Totals(records=50)))
     assert told(history)["records_per_second"] == [5.0]
 
 
 def test_batches_between_two_documents_have_a_median_and_a_99th_percentile() -> None:
     history = History()
-    history.add(status(0, batch_seconds=batches(bucket_20=500)))
-    history.add(status(10, batch_seconds=batches(bucket_3=98, bucket_9=2, bucket_20=500)))
+    add(history, status(0, batch_seconds=batches(bucket_20=500)))
+    add(history, status(10, batch_seconds=batches(bucket_3=98, bucket_9=2, bucket_20=500)))
     points = told(history)
     assert points["median_seconds"] == [pytest.approx(0.005 + 0.005 * 50 / 98, abs=1e-6)]
     assert points["p99_seconds"] == [pytest.approx(0.75)]

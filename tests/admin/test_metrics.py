@@ -10,10 +10,12 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from support.pages import ROOT, examples
+from support.statuses import function, server
 
 from mldserver.admin.metrics import METRICS, MOST_SHARDS, OPENMETRICS, TEXT, content_type, exposed
 from mldserver.status_document import (
@@ -72,13 +74,20 @@ def status(*shards: ShardRow) -> Status:
     )
 
 
-def series(document: Status) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Read the text format back: each series' value by name and labels."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in parse_text(exposed(document, TEXT).decode())
-        for sample in family.samples
-    }
+def series(
+    document: Status, function: str = "departures"
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Read the text format back: each series' value by name and labels, of the server and of one function.
+
+    The label of the function is left out.
+    """
+    found = {}
+    for family in parse_text(exposed(document, TEXT).decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if labels.pop("function", function) == function:
+                found[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return found
 
 
 def test_every_metric_is_exposed_and_none_else() -> None:
@@ -142,9 +151,33 @@ def test_what_is_not_known_is_no_series() -> None:
         started_ms=0,
         ready=False,
     )
-    names = {name for name, _ in series(bare)}
+    names = {name for name, _ in series(bare, "")}
     assert not {name for name in names if name.startswith(("mldserver_spark_r", "mldserver_watermark_lag"))}
-    assert series(bare)["mldserver_ready", ()] == 0
+    assert series(bare, "")["mldserver_ready", ()] == 0
+
+
+def test_each_series_of_a_function_names_it_and_those_of_the_server_are_there_once() -> None:
+    gone = function("arrivals", lifecycle="undeployed", ready=False)
+    document = server(
+        msgspec.structs.replace(function("departures"), paused=True), gone, spark=Spark(ready=True)
+    )
+    seen = [sample for family in parse_text(exposed(document, TEXT).decode()) for sample in family.samples]
+    of_server = [sample.name for sample in seen if "function" not in sample.labels]
+    assert len(of_server) == len(set(of_server))
+    assert {"mldserver_resident_memory_bytes", "mldserver_spark_ready", "mldserver_spark_lost_total"} < {
+        *of_server
+    }
+    assert all(METRICS[name].of_server for name in of_server)
+    paused = {sample.labels["function"]: sample.value for sample in seen if sample.name == "mldserver_paused"}
+    assert paused == {"departures": 1, "arrivals": 0}
+    (ready,) = (sample for sample in seen if sample.name == "mldserver_ready")
+    assert (ready.labels, ready.value) == ({"function": "departures"}, 1), "nobody wants the other"
+    states = [sample.labels for sample in seen if sample.name == "mldserver_function_state"]
+    assert [tuple(sorted(labels.values())) for labels in states] == [
+        ("departures", "deployed"),
+        ("arrivals", "undeployed"),
+    ]
+    promtool("check", "metrics", text=exposed(document, TEXT).decode())
 
 
 def test_shards_beyond_the_limit_are_one_series_that_shows_the_worst() -> None:

@@ -74,8 +74,8 @@ async def process_record(record):
 '''
 AT = 1_700_000_000
 """Seconds since the epoch: a window begins."""
-STILL = {"start_time_seconds", "budget_limit_bytes", "open_files_limit"}
-"""What stays as it is for as long as a server runs."""
+STILL = {"start_time_seconds", "budget_limit_bytes", "open_files_limit", "function_state"}
+"""What stays as it is for as long as a server runs, and nobody undeploys a function."""
 
 
 COUNTS = """

@@ -151,7 +151,7 @@ def test_metrics_are_made_once_of_a_document_in_the_requested_format(
                 for _ in range(3):
                     plain = await server.ask("/metrics")
                     assert plain.headers["content-type"] == metrics.TEXT
-                    assert f"mldserver_ready {float(ready)}\n".encode() in plain.body
+                    assert f'mldserver_ready{{function="departures"}} {float(ready)}\n'.encode() in plain.body
                     opened = await server.ask(
                         "/metrics", Accept="application/openmetrics-text; version=1.0.0"
                     )

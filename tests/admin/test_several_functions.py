@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+from admin.served import served
+from support.serving import quick
 from support.statuses import function, server
 
 from mldserver.admin.gather import EventTally, Gatherer
+from mldserver.admin.history import History
+from mldserver.admin.http_listener import Access
 from mldserver.admin.status_feed import StatusFeed
+from mldserver.assembly import Parts
 from mldserver.status_document import FunctionStatus, Spark, Status, Totals
 from mldserver.testing import VirtualClock
 
@@ -110,3 +117,61 @@ def test_a_document_of_an_older_server_has_one_function() -> None:
     )
     assert list(older.by_name) == ["departures"]
     assert older.by_name["departures"].ready
+
+
+async def test_each_function_has_its_readiness_and_its_hour(tmp_path: Path) -> None:
+    red = function("arrivals", ready=False, reasons=("Spark is not running",))
+    both = server(function("departures"), red)
+    async with served(tmp_path) as endpoint:
+        starting = await endpoint.ask("/readyz/departures")
+        assert starting.code == 503
+        for document in (both, msgspec.structs.replace(both, taken_ms=both.taken_ms + 10_000)):
+            endpoint.feed.show(document)
+        assert (await endpoint.ask("/readyz")).json == {
+            "ready": False,
+            "reasons": ["arrivals: Spark is not running"],
+        }
+        ready, unready = await endpoint.ask("/readyz/departures"), await endpoint.ask("/readyz/arrivals")
+        assert (ready.code, ready.json) == (200, {"ready": True, "reasons": []})
+        assert (unready.code, unready.json["reasons"]) == (503, ["Spark is not running"])
+        hours = [
+            (await endpoint.ask(f"/history/{name}")).json["ready"] for name in ("departures", "arrivals")
+        ]
+        assert hours == [[True], [False]]
+        for path in ("/readyz/trips", "/history", "/history/trips"):
+            refused = await endpoint.ask(path)
+            assert (refused.code, refused.json["error"].rpartition(": ")[2]) == (404, "departures, arrivals.")
+        endpoint.feed.show(server(function("departures")))
+        assert (await endpoint.ask("/history")).code == 200, "there is only one"
+
+
+async def test_the_address_for_metrics_has_the_readiness_of_each_function_without_reasons(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, Access.METRICS) as endpoint:
+        endpoint.feed.show(server(function("departures"), function("arrivals", ready=False, reasons=("no",))))
+        assert (await endpoint.ask("/readyz/arrivals")).json == {"ready": False}
+        assert (await endpoint.ask("/readyz/departures")).code == 200
+
+
+def test_a_function_that_begins_again_has_no_negative_rates() -> None:
+    history = History()
+    full = Totals(records=1_000_000, batches=10)
+    for second, totals in ((0, full), (10, full), (20, Totals(records=50, batches=1))):
+        document = server(function("a", totals=totals), taken_ms=second * 1000)
+        history.add(document, document.functions["a"])
+    assert msgspec.json.decode(history.json())["records_per_second"] == [0, 5]
+
+
+def test_a_function_whose_status_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    gatherer = Gatherer(clock=VirtualClock(), tally=EventTally())
+    settings = quick(tmp_path, "handlers.departures")
+    broken = cast("Parts", SimpleNamespace())  # has no source that could be asked
+    for _ in range(2):
+        one = gatherer.function(settings, broken)
+    assert (one.ready, one.reasons[0].split(":")[0]) == (False, "the status cannot be collected")
+    assert [event["event"] for event in logged] == ["admin.failed"], "logged once"
+    status = gatherer.status({"departures": one, "arrivals": function("arrivals")})
+    assert status.functions["arrivals"].ready
