@@ -11,10 +11,16 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from mldserver.base.kill_points import KILL_VARIABLE
-from mldserver.config.settings import ENV_PREFIX, FROM_VARIABLES, FUNCTIONS_FOLDER, REMOVED, specs
+from mldserver.config.settings import (
+    CONFIG_FILE,
+    ENV_PREFIX,
+    FROM_VARIABLES,
+    REMOVED,
+    functions_folder,
+    specs,
+)
 from mldserver.errors import ConfigError
 
-CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
 FUNCTIONS: Final = "functions"
 """The TOML table whose tables are functions."""
@@ -78,10 +84,11 @@ def read_given(
             name: _function(name, _table(table, file.name, source, (FUNCTIONS, name)), environ)
             for name, table in tables.items()
         }
-        files = {path.stem: _read(path, required=True) for path in _function_files(file)}
+        further = functions_folder(file)
+        files = {path.stem: _read(path, required=True) for path in _function_files(further)}
         files |= {name: (dict(table), "") for name, table in more.items()}
         for name, (table, source) in files.items():
-            place = f"{FUNCTIONS_FOLDER}/{name}.toml"
+            place = f"{further.name}/{name}.toml"
             if name in functions:
                 raise ConfigError(
                     f"The function {name} is in {file.name} and in {place}.",
@@ -117,9 +124,8 @@ def _read(path: Path, *, required: bool) -> tuple[dict[str, object], str]:
         ) from error
 
 
-def _function_files(file: Path) -> list[Path]:
-    """Return the files of functions beside a settings file, by name. Raises ConfigError if the folder cannot be read."""
-    folder = file.parent / FUNCTIONS_FOLDER
+def _function_files(folder: Path) -> list[Path]:
+    """Return the files of functions in a folder, by name. Raises ConfigError if it cannot be read."""
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == ".toml")
     except (FileNotFoundError, NotADirectoryError):
@@ -136,7 +142,7 @@ def _table(content: Mapping[str, object], place: str, source: str, table: tuple[
 
     ``place``: the file's name. ``source``: its text. ``table``: the table's path in the file; () for the whole file.
     """
-    raw, known = {}, {*specs(), *([_CONSTANTS] if table or place.startswith(FUNCTIONS_FOLDER) else [])}
+    raw, known = {}, {*specs(), *([_CONSTANTS] if table or "/" in place else [])}
     for key, value in content.items():
         line = _line_of(source, (*table, key))
         origin = f"{place} line {line}" if line else place

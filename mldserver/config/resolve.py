@@ -21,8 +21,8 @@ from mldserver.config.locations import (
     SqlitePlace,
     cache_folder,
 )
-from mldserver.config.raw import CONFIG_FILE, FUNCTIONS, Given, Raw, Table, check_name, read_given
-from mldserver.config.settings import Settings, specs
+from mldserver.config.raw import FUNCTIONS, Given, Raw, Table, check_name, read_given
+from mldserver.config.settings import CONFIG_FILE, Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec
@@ -95,6 +95,7 @@ def resolve_functions(
     config: Path | None = None,
     handlers: Sequence[str] = (),
     handler_required: bool = True,
+    leave_out: Collection[str] = (),
     more: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> tuple[Settings, ...]:
     """Return the checked settings of each function of a server, in order; all agree on every setting of the server.
@@ -102,11 +103,11 @@ def resolve_functions(
     The functions are the tables of the settings file, or the ``handlers`` of the command line. Values of the command line, the
     environment and the file's top level count for all functions; a function's table overrides them. ``out`` is then
     the folder of all functions' folders. A single handler, named as ever, gives the same settings as ``resolve``.
-    ``more`` are tables by function name, which count as files of ``functions.d`` do.
+    ``leave_out`` is as for ``resolve``. ``more`` are tables by function name, which count as files of the functions' files do.
 
     Raises ConfigError as ``resolve``, and if two functions cannot run in one server.
     """
-    given = read_given(environ, folder, config, (), more)
+    given = read_given(environ, folder, config, leave_out, more)
     options = _options(command_line)
     if given.functions and handlers:
         raise ConfigError(
@@ -133,7 +134,7 @@ def resolve_functions(
 def choose(names: Sequence[str], function: str | None) -> str:
     """Return the name of the function that a command means: ``function``, or the only one of ``names``.
 
-    Raises ConfigError if there is no such function, or if there are several and the command names none.
+    Raises ConfigError if the function does not exist, or if there are several and the command names none.
     """
     if function is None and len(names) > 1:
         raise ConfigError(

@@ -37,8 +37,7 @@ from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, Sourc
 from mldserver.sinks.sink import SinkSpec
 
 ENV_PREFIX: Final = "MLDSERVER_"
-FUNCTIONS_FOLDER: Final = "functions.d"
-"""The folder beside the settings file with one file for each further function."""
+CONFIG_FILE: Final = "mldserver.toml"
 FROM_VARIABLES: Final = " and environment "
 """Part of the origin of a value in which a file names variables."""
 MIB: Final = 2**20
@@ -381,9 +380,10 @@ class Settings(
         """Return the files, of the settings file and the function's own, that give a setting which holds a secret."""
         if self.file is None:
             return set()
+        function = f"{functions_folder(self.file).name}/{self.pipeline}.toml"
         return {
             self.file.parent / place
-            for place in (self.file.name, f"{FUNCTIONS_FOLDER}/{self.pipeline}.toml")
+            for place in (self.file.name, function)
             for name, origin in self.origins.items()
             if origin.startswith(place)
             and FROM_VARIABLES not in origin
@@ -399,6 +399,14 @@ class Settings(
             secret for name in self.origins for secret in _secrets_in(getattr(self, specs()[name].field))
         }
         return found - {self.pipeline}
+
+
+def functions_folder(file: Path) -> Path:
+    """Return the folder next to a settings file with one file NAME.toml for each further function.
+
+    Settings files of several servers may lie in one folder, as those of the unit ``mldserver@.service`` do: each has a different one.
+    """
+    return file.with_name("functions.d" if file.name == CONFIG_FILE else f"{file.stem}.functions.d")
 
 
 def _secrets_in(value: object) -> set[str]:

@@ -122,3 +122,16 @@ def test_a_drain_takes_the_settings_of_its_function(
     assert told(capsys, "drain", "--function", "shop", code=2).startswith(
         "mldserver: There is no function 'shop'"
     )
+
+
+def test_the_ledger_in_a_functions_folder_must_be_the_functions(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mldserver.toml").write_text(
+        f'{FUNCTIONS}\n[functions.shop]\nhandler = "a.b"\nout = "out/trips"\n'
+    )
+    assert "trips" in told(capsys, "ledger", "show", "--function", "shop", code=2)
+
+
+def test_tables_are_created_for_all_functions_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "A ledger in SQLite needs no table." in told(capsys, "ledger", "create", code=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,34 @@ def test_a_table_beats_the_command_line_beats_variables_beat_the_top_level(tmp_p
     assert [each.attempts for each in functions(folder, environ=environ, attempts="8").values()] == [7, 8]
 
 
+@pytest.mark.parametrize("given", list(product([False, True], repeat=4)))
+@pytest.mark.parametrize("name", ["attempts", "buffer_bytes", "workers", "out"])
+def test_the_nearest_place_that_gives_a_value_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: tuple[bool, ...]
+) -> None:
+    """The four places are the top level, a variable, the command line and the table of one of two functions."""
+    monkeypatch.setattr("os.cpu_count", lambda: 9)
+    values = [f"x{n}" for n in range(4)] if name == "out" else [str(n * 2**30) for n in range(1, 5)]
+    top, variable, option, own = [
+        value if is_given else None for value, is_given in zip(values, given, strict=True)
+    ]
+    is_number = name in {"attempts", "workers"}
+    lines = [value and f"{name} = {value if is_number else json.dumps(value)}" for value in (top, own)]
+    folder = written(tmp_path, two(lines[0] or "", orders=lines[1] or ""))
+    both = functions(folder, environ={f"MLDSERVER_{name.upper()}": variable or ""}, **{name: option})
+    common = option or variable or top
+    default = {"attempts": "3", "buffer_bytes": str(512 * MIB), "workers": "8", "out": "out"}[name]
+    for function, settings in both.items():
+        is_own = own is not None and function == "orders"
+        expected = own if is_own else common or default
+        users = 1 if own else 2
+        if name == "out":
+            assert settings.out == (Path(expected) if is_own else Path(expected) / function)
+            continue
+        is_divided = not is_own and (name == "buffer_bytes" or (name == "workers" and common is None))
+        assert getattr(settings, name) == int(expected) // (users if is_divided else 1)
+
+
 def test_origins_name_file_line_and_table(tmp_path: Path) -> None:
     given = functions(written(tmp_path, TWO, trips='handler = "a.trips"\nlisten = ":7003"\n'))
     assert given["orders"].origin("attempts") == "mldserver.toml line 6 [functions.orders]"
@@ -103,6 +133,16 @@ def test_the_files_of_functions_lie_beside_the_settings_file(tmp_path: Path) -> 
         {}, environ={"MLDSERVER_CONFIG": str(tmp_path / "mldserver.toml")}, folder=elsewhere
     )
     assert settings.pipeline == "trips"
+
+
+def test_settings_files_of_several_servers_have_different_folders_of_functions(tmp_path: Path) -> None:
+    folder = written(tmp_path, "", trips='handler = "a.trips"\n')
+    (folder / "shop.toml").write_text("attempts = 4\n")
+    (folder / "shop.functions.d").mkdir()
+    (folder / "shop.functions.d" / "orders.toml").write_text('handler = "a.orders"\nstream = "s"')
+    (settings,) = resolve_functions({}, environ={}, folder=folder, config=folder / "shop.toml")
+    assert (settings.pipeline, settings.attempts) == ("orders", 4)
+    assert settings.origin("stream") == "shop.functions.d/orders.toml line 2"
 
 
 def test_settings_of_the_server_are_the_same_for_all(tmp_path: Path) -> None:
@@ -377,6 +417,12 @@ def test_a_tool_finds_functions_that_the_servers_command_line_named(tmp_path: Pa
     assert chosen(single, "orders").out == Path("/srv")
     with pytest.raises(ConfigError, match=r"no function 'trips'. The settings have: orders"):
         chosen(single, "trips")
+
+
+def test_what_a_tool_leaves_out_counts_in_no_function(tmp_path: Path) -> None:
+    folder = written(tmp_path, two("log_file = 'm.log'", orders="attempts = 9"))
+    left_out = resolve_functions({}, environ={}, folder=folder, leave_out=("log_file", "attempts"))
+    assert [(each.log_file, each.attempts) for each in left_out] == [(None, 3), (None, 3)]
 
 
 def test_tables_can_be_tried_before_they_are_files(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ on_failure = "skip"
 settings = { threshold = 20 }
 ```
 
-A function can also be a file `functions.d/NAME.toml` beside the settings file, with the keys of one table. `mldserver functions
-import` writes such files.
+A function can also be a file `functions.d/NAME.toml` next to `mldserver.toml`, with the keys of one table. `mldserver functions
+import` writes such files. Next to a settings file with another name, such as `orders.toml`, the folder is `orders.functions.d`.
 
 * **Scope**: The tables below show the scope of each setting. A setting of scope *function* may stand in a function's table. A setting
   of scope *server* has one value for all functions, and stands at the top level.
@@ -64,6 +64,8 @@ import` writes such files.
   outside the table are thus defaults for all functions. `handler`, `pipeline` and `rename_from` cannot be defaults.
 * **Folders**: `out` outside the tables is the folder of the functions' folders: `/srv/mldserver/orders` above. `out` in a table is the
   function's own folder.
+* **From one function to several**: Move `handler` into a table with the pipeline's name, and `out` with it if it was set. The function
+  then keeps its ledger and its folder.
 * **Shares**: `buffer_bytes`, `state_bytes` and `segment_disk_bytes` outside the tables are limits of the whole server. Functions without
   a limit of their own get equal parts, and also equal parts of the default number of `workers`.
 * **Constants**: `settings` in a table is another name of `handler_settings`.
