@@ -6,11 +6,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
 from mldserver.base.clock import CivilClock, Clock
@@ -56,6 +56,9 @@ from mldserver.sources.source import MakeSource, Source, SourceParts
 from mldserver.windows import Tumbling
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
+
+if TYPE_CHECKING:
+    from mldserver.spark.shared_driver import SharedDriver
 
 _NO_REDRIVE: Final = (
     "A record processor of amazon_kclpy keeps its shard's position itself: it cannot be given older records."
@@ -130,6 +133,8 @@ class Dependencies(NamedTuple):
     """Returns a new unique part of a file name at each call."""
     drain: bool = False
     """Whether the server only drains the pipeline."""
+    driver: SharedDriver | None = None
+    """The Spark driver that the server's functions share; None: the pipeline has its own."""
 
 
 async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[str], None]) -> Parts:
@@ -205,8 +210,9 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
                 spark_of,
                 settings,
                 spec,
+                around.driver,
                 out=store.place,
-                clock=clock,
+                **({"clock": clock} if around.driver is None else {}),
                 work_dir=home(settings) / folder,
                 place=store.uri(folder) if store.place else "",
             )
@@ -226,6 +232,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
             settings,
             random=rng,
             log_error_messages=settings.log_error_messages,
+            gate=None if around.driver is None else around.driver.run_gate,
             **settings.replaced("retry_seconds"),
         )
     letters = await run_in_daemon_thread(
@@ -458,29 +465,58 @@ def _locks(settings: Settings) -> ServerLocks | None:
     return None
 
 
-def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
-    """Return Spark as the settings say, not started; ``more``: options of ``make_engine`` that are added or replaced."""
-    from mldserver.spark.client import make_engine  # noqa: PLC0415  # slow to import, and not needed with another engine
+def driver_of(settings: Sequence[Settings], *, clock: Clock) -> SharedDriver:
+    """Return the Spark driver that the functions of a server share, not started. ``settings``: of all functions."""
+    from mldserver.spark.driver_messages import StartSession  # noqa: PLC0415  # slow to import, and not needed with another engine
+    from mldserver.spark.shared_driver import SharedDriver  # noqa: PLC0415  # see above
 
-    assert spec.schema is not None
-    arguments: dict[str, Any] = {
+    session, own = _spark_arguments(settings[0])
+    if len(settings) > 1:
+        session["app_name"] = "mldserver"
+    return SharedDriver(StartSession(**session), clock=clock, **own)
+
+
+def _spark_arguments(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the settings of the server say about Spark: fields of ``StartSession``, and of ``SharedDriver``."""
+    session = {
         "master": settings.spark_master,
         "conf": dict(settings.spark_conf),
         "py_files": tuple(map(str, settings.spark_py_files)),
         "python": settings.spark_python,
         "app_name": f"mldserver: {settings.pipeline}",
+        "concurrency": settings.window_concurrency,
+    }
+    driver = {
         "java_home": str(settings.java_home) if settings.java_home else None,
         "cache_dir": settings.cache_dir,
-        "concurrency": settings.window_concurrency,
+        "log_error_messages": settings.log_error_messages,
+    }
+    return session, driver
+
+
+def spark_of(
+    settings: Settings, spec: HandlerSpec, driver: SharedDriver | None = None, **more: Any
+) -> Engine:
+    """Return a function's engine on Spark as the settings say, not started.
+
+    ``driver``: the one of its server; None: the engine has its own. ``more``: options of ``make_engine`` that are added or
+    replaced.
+    """
+    from mldserver.spark.client import make_engine  # noqa: PLC0415  # slow to import, and not needed with another engine
+
+    assert spec.schema is not None
+    arguments: dict[str, Any] = {
         "job_deadline": settings.window_deadline_seconds,
         "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
         "pipeline": settings.pipeline,
         "new_ledger": settings.new_ledger,
-        "log_error_messages": settings.log_error_messages,
         "code": spec.code,
     }
-    return make_engine(spec.path, spec.schema.ddl, **(arguments | more))
+    if driver is None:
+        session, own = _spark_arguments(settings)
+        arguments |= session | own
+    return make_engine(spec.path, spec.schema.ddl, driver=driver, **(arguments | more))
 
 
 def _failure_policy(settings: Settings) -> FailurePolicy:

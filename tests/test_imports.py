@@ -125,6 +125,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "handler.kept_modules",
         "handler.spark_at_import",
         "jobs.engine",
+        "jobs.run_gate",
         "observe.logging",
     ),
     "kcl": ("", "errors", "base", "children", "config", "spark.java"),

@@ -19,7 +19,8 @@ from mldserver.base.clock import SystemClock
 from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.server import Server
 from mldserver.spark.client import SparkEngine, make_engine
-from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.driver_messages import LoadFunction, StartSession
+from mldserver.spark.shared_driver import SharedDriver
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 
 HANDLER = '''
@@ -77,14 +78,19 @@ class Impatient(SystemClock):
 
 
 def engine(folder: Path, plan: str) -> SparkEngine:
-    return Engine(
-        StartSession("seconds_by_spark", "id BIGINT NOT NULL, at TIMESTAMP", "sc://nowhere"),
-        work_dir=folder / "work",
+    driver = SharedDriver(
+        StartSession("sc://nowhere"),
         cache_dir=folder / "cache",
         command=[sys.executable, str(DRIVER), plan, str(folder / "plan")],
-        job_deadline=0.1 if plan in {"hang", "deaf"} else None,
         cancel_grace=GRACE if plan == "deaf" else 600.0,
         clock=Impatient(),
+    )
+    return Engine(
+        LoadFunction("", "seconds_by_spark", "id BIGINT NOT NULL, at TIMESTAMP"),
+        driver,
+        owns_driver=True,
+        work_dir=folder / "work",
+        job_deadline=0.1 if plan in {"hang", "deaf"} else None,
         group_limit=1,
     )
 

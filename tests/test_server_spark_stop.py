@@ -57,10 +57,10 @@ async def computing(server: Server, spark: SparkEngine) -> int:
     async with asyncio.timeout(800):
         await FakeMLD(stream, await server.listening()).run()
         await until(lambda: server.status().windows_waiting == 1 and server.is_ready)
-        assert spark._life is not None
-        await until(lambda: bool(spark._life.waiting))
-    assert group_members(spark._life.child.pid) == [spark._life.child.pid]
-    return spark._life.child.pid
+        assert spark.driver.life is not None
+        await until(lambda: bool(spark.driver.life.waiting))
+    assert group_members(spark.driver.life.child.pid) == [spark.driver.life.child.pid]
+    return spark.driver.life.child.pid
 
 
 class Ahead(SystemClock):

@@ -21,6 +21,7 @@ from mldserver.children.channel import pair
 _READ_BYTES: Final = 8192
 """At a time: thousands of empty lines at most."""
 _PAUSE_SECONDS: Final = 0.05
+_LIMITS: Final = ("memory.max", "memory.current")
 _REST_BYTES: Final = 1 << 20
 """Read at most of what is left at the end; a pipe holds 64 KiB (Linux)."""
 
@@ -196,6 +197,19 @@ def resident_bytes(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def available_bytes() -> int | None:
+    """Return the memory that new processes can take, here and in this cgroup; None on a system that does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # no limit, or no cgroup of version 2
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text("ascii")) for name in _LIMITS)
+        found.append(limit - used)
+    return min(found, default=None)
 
 
 def ending(exit_code: int) -> str:

@@ -37,9 +37,10 @@ class KeptLoader(importlib.machinery.SourceFileLoader):
 class KeptModules:
     """Finds modules by name in what was kept, ahead of all other finders; they find the rest."""
 
-    def __init__(self, code: dict[str, tuple[str, bytes]]) -> None:
-        """``code``: file and text of each module by its name."""
+    def __init__(self, code: dict[str, tuple[str, bytes]], *, origin: str = "") -> None:
+        """``code``: file and text of each module by its name. ``origin``: the file that this call is in, if it was written for it."""
         self._code = code
+        self.origin = origin
 
     def begin(self) -> None:
         """Find what is imported from now on."""

@@ -10,17 +10,16 @@ server left is submitted like any other window, and goes on where it stood.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
 from mldserver.base.backoff import backoff
-from mldserver.base.clock import Durations, Flag, in_time
+from mldserver.base.clock import Durations, in_time
 from mldserver.config.settings import WindowSettings
 from mldserver.errors import (
     DriverLost,
@@ -32,6 +31,7 @@ from mldserver.errors import (
     without_messages,
 )
 from mldserver.jobs.engine import allowed_seconds
+from mldserver.jobs.run_gate import RunGate, WindowKey
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 from mldserver.status_document import WindowRow, Windows, histogram
 
@@ -124,45 +124,6 @@ class WindowLife:
         )
 
 
-class _RunGate:
-    """A lock: attempts at windows run side by side, or one attempt runs alone. Those that must run alone go first."""
-
-    def __init__(self) -> None:
-        self._changed = Flag()
-        self._inside: dict[frozenset[str], bool] = {}
-        """By the windows of each attempt that holds the lock: whether it must run alone."""
-        self._waiting_alone = 0
-        """How many attempts wait to run alone."""
-
-    @contextlib.asynccontextmanager
-    async def enter(self, windows: Iterable[str], *, alone: bool) -> AsyncIterator[None]:
-        """Wait until an attempt at ``windows`` may run, and hold the lock while the context lasts."""
-        key = frozenset(windows)
-        self._waiting_alone += alone
-        try:
-            while self._inside if alone else (self._waiting_alone or any(self._inside.values())):
-                await self._changed.wait()
-        finally:
-            self._waiting_alone -= alone
-            self._wake()
-        self._inside[key] = alone
-        try:
-            yield
-        finally:
-            self._inside.pop(key, None)
-            self._wake()
-
-    def release(self, window_id: str) -> None:
-        """Release the lock of the attempt at a window before it ends, so that other attempts run beside it."""
-        for key in [key for key in self._inside if window_id in key]:
-            del self._inside[key]
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed.clear()
-
-
 class WindowRunner:
     """Computes and publishes the windows that were cut, oldest first, and retries what fails.
 
@@ -188,11 +149,13 @@ class WindowRunner:
         random: Callable[[], float],
         log_error_messages: bool = True,
         retry_seconds: tuple[float, float] = _RETRY_SECONDS,
+        gate: RunGate | None = None,
     ) -> None:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter.
 
         ``log_error_messages``: whether log and status quote what errors of jobs say. The ledger keeps it in any case.
-        ``retry_seconds``: the first and the longest wait between runs.
+        ``retry_seconds``: the first and the longest wait between runs. ``gate``: the one of the engine's driver, if other
+        functions share that.
         """
         self._retry_seconds = retry_seconds
         self._quote_errors = log_error_messages
@@ -215,7 +178,7 @@ class WindowRunner:
         self.published = self.set_aside = self.rows_out = 0
         self._alone: deque[tuple[WindowEntry, Committed | None]] = deque()
         """Windows that come next, each alone, with their output where it counts already."""
-        self._run_gate = _RunGate()
+        self._run_gate = gate or RunGate()
         self._slow_windows: set[str] = set()
         """Windows whose hooks were slow; beside each one more worker goes on until it is done."""
         self._extra_workers = 0
@@ -274,7 +237,7 @@ class WindowRunner:
         for (each, _), life in self.unfinished.items():
             if each == window_id and not life.stays_alone:
                 life.joined = True
-                self._run_gate.release(window_id)
+                self._run_gate.release((self.steps.pipeline, window_id))
         if window_id not in self._slow_windows and len(self._slow_windows) < self._policy.window_concurrency:
             self._slow_windows.add(window_id)
             self._extra_workers += 1
@@ -376,7 +339,7 @@ class WindowRunner:
         }
         entries = [entry for entry in group if entry.window_id not in alone]
         try:
-            async with self._run_gate.enter([entry.window_id for entry in entries], alone=False):
+            async with self._run_gate.enter(self._gate_keys(entries), alone=False):
                 done = await self.steps.compute(entries)
         except _RETRIED_ERRORS as error:
             log.warning("window.group_failed", windows=len(entries), **self._log_fields(error))
@@ -398,6 +361,9 @@ class WindowRunner:
         for window in done or ():
             del alone[window.entry.window_id]
         return alone
+
+    def _gate_keys(self, entries: Iterable[WindowEntry]) -> list[WindowKey]:
+        return [(self.steps.pipeline, entry.window_id) for entry in entries]
 
     async def _publish(self, committed: Sequence[Committed]) -> None:
         """Make committed outputs visible to readers, count them, and log ``window.done`` for each. Raises as ``steps.publish``."""
@@ -438,7 +404,7 @@ class WindowRunner:
         while True:
             life.joined = False
             try:
-                async with self._run_gate.enter([entry.window_id], alone=life.suspect):
+                async with self._run_gate.enter(self._gate_keys([entry]), alone=life.suspect):
                     # After the commit only the publication is retried: the ledger accepts no second output.
                     committed = committed or await self._compute_or_find(entry)
                     life.error_is_stored = False  # the commit has deleted it

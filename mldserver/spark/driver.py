@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -34,7 +35,6 @@ from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerError, MldserverError
-from mldserver.handler.kept_modules import KeptModules
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec, check_result
 from mldserver.spark import driver_messages as wire
@@ -51,6 +51,9 @@ _CANCEL_AGAIN_SECONDS = 0.5
 
 _SLOW_SECONDS = 60.0
 """``on_window`` usually only builds a query, in milliseconds. A call that runs for a minute may hang."""
+
+_MOST_JOBS = 256
+"""Threads for jobs at most. The server has fewer under way: ``window_concurrency``, and those whose hooks are slow."""
 
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
@@ -78,20 +81,28 @@ class _DriverJob:
     call: _HookCall | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FunctionParts:
+    """What jobs need of a function that is loaded."""
+
+    schema: str
+    hook: WindowHook
+    sink: SinkSpec | None = None
+    """Where outputs are published, if that is a table."""
+
+
 @dataclass(kw_only=True)
 class Jobs:
     """Runs what the server asks for, ``concurrency`` at a time, and answers each message exactly once."""
 
     session: DriverSession
-    schema: str
-    hook: WindowHook
     send: Callable[[wire.Message], None]
     """Called from any thread."""
     concurrency: int
     on_session_stopped: Callable[[], None]
     """Called from any thread when a job ends and its session can run no further job."""
-    sink: SinkSpec | None = None
-    """Where outputs are published, if that is a table."""
+    functions: dict[str, FunctionParts] = field(default_factory=dict)
+    """The functions whose jobs can run, by name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _jobs: dict[int, _DriverJob] = field(default_factory=dict)
 
@@ -187,6 +198,7 @@ class Jobs:
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
         spark, request = self.session.spark, job.request
+        function = self.functions[request.function]
         if self.session.connect:
             spark.addTag(job.group)
         else:
@@ -194,17 +206,21 @@ class Jobs:
             label = f"window {request.job.window.id}" + (f" and {count - 1} more" if count > 1 else "")
             # Cancelling must not interrupt threads: HDFS marks nodes as dead when a call to them is interrupted.
             spark.sparkContext.setJobGroup(job.group, label, interruptOnCancel=False)
+            # The fair scheduler shares the cores among pools, and runs the jobs of one pool one after the other. With
+            # several functions each has its pool; the windows of an only function have one for each thread.
+            name = request.function if len(self.functions) > 1 else threading.current_thread().name
+            spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
         try:
             if isinstance(request, wire.Publish):
-                if self.sink is None:
+                if function.sink is None:
                     raise ValueError("no table was named to publish into")
-                find(self.sink.format).publish(spark, self.sink, request.job)
+                find(function.sink.format).publish(spark, function.sink, request.job)
                 return wire.JobDone(request.id, ())
             cores = self.session.slots()
-            hook = replace(self.hook, around=partial(self._record_hook_call, job))
+            hook = replace(function.hook, around=partial(self._record_hook_call, job))
 
             def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
-                return run_windows(spark, self.schema, hook, jobs, cores)
+                return run_windows(spark, function.schema, hook, jobs, cores)
 
             jobs = request.jobs
             # Only a local master's tasks, which run on this machine, can read files that this process fetches.
@@ -233,18 +249,23 @@ class Jobs:
             if call is None or (seconds := time.monotonic() - call.began) < call.report_after_seconds:
                 continue
             call.report_after_seconds *= 2
-            line = wire.line_of(sys._current_frames().get(call.thread), self.hook.on_window)  # noqa: SLF001  # the only way
+            hook = self.functions[job.request.function].hook
+            line = wire.line_of(sys._current_frames().get(call.thread), hook.on_window)  # noqa: SLF001  # the only way
             self.send(wire.HookSlow(job.request.id, call.window, round(seconds, 1), line))
 
 
 @dataclass(eq=False, repr=False)  # what it was started with holds secrets
 class Driver:
-    """One driver's life: StartSession, jobs, Stop."""
+    """One driver's life: StartSession, functions, jobs, Stop."""
 
     _sock: socket.socket
     _start: wire.StartSession | None = None
     _session: DriverSession | None = None
     _jobs: Jobs | None = None
+    _loads: queue.SimpleQueue[wire.LoadFunction] = field(default_factory=queue.SimpleQueue)
+    """The functions that are not loaded yet, in the order of their messages."""
+    _warm_ups: list[str] = field(default_factory=list)
+    """The local folders of warm-up windows."""
     _stopping: bool = False
 
     def send(self, message: wire.Message) -> None:
@@ -275,8 +296,10 @@ class Driver:
                 self._start = message
                 entitle(message.app_name.removeprefix("mldserver: "), "Spark driver")
                 threading.Thread(
-                    target=self._start_or_die, args=(message,), name="start", daemon=True
+                    target=self._start_and_load, args=(message,), name="start", daemon=True
                 ).start()
+            case wire.LoadFunction():
+                self._loads.put(message)
             case wire.RunWindows() | wire.Publish() if self._jobs is not None:
                 self._jobs.start(message)
             case wire.CancelJob() if self._jobs is not None:
@@ -289,29 +312,30 @@ class Driver:
             case _:
                 raise WireError(f"{type(message).__name__} does not come now")
 
-    def _start_or_die(self, start: wire.StartSession) -> None:
-        """Start the session and send ``Warm``: jobs may come. If it fails, send ``StartFailed`` and end the process.
+    def _start_and_load(self, start: wire.StartSession) -> None:
+        """Make the session, then load each function that the server sends. Never returns.
 
-        ``StartFailed`` says who must act: the author of the "handler", the "operator", or, for all other errors, "spark".
+        If there is no session, send ``StartFailed`` and end the process. A function that cannot be loaded is only
+        reported, by ``LoadFailed``.
         """
         try:
-            self._jobs = self._make_ready(start)
-        except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
-            fault = wire.describe(error)
-            traceback = fault.traceback
-            if isinstance(error, HandlerError):
-                at_fault, traceback = "handler", str(error.where.get("traceback", traceback))
-            else:
-                at_fault = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
-            self.send(wire.StartFailed(at_fault, fault.error, fault.message, traceback))
+            jobs, code = self._make_session(start)
+        except BaseException as error:  # noqa: BLE001  # pyspark may raise anything
+            self.send(wire.StartFailed(*_at_fault(error)))
             self.die()
-        self.send(wire.Warm())
+            return  # only where a test has replaced `die`
+        self._jobs = jobs
+        while True:
+            load = self._loads.get()
+            try:
+                jobs.functions[load.name] = self._load(jobs.session, load, code)
+            except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
+                self.send(wire.LoadFailed(load.name, *_at_fault(error)))
+            else:
+                self.send(wire.FunctionLoaded(load.name))
 
-    def _make_ready(self, start: wire.StartSession) -> Jobs:
-        """Create the Spark session, load the user's handler, ship its code to the executors, and run a warm-up window.
-
-        The session comes before the handler, whose module may create UDFs and columns. Return what runs the jobs.
-        """
+    def _make_session(self, start: wire.StartSession) -> tuple[Jobs, user_code.UserCode]:
+        """Create the Spark session and what watches it. Return what runs jobs, and what brings code to the executors."""
         if start.train:
             os.nice(19)
         session = self._session = open_session(start)
@@ -325,37 +349,48 @@ class Driver:
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
         jvm_pid = None if session.jvm is None else session.jvm.pid
         self.send(wire.Started(session.spark.version, ui, jvm_pid))
-        from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
+        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
+        code = user_code.UserCode(start)
+        code.guard_executors()
+        jobs = Jobs(
+            session=session,
+            send=self.send,
+            concurrency=_MOST_JOBS,
+            on_session_stopped=partial(self._send_and_die, wire.Health(STOPPED, over=True)),
+        )
+        watch.report_slow = jobs.report_slow
+        return jobs, code
+
+    def _load(
+        self, session: DriverSession, load: wire.LoadFunction, code: user_code.UserCode
+    ) -> FunctionParts:
+        """Load a function's handler, ship its code to the executors, run its warm-up window, and check its table.
+
+        The session comes before the handler, whose module may create UDFs and columns.
+        """
+        from mldserver.handler.loader import load as load_handler  # noqa: PLC0415  # imports belong to what may fail
         from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # see above
         from mldserver.spark.window_job import hook_of  # noqa: PLC0415  # see above
 
-        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
-        directory = start.python_path[0] if start.python_path else None
-        user_code.guard_executors(start)
-        KeptModules(start.code).begin()
+        for name, value in load.storage.items():
+            session.spark.conf.set(name, value)
+        directory = next(iter(code.start.python_path), None)
+        code.keep(load)
         hook = hook_of(
-            load(start.handler, directory=directory, seconds=None).target if start.handler else None
+            load_handler(load.handler, directory=directory, seconds=None).target if load.handler else None
         )
         if hook.on_window is not None:
-            user_code.ship_to_executors(session, start)
-        warm_up(session, start)
-        if start.sink is not None:
-            sink = find(start.sink.format)
-            sink.check(session.spark, start.sink)
-            if start.owner is not None:
-                sink.own(session.spark, start.sink, start.owner, new_ledger=start.new_ledger)
+            code.ship(session, load)
+        if not load.out:
+            self._warm_ups.append(load.place)
+        warm_up(session, load)
+        if load.sink is not None:
+            sink = find(load.sink.format)
+            sink.check(session.spark, load.sink)
+            if load.owner is not None:
+                sink.own(session.spark, load.sink, load.owner, new_ledger=load.new_ledger)
             hook = replace(hook, check=check_result)
-        jobs = Jobs(
-            session=session,
-            schema=start.schema,
-            hook=hook,
-            send=self.send,
-            concurrency=2 * start.concurrency,  # for each slow `on_window` the server sends one job more
-            on_session_stopped=partial(self._send_and_die, wire.Health(STOPPED, over=True)),
-            sink=start.sink,
-        )
-        watch.report_slow = jobs.report_slow
-        return jobs
+        return FunctionParts(load.schema, hook, load.sink)
 
     def _send_and_die(self, reason: wire.JvmGone | wire.Health) -> None:
         """Send the server the reason and kill this process at once; do nothing if it is stopping anyway."""
@@ -401,8 +436,20 @@ class Driver:
 
     def _remove_scratch(self) -> None:
         if self._start is not None:
-            for left in (self._start.scratch, f"{self._start.scratch}{wire.WARM_UP}"):
+            for left in (self._start.scratch, *self._warm_ups):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _at_fault(error: BaseException) -> tuple[str, str, str, str]:
+    """Return who must act, and the error's class, message and traceback.
+
+    That is the author of the "handler", the "operator", or, for all other errors, "spark".
+    """
+    fault = wire.describe(error)
+    if isinstance(error, HandlerError):
+        return "handler", fault.error, fault.message, str(error.where.get("traceback", fault.traceback))
+    who = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
+    return who, fault.error, fault.message, fault.traceback
 
 
 def main() -> None:

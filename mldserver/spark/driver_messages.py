@@ -1,8 +1,9 @@
 """What the server and the Spark driver's process say to each other (``children/channel.py`` carries it).
 
-server → driver    StartSession, then any number of RunWindows, Publish and CancelJob, then Stop (or the end of the socket)
-driver → server    Started, Warm (or StartFailed), and for each RunWindows and Publish once JobDone or FailedJob;
-                   HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
+server → driver    StartSession, then any number of LoadFunction, RunWindows, Publish and CancelJob, then Stop (or the end
+                   of the socket)
+driver → server    Started (or StartFailed), for each LoadFunction once FunctionLoaded or LoadFailed, and for each RunWindows and
+                   Publish once JobDone or FailedJob; HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
 
 An error is put into a message for the person who wrote ``on_window``. A failed call into Spark brings fifty lines of py4j
 and Java with it. What helps is the sentence of the innermost error and the user's own frames; that is what is kept.
@@ -28,16 +29,12 @@ from mldserver.handler.loader import is_library, relative
 from mldserver.sinks.sink import Owner, SinkSpec  # msgspec reads them
 
 WARM_UP: Final = "-warm-up"
-"""What the folder of the warm-up's window has behind the scratch folder's name, where it has no ``place``."""
+"""What the folder of a warm-up's window has behind the scratch folder's name, where the output is a local folder."""
 
 
 class StartSession(channel.Message, frozen=True):
     """Make the session. The first message, sent once."""
 
-    handler: str
-    """Dotted path, ``module`` or ``module:Name``."""
-    schema: str
-    """The handler's own columns as Spark DDL."""
     master: str = "local[*]"
     scratch: str = ""
     """A directory of this driver's life: for temporary files."""
@@ -52,22 +49,35 @@ class StartSession(channel.Message, frozen=True):
     train: bool = False
     """True: this life only writes ``archive``: no handler is loaded, other processes come first."""
     concurrency: int = 1
+    app_name: str = "mldserver"
+    """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
+    py_files: tuple[str, ...] = ()
+    """Files of Python code for the executors, in addition to the handlers'."""
+    python: str | None = None
+    """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
+    own_umask: bool = True
+    """Whether files that Spark writes get the server's umask: it does not if no output is a local folder."""
+
+
+class LoadFunction(channel.Message, frozen=True):
+    """Load a function's handler into the session. Sent any time after StartSession."""
+
+    name: str = ""
+    """The function's name: jobs name it."""
+    handler: str = ""
+    """Dotted path, ``module`` or ``module:Name``; empty: rows are written as they are."""
+    schema: str = ""
+    """The handler's own columns as Spark DDL."""
     sink: SinkSpec | None = None
     """The table that Publish writes into."""
     owner: Owner | None = None
     """Whose that table is, or becomes."""
     new_ledger: bool = False
     """The first driver takes the table from another owner; later ones do not, or they might take it back."""
-    app_name: str = "mldserver"
-    """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
-    py_files: tuple[str, ...] = ()
-    """Files of Python code for the executors, in addition to the handler's."""
-    python: str | None = None
-    """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
     storage: dict[str, str] = msgspec.field(default_factory=dict)
     """Hadoop's settings of the output folder's storage: the session's own, never on the JVM's command line."""
     place: str = ""
-    """Where the warm-up's window lies, as Spark knows it, in the storage of the output; empty: beside ``scratch``."""
+    """Where the warm-up's window lies, as Spark knows it, in the storage of the output."""
     out: str = ""
     """``WindowJob.out`` of it."""
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
@@ -79,6 +89,8 @@ class RunWindows(channel.Message, frozen=True):
 
     id: int
     jobs: tuple[WindowJob, ...]
+    function: str = ""
+    """Whose windows they are."""
 
     @property
     def job(self) -> WindowJob:
@@ -91,6 +103,8 @@ class Publish(channel.Message, frozen=True):
 
     id: int
     job: PublishJob
+    function: str = ""
+    """Whose table that is."""
 
 
 class CancelJob(channel.Message, frozen=True):
@@ -113,8 +127,10 @@ class Started(channel.Message, frozen=True):
     """None on Spark Connect."""
 
 
-class Warm(channel.Message, frozen=True):
-    """The warm-up's window went through; jobs run at once from now on."""
+class FunctionLoaded(channel.Message, frozen=True):
+    """A function's handler is loaded, and its warm-up's window went through: its jobs run at once from now on."""
+
+    name: str
 
 
 class StartFailed(channel.Message, frozen=True):
@@ -122,6 +138,17 @@ class StartFailed(channel.Message, frozen=True):
 
     fault: str
     """``handler``, ``operator`` or ``spark``: whose it is."""
+    error: str
+    message: str
+    traceback: str = ""
+
+
+class LoadFailed(channel.Message, frozen=True):
+    """A function was not loaded. The session and all other functions stay as they are."""
+
+    name: str
+    fault: str
+    """As in StartFailed."""
     error: str
     message: str
     traceback: str = ""
@@ -191,8 +218,19 @@ class Log(channel.Message, frozen=True):
     text: str
 
 
-FromServer = StartSession | RunWindows | Publish | CancelJob | Stop
-FromDriver = Started | Warm | StartFailed | HookSlow | JobDone | FailedJob | Health | JvmGone | Log
+FromServer = StartSession | LoadFunction | RunWindows | Publish | CancelJob | Stop
+FromDriver = (
+    Started
+    | StartFailed
+    | FunctionLoaded
+    | LoadFailed
+    | HookSlow
+    | JobDone
+    | FailedJob
+    | Health
+    | JvmGone
+    | Log
+)
 Message = FromServer | FromDriver
 
 

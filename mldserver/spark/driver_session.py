@@ -30,6 +30,7 @@ from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import DriverLost, WindowFailed, without_messages
 from mldserver.observe.logging import LineLimit
 from mldserver.spark import driver_messages as wire
+from mldserver.spark.driver_functions import LoadedFunctions
 
 log = structlog.get_logger("mldserver")
 
@@ -72,15 +73,30 @@ class Life:
     When the process ends, pending jobs raise DriverLost.
     """
 
+    outdated = False
+    """Set by the owner of a life: it gets no further job, and its end is no loss."""
+    jvm_exit_code: int | None = None
+    """Set when the JVM died before its driver."""
+
     def __init__(
-        self, start: wire.StartSession, clock: Clock, *, cancel_grace: float, log_error_messages: bool = True
+        self,
+        start: wire.StartSession,
+        clock: Clock,
+        *,
+        cancel_grace: float,
+        log_error_messages: bool = True,
+        changed: Callable[[], None] = lambda: None,
+        is_shared: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare; ``cancel_grace``: seconds that a cancelled job may take to end.
 
-        ``log_error_messages``: whether the log quotes what errors say in Spark's own log.
+        ``log_error_messages``: whether the log quotes what errors say in Spark's own log. ``changed`` is called when
+        the driver has reported something else than a job's answer, or has ended. ``is_shared`` says whether several
+        functions have the driver: it is then not killed for a cancelled job that does not end.
         """
         self._log_error_messages = log_error_messages
-        self._start = start
+        self._changed, self._is_shared = changed, is_shared
+        self.start = start
         self._clock = clock
         self._cancel_grace = cancel_grace
         self.child: ChildProcess
@@ -96,14 +112,16 @@ class Life:
         """By job: called with a window's id when its ``on_window`` is slow."""
         self._blame: Blame | None = None
         """What caused the end, if that is known before the driver is dead."""
-        self._cancelling: dict[int, asyncio.Event] = {}
-        """By job: set when the driver has answered a job that was cancelled."""
+        self._cancelling: dict[int, tuple[str, asyncio.Event]] = {}
+        """By job: its function, and what is set when the driver has answered a job that was cancelled."""
+        self._busy: set[int] = set()
+        """The unanswered jobs, except those whose ``on_window`` is slow."""
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = LineLimit(), LineLimit()
-        options = {} if start.sink is None else start.sink.options
-        self._redacted = redaction(secrets_in(start.master, start.conf, start.storage, options))
-        """Removes the secrets of the settings from a text: the driver, Spark and the user's code may print them."""
+        self._secrets = secrets_in(start.master, start.conf)
+        self._redacted = redaction(self._secrets)
+        """Removes the secrets of the settings from a text: the driver, Spark and the users' code may print them."""
         self._reason = ""
         self.trouble: str | None = None
         """Why no job can run now, as the driver's health check reports: the cluster is full, for example. None: jobs run."""
@@ -112,13 +130,14 @@ class Life:
         self.over = asyncio.Event()
         """Set when the driver takes no further job: it is dead, or is being killed."""
         self.warm = asyncio.Event()
-        """Set when the driver is warm."""
+        """Set when a function is loaded."""
+        self.functions = LoadedFunctions()
         self.started: wire.Started | None = None
-        self.failed: wire.StartFailed | None = None
+        self.failed: wire.StartFailed | wire.LoadFailed | None = None
         """Why the start failed, if the driver reported it."""
+        self.ended = asyncio.Event()
+        """Set by the owner of this life when nothing of it is left."""
         self.jobs_done = 0
-        self.jvm_exit_code: int | None = None
-        """Set when the JVM died before its driver."""
 
     @classmethod
     async def begin(
@@ -127,18 +146,24 @@ class Life:
         environment: Mapping[str, str],
         start: wire.StartSession,
         clock: Clock,
-        *,
-        cancel_grace: float,
-        log_error_messages: bool = True,
+        **options: Any,
     ) -> Life:
-        """Start a driver's process. Raises OSError."""
-        self = cls(start, clock, cancel_grace=cancel_grace, log_error_messages=log_error_messages)
+        """Start a driver's process and send it its start message. ``options``: as for ``Life``. Raises OSError."""
+        self = cls(start, clock, **options)
         self.child = child = await ChildProcess.start(
             command, environment=environment, output=[self._log_stdout, self._log_stderr], talks=True
         )
         assert child.end is not None, "it was started with a socket"
         self._channel = Channel(child.end, wire.FromDriver, receive=self._handle, ended=self._channel_ended)
+        self._channel.send(start)
         return self
+
+    def load(self, function: wire.LoadFunction) -> None:
+        """Have the driver load a function, or load it again. ``functions`` will show whether it has."""
+        options = {} if function.sink is None else function.sink.options
+        self._secrets |= secrets_in(function.storage, options)
+        self._redacted = redaction(self._secrets)
+        self._channel.send(function)
 
     def reason(self, *, briefly: bool = False) -> str:
         """Return in a sentence why the driver ended; unless ``briefly``, also its last lines of output."""
@@ -146,7 +171,7 @@ class Life:
             return self._reason
         last = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines and not briefly else ""
         if self.jvm_exit_code == _OUT_OF_MEMORY:
-            memory = self._start.conf.get("spark.driver.memory", "Spark's default of 1g")
+            memory = self.start.conf.get("spark.driver.memory", "Spark's default of 1g")
             return (
                 f"The JVM ran out of memory (exit code {_OUT_OF_MEMORY}), and its driver ended with it. Raise "
                 f"spark.driver.memory in spark_conf (now {memory}).{last}"
@@ -159,7 +184,7 @@ class Life:
         return f"The driver's process died{'' if code is None else f' ({ending(code)})'}.{last}"
 
     async def live(self, start_deadline: float) -> None:
-        """Send the driver its start message and accept its messages; return when its process is dead.
+        """Accept the driver's messages; return when its process is dead.
 
         If it is not warm within ``start_deadline`` seconds, kill it. At the end all pending jobs raise DriverLost.
         """
@@ -172,19 +197,20 @@ class Life:
                     ),
                     self._tasks.create_task(self._watch_process()),
                 )
-                self._channel.send(self._start)
                 try:
                     await self._disconnected.wait()
                 finally:
                     # The task group ends, also on cancellation: `ask` must create no further task in it.
                     self.over.set()
-                    for ended in self._cancelling.values():
+                    self._changed()
+                    for _, ended in self._cancelling.values():
                         ended.set()
                 for watch in watches:
                     watch.cancel()
                 await self.child.close(_DRAIN_SECONDS)
         finally:
             self.over.set()
+            self._changed()
             await self.child.close()
             self._channel.close()
             blame = self._guess_blame()
@@ -202,11 +228,12 @@ class Life:
         self._disconnected.set()
 
     def kill(self, reason: str) -> None:
-        """Kill the driver's process; ``live`` returns soon after. The first reason counts."""
+        """Kill the driver's process; ``live`` returns soon after. The first reason counts; empty: ``failed`` has it."""
         self._reason = self._reason or reason
         self._blame = self._blame or "server"
         self.over.set()
         self.child.kill()
+        self._changed()
 
     def stop(self) -> None:
         """Ask the driver to stop Spark and exit."""
@@ -218,23 +245,27 @@ class Life:
         await self.warm.wait()
         self.stop()
 
-    @property
-    def is_cancelling(self) -> bool:
-        """Whether a cancelled job has not ended yet. If it does not end in time, the driver is killed."""
-        return bool(self._cancelling)
+    def is_cancelling(self, function: str) -> bool:
+        """Whether a cancelled job of a function has not ended yet. If it does not end in time, the driver may be killed."""
+        return any(name == function for name, _ in self._cancelling.values())
 
-    async def cancellations_ended(self) -> None:
-        """Return when the jobs that are being cancelled have ended, or the driver is dead."""
-        for ended in tuple(self._cancelling.values()):
-            await ended.wait()
+    def jobs_of(self, function: str) -> int:
+        """Return how many jobs of a function run."""
+        return sum(request.function == function for request, _ in self.waiting.values())
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no job runs, except those whose ``on_window`` is slow."""
+        return not self._busy
 
     async def ask(
         self,
+        function: str,
         work: tuple[WindowJob, ...] | PublishJob,
         deadline: float | None,
         on_slow: Callable[[str], None] = lambda _: None,
     ) -> tuple[wire.Output, ...]:
-        """Send the driver one job and wait for its answer. Windows: compute them and return their outputs. An output: publish it.
+        """Send the driver one job of a function and wait for its answer: compute windows and return their outputs, or publish.
 
         Raises WindowFailed if the job fails or takes longer than ``deadline`` seconds, or if one of several windows has a
         slow ``on_window``; DriverLost if the driver dies. ``on_slow`` is called if the ``on_window`` of a single window is
@@ -243,12 +274,14 @@ class Life:
         if self.over.is_set():
             raise self._lost_error("server")  # the job has not begun, so it is not the cause
         job_id = next(self._ids)
-        request = wire.RunWindows(job_id, work) if isinstance(work, tuple) else wire.Publish(job_id, work)
+        message = wire.RunWindows if isinstance(work, tuple) else wire.Publish
+        request = message(job_id, work, function)  # type: ignore[arg-type]  # each takes its own kind of work
         # An error of several windows names none: any of them may be the cause.
         where = {} if isinstance(work, tuple) and work[1:] else {"window": request.job.window.id}
         answer: asyncio.Future[wire.JobDone | wire.FailedJob] = asyncio.get_running_loop().create_future()
         self.waiting[job_id] = (request, answer)
         self._on_slow[job_id] = on_slow
+        self._busy.add(job_id)
         try:
             self._channel.send(request)
             kill_point("job.running" if isinstance(request, wire.RunWindows) else "sink.writing")
@@ -270,24 +303,39 @@ class Life:
             raise failed
         finally:
             del self._on_slow[job_id]
+            self._no_longer_busy(job_id)
             is_unanswered = self.waiting.pop(job_id, None) is not None
             if is_unanswered and not self.over.is_set() and self._tasks is not None:
-                ended = self._cancelling[job_id] = asyncio.Event()
+                ended = asyncio.Event()
+                self._cancelling[job_id] = function, ended
                 self._channel.send(wire.CancelJob(job_id))
                 # Only killing its process stops Python code that runs in a loop.
                 reason = f"A cancelled job did not end within {self._cancel_grace:g} seconds."
-                self._tasks.create_task(self._kill_unless_set(ended, self._cancel_grace, reason, self._clock))
+                self._tasks.create_task(
+                    self._kill_unless_set(ended, self._cancel_grace, reason, self._clock, function)
+                )
 
-    async def _kill_unless_set(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
+    def _no_longer_busy(self, job_id: int) -> None:
+        self._busy.discard(job_id)
+        self._changed()
+
+    async def _kill_unless_set(
+        self, event: asyncio.Event, seconds: float, reason: str, clock: Clock, function: str | None = None
+    ) -> None:
         """Kill the driver if ``event`` is not set within ``seconds``. If the session was in trouble meanwhile, wait again.
 
-        Trouble is, for example, a full cluster: another driver would have to wait for it as long.
+        Trouble is, for example, a full cluster: another driver would have to wait for it as long. ``function``: whose job must
+        end; the owner of this life may replace the driver without killing it.
         """
         mark = self._undisturbed_mark()
         # An event that is set in the same turn of the event loop as the timeout counts as set.
         while not (await in_time(event.wait(), clock, seconds) or event.is_set()):
             if mark == self._undisturbed_mark():
-                self.kill(reason)
+                if function is not None and self._is_shared():
+                    self.functions.stuck[function] = reason
+                    self._changed()
+                else:
+                    self.kill(reason)
                 return
             mark = self._undisturbed_mark()
 
@@ -308,14 +356,11 @@ class Life:
         match message:
             case wire.Started():
                 self.started = message
-            case wire.Warm():
+            case wire.FunctionLoaded():
+                self.functions.loaded.add(message.name)
                 self.warm.set()
-            case wire.StartFailed():
-                self.failed = replace(
-                    message,
-                    message=self._redacted(message.message),
-                    traceback=self._redacted(message.traceback),
-                )
+            case wire.StartFailed() | wire.LoadFailed():
+                self._accept_failure(message)
             case wire.JobDone() | wire.FailedJob():
                 self._accept_answer(message)
             case wire.HookSlow() if message.id in self.waiting:  # else the job was cancelled
@@ -333,11 +378,21 @@ class Life:
                 text = self._redacted(message.text)
                 self._last_lines.append(text[:_LINE_CHARACTERS])
                 self._log(Entry(message.level, text, "mldserver.spark.driver"))
+        self._changed()
+
+    def _accept_failure(self, message: wire.StartFailed | wire.LoadFailed) -> None:
+        """Store why the driver, or a function in it, did not start."""
+        text, traceback = self._redacted(message.message), self._redacted(message.traceback)
+        message = replace(message, message=text, traceback=traceback)
+        if isinstance(message, wire.LoadFailed):
+            self.functions.refused[message.name] = message
+        else:
+            self.failed = message
 
     def _accept_answer(self, message: wire.JobDone | wire.FailedJob) -> None:
         """Give a job's answer to the call of ``ask`` that waits for it, or note that a cancelled job has ended."""
         if message.id in self._cancelling:
-            self._cancelling.pop(message.id).set()
+            self._cancelling.pop(message.id)[1].set()
         _, answer = self.waiting.pop(message.id, (None, None))
         if answer is not None and not answer.done():
             self.jobs_done += isinstance(message, wire.JobDone)
@@ -352,6 +407,7 @@ class Life:
         log.warning("window.slow", window=message.window, seconds=message.seconds, line=line)
         has_several_windows = isinstance(request, wire.RunWindows) and len(request.jobs) > 1
         if not has_several_windows:
+            self._no_longer_busy(message.id)
             self._on_slow[message.id](message.window)
         elif not answer.done():
             what = f"on_window of window {message.window} runs for {message.seconds:g} s, at {line}."

@@ -119,7 +119,7 @@ def defaults(start: StartSession, cores: int) -> dict[str, str]:
     ours["spark.driver.defaultJavaOptions"] = " ".join(quoted)
     ours["spark.ui.enabled"] = "false"
     ours["spark.sql.warehouse.dir"] = str(Path(start.scratch) / "warehouse")
-    if not start.out:
+    if start.own_umask:
         # Hadoop's default umask is 022: published windows would be open under a tighter one, and executors of another
         # user could not write under a wider one.
         ours["spark.hadoop.fs.permissions.umask-mode"] = f"{umask():03o}"
@@ -282,8 +282,6 @@ def open_session(start: StartSession) -> DriverSession:
     for name, value in defaults(start, cores).items():
         builder = builder if name in secrets else builder.config(name, value)
     spark: SparkSession = builder.getOrCreate()
-    for name, value in start.storage.items():
-        spark.conf.set(name, value)
     if connect:
         return DriverSession(spark, connect=True, cores=None, jvm=None, server=server)
     local_cores = spark.sparkContext.defaultParallelism if is_local(start.master) else None

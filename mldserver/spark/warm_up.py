@@ -1,4 +1,4 @@
-"""A session's first window, made up: it warms Spark up, and proves that the executors share the output's storage.
+"""A function's first window, made up: it warms Spark up, and proves that the executors share the output's storage.
 
 Where Spark runs on other machines, or the output lies on an object store, that window lies in the output's storage. This
 process writes a file for each core; the executors read these and write as many, which are counted here. An executor that
@@ -23,8 +23,8 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import inspect_output, where_lost
-from mldserver.spark.driver_messages import WARM_UP, StartSession, lost_connection, message
-from mldserver.spark.session import DriverSession, is_local
+from mldserver.spark.driver_messages import LoadFunction, lost_connection, message
+from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import (
     WRITTEN_BYTES,
     WindowHook,
@@ -44,25 +44,23 @@ _ADVICE: Final = (
 )
 
 
-def warm_up(session: DriverSession, start: StartSession) -> None:
+def warm_up(session: DriverSession, load: LoadFunction) -> None:
     """Send rows through the path that windows take: files are read by the schema, grouped and written.
 
     The user's ``on_window`` is not called: it may write to places where made-up rows must not appear. Raises
     OperatorError where executors do not share the storage, NotThereYet where Spark fails on it, and on a local master
     with a local output what Spark raises.
     """
-    # Beside the scratch folder, which is this user's alone: executors may be others.
-    base = start.place or f"{start.scratch}{WARM_UP}"
-    filesystem, root = reach(base, start.out)
-    needs_shared_storage = bool(start.out) or not is_local(start.master)
+    filesystem, root = reach(load.place, load.out)
+    needs_shared_storage = bool(load.out) or not session.is_local
     _delete_folder(filesystem, root)  # a driver that was killed may have left files
-    place = f"{base}/{secrets.token_hex(4)}"  # a new name, since that driver's tasks may still write
+    place = f"{load.place}/{secrets.token_hex(4)}"  # a new name, since that driver's tasks may still write
     try:
         if needs_shared_storage:
-            _check_shared_storage(session, start, f"{place}/proof")
+            _check_shared_storage(session, load, f"{place}/proof")
         grouped = WindowHook(lambda rows, _window: rows.groupBy("_shard").count())
-        job = _write_sample_job(start, f"{place}/window", 1)
-        run_windows(session.spark, start.schema, grouped, (job,), session.slots())
+        job = _write_sample_job(load, f"{place}/window", 1)
+        run_windows(session.spark, load.schema, grouped, (job,), session.slots())
     except Exception as error:
         raise_unchanged = (
             isinstance(error, OperatorError) or not needs_shared_storage or lost_connection(error)
@@ -80,9 +78,9 @@ def warm_up(session: DriverSession, start: StartSession) -> None:
         _delete_folder(filesystem, root)
 
 
-def _write_sample_job(start: StartSession, place: str, count: int) -> WindowJob:
+def _write_sample_job(load: LoadFunction, place: str, count: int) -> WindowJob:
     """Write ``count`` segments with one row each into ``place``, and return a window's job that reads them."""
-    filesystem, root = reach(place, start.out)
+    filesystem, root = reach(place, load.out)
     names = [f"segments/{number}.parquet" for number in range(count)]
     filesystem.create_dir(f"{root}/segments", recursive=True)
 
@@ -92,13 +90,13 @@ def _write_sample_job(start: StartSession, place: str, count: int) -> WindowJob:
     paths = tuple(f"{place}/{name}" for name in names)
     # The number of bytes decides into how many tasks the output is cut: claim the least that gives ``count`` tasks.
     window = Window("warm-up", None, None)
-    return WindowJob(window, 0, paths, f"{place}/out", count, (count - 1) * WRITTEN_BYTES + 1, start.out)
+    return WindowJob(window, 0, paths, f"{place}/out", count, (count - 1) * WRITTEN_BYTES + 1, load.out)
 
 
-def _check_shared_storage(session: DriverSession, start: StartSession, place: str) -> None:
+def _check_shared_storage(session: DriverSession, load: LoadFunction, place: str) -> None:
     """Have the executors read and write one file on each core. Raises OperatorError unless as many rows come back."""
     cores = session.slots()
-    spark, job = session.spark, _write_sample_job(start, place, cores)
+    spark, job = session.spark, _write_sample_job(load, place, cores)
     if not session.connect:
         spark.sparkContext.setJobGroup(_GROUP, "the proof that executors share the output's storage")
     # One file a task, however small they are and however few executors Spark has counted.
@@ -107,7 +105,7 @@ def _check_shared_storage(session: DriverSession, start: StartSession, place: st
     spark.conf.set(setting, str(1 << 16))
     try:
         # An executor that lacks a file must not fail: Spark would only retry the task on another executor.
-        reader = spark.read.option("ignoreMissingFiles", "true").schema(columns_ddl(start.schema))
+        reader = spark.read.option("ignoreMissingFiles", "true").schema(columns_ddl(load.schema))
         write(reader.parquet(*map(escaped, job.segments)), job.staging, (job,), None, cores)
     finally:
         spark.conf.set(setting, former_value)

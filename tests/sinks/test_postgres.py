@@ -379,8 +379,8 @@ async def test_a_driver_killed_between_stage_and_commit_or_in_the_transaction_lo
                 async with asyncio.timeout(800):
                     while session.ask("SELECT count(*) FROM pg_locks WHERE NOT granted") != ["1"]:  # noqa: ASYNC110  # another process has no event to wait on
                         await asyncio.sleep(0.05)
-                assert engine._life is not None
-                os.kill(engine._life.child.pid, signal.SIGKILL)
+                assert engine.driver.life is not None
+                os.kill(engine.driver.life.child.pid, signal.SIGKILL)
                 with pytest.raises(DriverLost):
                     await call
                 seen = session.ask("SELECT count(*), min(_revision), max(_revision) FROM events")

@@ -37,6 +37,8 @@ class FakeDriver:
         match message:
             case driver_messages.StartSession():
                 self.begin(message)
+            case driver_messages.LoadFunction():
+                self.load(message)
             case driver_messages.RunWindows() if message.jobs[1:]:
                 self.run_group(message)
             case driver_messages.RunWindows():
@@ -67,29 +69,41 @@ class FakeDriver:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.script == "killed, then fails":
             self.script = "fails:spark"
-        if self.script.startswith("fails:"):
-            fault, _, error = self.script.removeprefix("fails:").partition(":")
-            said = (fault, error or "SomeError", "no session", "Traceback …")
-            self.send(driver_messages.StartFailed(*said))
+        if self.script.startswith("fails to start:"):
+            fault = self.script.removeprefix("fails to start:")
+            self.send(driver_messages.StartFailed(fault, "SomeError", "no session", "Traceback …"))
             os._exit(1)
         if self.script == "stubborn":
             subprocess.Popen(["sleep", "600"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if self.script == "says all it knows":
-            self.say(repr(start), start)
-            self.send(driver_messages.Log("warning", f"log {start!r}"))
-            if self.life == 1:
-                self.send(driver_messages.StartFailed("spark", "SomeError", f"no {start!r}", f"at {start!r}"))
-                os._exit(1)
         self.start = start
-        self.send(driver_messages.Started("4.3.0", "http://ui", os.getpid()), driver_messages.Warm())
+        self.send(driver_messages.Started("4.3.0", "http://ui", os.getpid()))
 
-    def say(self, said: str, start: driver_messages.StartSession) -> None:
+    def load(self, load: driver_messages.LoadFunction) -> None:
+        if self.script == "silent":
+            return
+        if self.script.startswith("fails:"):
+            fault, _, error = self.script.removeprefix("fails:").partition(":")
+            said = (fault, error or "SomeError", "no session", "Traceback …")
+            self.send(driver_messages.LoadFailed(load.name, *said))
+            return
+        if self.script == "says all it knows":
+            told = f"{self.start!r} {load!r}"
+            self.say(told, self.start, load)
+            self.send(driver_messages.Log("warning", f"log {told}"))
+            if self.life == 1:
+                said = ("spark", "SomeError", f"no {told}", f"at {told}")
+                self.send(driver_messages.LoadFailed(load.name, *said))
+                return
+        self.loaded = load
+        self.send(driver_messages.FunctionLoaded(load.name))
+
+    def say(self, said: str, start: driver_messages.StartSession, load: driver_messages.LoadFunction) -> None:
         """Print it in every way that Spark and users' code have."""
         print("printed", said)
         entry = {"level": "WARN", "logger": "a.B", "msg": f"msg {said}", "exception": f"stack {said}"}
         print("plain", said, json.dumps(entry), sep="\n", file=sys.stderr)
-        for pairs in (start.conf, start.sink.options if start.sink else {}):
+        for pairs in (start.conf, load.sink.options if load.sink else {}):
             print(*pairs.items(), sep="\n", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -113,11 +127,10 @@ class FakeDriver:
         elif name.startswith("forks"):
             self.fork(leave=name == "forks away")
         elif name == "tells":
-            self.say(repr(self.start), self.start)
-            failed = driver_messages.FailedJob(
-                run.id, "ValueError", f"f {self.start!r}", f"at {self.start!r}"
-            )
-            self.send(driver_messages.Health(f"No {self.start!r}."), failed)
+            told = f"{self.start!r} {self.loaded!r}"
+            self.say(told, self.start, self.loaded)
+            failed = driver_messages.FailedJob(run.id, "ValueError", f"f {told}", f"at {told}")
+            self.send(driver_messages.Health(f"No {told}."), failed)
         elif name == "jvm dies":
             self.send(driver_messages.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)

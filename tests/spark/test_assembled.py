@@ -45,5 +45,5 @@ def engine_of(folder: Path, **given: Any) -> SparkEngine:
 
 
 def test_the_application_is_called_after_the_pipeline(tmp_path: Path) -> None:
-    assert engine_of(tmp_path).setup.app_name == "mldserver: departures"
-    assert engine_of(tmp_path, pipeline="nightly").setup.app_name == "mldserver: nightly"
+    assert engine_of(tmp_path).driver.setup.app_name == "mldserver: departures"
+    assert engine_of(tmp_path, pipeline="nightly").driver.setup.app_name == "mldserver: nightly"

@@ -19,7 +19,7 @@ from mldserver.base.clock import SystemClock
 from mldserver.engine_jobs import WindowResult
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, NotThereYet, OperatorError, WindowFailed
 from mldserver.sinks.sink import Owner, SinkSpec
-from mldserver.spark import client, driver_messages
+from mldserver.spark import driver_messages, shared_driver
 from mldserver.spark.driver_messages import Health, StartSession
 from mldserver.spark.driver_session import Life
 from mldserver.spark.java import probe
@@ -282,7 +282,7 @@ async def test_no_job_goes_to_a_driver_that_is_about_to_be_killed(bench: Callabl
         beside = asyncio.ensure_future(it.engine.compute(job("hangs")))
         call = asyncio.ensure_future(it.engine.compute(job("hangs")))
         await it.engine.ready()
-        life = it.engine._life
+        life = it.engine.driver.life
         assert life is not None
         await until(lambda: len(life.waiting) == 2)
         call.cancel()
@@ -303,7 +303,7 @@ async def test_a_job_that_waits_beside_a_cancelled_one_ends_with_the_engine(
     run = asyncio.ensure_future(it.engine.run())
     call = asyncio.ensure_future(it.engine.compute(job("hangs")))
     await it.engine.ready()
-    life = it.engine._life
+    life = it.engine.driver.life
     assert life is not None
     await until(lambda: bool(life.waiting))
     call.cancel()
@@ -335,7 +335,7 @@ async def test_whose_doing_a_drivers_death_may_be_is_told_to_each_of_its_jobs(
     async with it.running():
         calls = []
         await it.engine.ready()
-        life = it.engine._life
+        life = it.engine.driver.life
         assert life is not None
         for number, name in enumerate(names):
             calls.append(asyncio.ensure_future(it.engine.compute(job(name))))
@@ -430,7 +430,7 @@ async def test_a_job_that_waits_for_executors_outlives_its_deadline_and_the_engi
 
 
 def test_a_wait_that_is_over_has_cost_a_job_none_of_its_time(tmp_path: Path) -> None:
-    life = Life(StartSession("h", "", "spark://h:1", str(tmp_path)), SystemClock(), cancel_grace=1)
+    life = Life(StartSession("spark://h:1", str(tmp_path)), SystemClock(), cancel_grace=1)
     for before in ("", "No executors."):
         life._handle(Health(before), ())
         mark = life._undisturbed_mark()
@@ -496,7 +496,7 @@ async def test_a_job_that_is_cancelled_together_with_the_engine_ends_as_cancelle
         run = tasks.create_task(it.engine.run())
         await it.engine.ready()
         computing = tasks.create_task(it.engine.compute(job("hangs")))
-        await until(lambda: it.engine._life is not None and bool(it.engine._life.waiting))
+        await until(lambda: it.engine.driver.life is not None and bool(it.engine.driver.life.waiting))
         for task in (computing, run) if jobs_first else (run, computing):
             task.cancel()
     assert (run.cancelled(), computing.cancelled()) == (True, True)
@@ -520,8 +520,9 @@ async def test_a_handler_that_the_driver_cannot_import_ends_the_engine(bench: Ca
         await it.engine.ready()
 
 
-async def test_settings_that_cannot_work_end_the_engine(bench: Callable[..., Bench]) -> None:
-    it = bench("fails:operator")
+@pytest.mark.parametrize("script", ["fails:operator", "fails to start:operator"])
+async def test_settings_that_cannot_work_end_the_engine(bench: Callable[..., Bench], script: str) -> None:
+    it = bench(script)
     with pytest.raises(OperatorError, match="Spark cannot start on sc://nowhere: SomeError: no session"):
         await it.engine.run()
 
@@ -561,10 +562,11 @@ async def test_a_sink_that_was_never_tried_on_a_real_table_says_so_once_at_the_s
     assert [event["table"] for event in events(logged, "sink.untested")] == told
 
 
+@pytest.mark.parametrize("script", ["fails:spark", "fails to start:spark"])
 async def test_a_cluster_that_is_away_is_waited_for(
-    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+    bench: Callable[..., Bench], logged: list[dict[str, Any]], script: str
 ) -> None:
-    it = bench("fails:spark")
+    it = bench(script)
     async with it.running():
         for expected in (1, 2, 4, 8):
             assert await it.clock.end_sleep() == expected
@@ -619,12 +621,11 @@ async def test_an_archive_under_which_the_driver_died_is_thrown_away(
     bench: Callable[..., Bench], java: Path, logged: list[dict[str, Any]]
 ) -> None:
     it = bench("dies first", master="local[1]", java_home=str(java))
-    plan = it.engine._plan_start
-    *_, wanted = plan(await probe(str(java), os.environ))
+    plan = it.engine.driver._plan_start
+    start, _, wanted = plan(await probe(str(java), os.environ))
     wanted.parent.mkdir()
     wanted.write_text("damaged")
-    for left in it.work.iterdir():
-        left.rmdir()
+    shutil.rmtree(start.scratch)
     async with it.running():
         await it.clock.end_sleep()
         await it.engine.ready()
@@ -641,14 +642,14 @@ async def test_an_archive_is_made_when_the_driver_has_been_ready_for_a_while(
         shutil.rmtree(start.scratch)
         asked.set_result(start)
 
-    monkeypatch.setattr(client, "train", train)
+    monkeypatch.setattr(shared_driver, "train", train)
     async with it.running():
         await it.engine.ready()
         assert await it.clock.end_sleep() == 60
         start = await asked
-    assert (start.train, start.handler, start.master) == (True, "", "local[1]")
+    assert (start.train, start.master) == (True, "local[1]")
     assert start.archive is not None
-    assert start.archive.startswith(str(it.engine.cache_dir))
+    assert start.archive.startswith(str(it.engine.driver.cache_dir))
 
 
 async def test_closing_what_never_ran_does_nothing(bench: Callable[..., Bench]) -> None:
@@ -657,18 +658,18 @@ async def test_closing_what_never_ran_does_nothing(bench: Callable[..., Bench]) 
     assert not it.state.exists()
 
 
-async def test_only_the_first_driver_takes_a_table_from_another_owner(bench: Callable[..., Bench]) -> None:
-    it = bench("", sink=SinkSpec("toy", "/toys"), pipeline="flights", new_ledger=True)
+async def test_only_the_first_driver_takes_a_table_from_another_owner(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[driver_messages.LoadFunction] = []
+    load = Life.load
+    monkeypatch.setattr(Life, "load", lambda life, sent: (loads.append(sent), load(life, sent)))
+    it = bench(sink=SinkSpec("toy", "/toys"), pipeline="flights", new_ledger=True)
     it.engine.ledger_id = "1ed9e400"  # known once the ledger is open
-
-    def start() -> StartSession:
-        start = it.engine._plan_start(None)[0]
-        shutil.rmtree(start.scratch)
-        return start
-
-    first = start()
-    assert (first.owner, first.new_ledger) == (Owner("flights", "1ed9e400"), True)
     async with it.running():
+        with pytest.raises(DriverLost):
+            await it.engine.compute(job("dies"))
+        await it.clock.end_sleep()
         await it.engine.ready()
-        later = start()
-    assert (later.owner, later.new_ledger) == (first.owner, False)
+    owner = Owner("flights", "1ed9e400")
+    assert [(each.owner, each.new_ledger) for each in loads] == [(owner, True), (owner, False)]

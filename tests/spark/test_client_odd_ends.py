@@ -16,7 +16,7 @@ from spark.bench import Bench, HandClock, job
 from support.serving import until
 
 from mldserver.errors import DriverLost
-from mldserver.spark import client, driver_messages, driver_session
+from mldserver.spark import driver_messages, driver_session, shared_driver
 from mldserver.spark.java import Java
 
 
@@ -56,7 +56,7 @@ async def test_a_job_waits_for_the_next_driver_while_what_the_last_one_left_is_c
         finally:
             await tidy.wait()
 
-    monkeypatch.setattr(client, "train", train)
+    monkeypatch.setattr(shared_driver, "train", train)
     async with it.running():
         await it.engine.ready()
         await it.clock.end_sleep()
@@ -76,7 +76,7 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
     it = Bench(tmp_path, "good")
     async with it.running():
         await it.engine.ready()
-        alive = it.engine._life
+        alive = it.engine.driver.life
         assert alive is not None
         call = asyncio.ensure_future(it.engine.compute(job("hangs")))
         await until(lambda: bool(alive.waiting))
@@ -106,14 +106,14 @@ async def test_a_disk_without_room_for_an_archive_costs_no_driver(
     tmp_path: Path, java: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
-    plan = it.engine._plan_start
+    plan = it.engine.driver._plan_start
 
     def without_room(found: Java | None, *, train: Path | None = None) -> Any:
         if train is not None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return plan(found)
 
-    monkeypatch.setattr(it.engine, "_plan_start", without_room)
+    monkeypatch.setattr(it.engine.driver, "_plan_start", without_room)
     async with it.running():
         await it.engine.ready()
         await it.clock.end_sleep()
@@ -143,7 +143,7 @@ async def test_a_driver_that_waits_for_the_cluster_at_its_start_is_not_replaced(
 ) -> None:
     killed: list[str] = []
     clock = HandClock()
-    start = driver_messages.StartSession("h", "", "spark://h:7077", str(tmp_path))
+    start = driver_messages.StartSession("spark://h:7077", str(tmp_path))
     life = driver_session.Life(start, clock, cancel_grace=0)
     monkeypatch.setattr(life, "kill", killed.append)
     life.trouble = "The cluster has given Spark no executor for more than 20 s."
@@ -166,11 +166,11 @@ async def test_an_outdated_driver_ends_between_two_jobs_and_nobody_takes_that_fo
     async with it.running(), asyncio.TaskGroup() as group:
         running = group.create_task(it.engine.compute(job("hangs")))
         await it.engine.ready()
-        await until(lambda: bool(it.engine._life and it.engine._life.waiting))
+        await until(lambda: bool(it.engine.driver.life and it.engine.driver.life.waiting))
         it.engine.renew({})
         later = group.create_task(it.engine.compute(job("later")))
         await asyncio.sleep(0)
-        assert not it.engine._life.over.is_set(), "a job is under way"  # type: ignore[union-attr]
+        assert not it.engine.driver.life.over.is_set(), "a job is under way"  # type: ignore[union-attr]
         running.cancel()
         assert (await later).files == ("later.parquet",)
         assert len(it.lives) == 2

@@ -96,8 +96,8 @@ async def test_a_fresh_driver_runs_the_code_that_the_server_runs_and_not_what_li
         write(1000, "id BIGINT NOT NULL, other BIGINT", 2)
         engine = server._parts.engine
         assert isinstance(engine, SparkEngine)
-        assert engine._life is not None
-        os.kill(engine._life.child.pid, signal.SIGKILL)
+        assert engine.driver.life is not None
+        os.kill(engine.driver.life.child.pid, signal.SIGKILL)
         await told("spark.lost", 1)
         put()
         given.end()

@@ -33,7 +33,7 @@ def test_a_driver_leaves_though_a_hook_has_closed_a_standard_stream(
     here, there = socket.socketpair()
     with closing(here), closing(there):
         driver = Driver(here)
-        driver._start = StartSession("h", "n INT", "local[1]", scratch=str(tmp_path / "scratch"))
+        driver._start = StartSession("local[1]", scratch=str(tmp_path / "scratch"))
         driver._session = cast("DriverSession", SimpleNamespace(stop=lambda: None, jvm=None))
         driver._jobs = cast("Jobs", SimpleNamespace())
         driver._stop()

@@ -16,11 +16,9 @@ HOUR = Window(
 )
 BATCH = Window("batch-000000000007", None, None, revision=2, pipeline="departures")
 MESSAGES = [
-    driver_messages.StartSession(
-        "handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), quick=True
-    ),
-    driver_messages.StartSession(
-        "x", "", "local", "/s", sink=SinkSpec("jdbc", "derby:x", "t", {"user": "me"})
+    driver_messages.StartSession("local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), quick=True),
+    driver_messages.LoadFunction(
+        "x", "handlers.x", "a INT", sink=SinkSpec("jdbc", "derby:x", "t", {"user": "me"})
     ),
     driver_messages.RunWindows(
         1, (WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048),)
@@ -44,8 +42,9 @@ MESSAGES = [
     driver_messages.CancelJob(1),
     driver_messages.Stop(),
     driver_messages.Started("4.3.0", None),
-    driver_messages.Warm(),
-    driver_messages.StartFailed("handler", "HandlerInvalid", "x.py:1: bad"),
+    driver_messages.FunctionLoaded("x"),
+    driver_messages.StartFailed("operator", "OperatorError", "no master"),
+    driver_messages.LoadFailed("x", "handler", "HandlerInvalid", "x.py:1: bad"),
     driver_messages.JobDone(1, ()),
     driver_messages.FailedJob(1, "ValueError", "no", "Traceback", cancelled=True),
     driver_messages.Log("warning", "a line"),

@@ -23,7 +23,7 @@ async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
     it = Bench(tmp_path, "good")
     async with it.running():
         await it.engine.compute(job("floods"))
-        alive = it.engine._life
+        alive = it.engine.driver.life
         assert alive is not None
         await until(lambda: alive._stdout.lost == alive._stderr.lost == 5000 - LIMIT_LINES)
         assert alive._last_lines[-1] == "4999"

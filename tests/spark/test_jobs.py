@@ -13,7 +13,7 @@ from spark.bench import job
 
 from mldserver.children.channel import encode
 from mldserver.spark import driver_messages
-from mldserver.spark.driver import Jobs
+from mldserver.spark.driver import FunctionParts, Jobs
 from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import WindowHook
 
@@ -46,8 +46,7 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
     session = DriverSession(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(
         session=session,
-        schema="",
-        hook=WindowHook(None),
+        functions={"": FunctionParts("", WindowHook(None))},
         send=told.put,
         concurrency=1,
         on_session_stopped=lambda: told.put(STOPPED),
@@ -130,7 +129,7 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
         raise ValueError("cancelled")
 
     java = SimpleNamespace(sc=lambda: SimpleNamespace(cancelJobGroupAndFutureJobs=cancel))
-    context = SimpleNamespace(setJobGroup=lambda *_, **__: None, _jsc=java)
+    context = SimpleNamespace(setJobGroup=lambda *_, **__: None, setLocalProperty=lambda *_: None, _jsc=java)
     spark: Any = SimpleNamespace(
         sparkContext=context, is_stopped=False, addTag=str, removeTag=str, interruptTag=cancel
     )
@@ -140,8 +139,7 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     session = DriverSession(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(
         session=session,
-        schema="",
-        hook=WindowHook(None),
+        functions={"": FunctionParts("", WindowHook(None))},
         send=told.put,
         concurrency=1,
         on_session_stopped=list,
@@ -175,7 +173,13 @@ def test_a_hook_that_runs_for_long_is_told_with_its_window_and_the_line_it_is_at
     session = DriverSession(spark, connect=True, cores=None, jvm=None)
     monkeypatch.setattr(DriverSession, "slots", lambda _: 1)
     hook = WindowHook(on_window)
-    jobs = Jobs(session=session, schema="", hook=hook, send=told.put, concurrency=1, on_session_stopped=list)
+    jobs = Jobs(
+        session=session,
+        functions={"": FunctionParts("", hook)},
+        send=told.put,
+        concurrency=1,
+        on_session_stopped=list,
+    )
     jobs.report_slow()
     jobs.start(driver_messages.RunWindows(1, (job("slow"), job("other"))))
     begun.wait()

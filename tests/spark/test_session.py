@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start(master: str = "local[*]", **told: Any) -> StartSession:
-    return StartSession("h", "a INT", master, "/scratch", **told)
+    return StartSession(master, "/scratch", **told)
 
 
 def test_masters_are_told_apart() -> None:
@@ -49,7 +49,7 @@ def test_local_files_of_spark_follow_the_umask_of_the_server() -> None:
         assert os.umask(0o027) == 0o027
     finally:
         os.umask(before)
-    assert name not in defaults(start(out="s3://bucket/out"), cores=1)
+    assert name not in defaults(start(own_umask=False), cores=1)
 
 
 def test_small_local_data_gets_small_local_settings() -> None:

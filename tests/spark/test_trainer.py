@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mldserver.base.clock import SystemClock
-from mldserver.spark.client import train
 from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.trainer import train
 
 FAKE = Path(__file__).with_name("fake_driver.py")
 
@@ -23,12 +23,12 @@ def wanted(tmp_path: Path) -> Path:
 def start(tmp_path: Path, wanted: Path) -> StartSession:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return StartSession("", "a INT", "local[1]", str(scratch), archive=str(wanted), train=True)
+    return StartSession("local[1]", str(scratch), archive=str(wanted), train=True)
 
 
 def told(logged: list[dict[str, Any]]) -> dict[str, str]:
     return {
-        event["text"]: event["level"] for event in logged if event.get("logger") == "mldserver.spark.client"
+        event["text"]: event["level"] for event in logged if event.get("logger") == "mldserver.spark.trainer"
     }
 
 

@@ -16,7 +16,7 @@ import pytest
 from mldserver.config.locations import python_files
 from mldserver.handler.loader import entries_of
 from mldserver.spark import user_code
-from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.driver_messages import LoadFunction, StartSession
 from mldserver.spark.session import DriverSession, environment
 from mldserver.spark.user_code import (
     pack,
@@ -111,11 +111,11 @@ class OnACluster:
         self.addArtifacts = lambda path, pyfile: self.shipped.append((path, pyfile))
 
     def equip(self, start: StartSession) -> None:
-        user_code.ship_to_executors(cast("DriverSession", self), start)
+        user_code.UserCode(start).ship(cast("DriverSession", self), LoadFunction(handler="nowhere"))
 
 
 def test_files_go_by_the_way_of_their_kind_of_session(tmp_path: Path) -> None:
-    start = StartSession("nowhere", "", "spark://m", str(tmp_path), py_files=("/a.zip",))
+    start = StartSession("spark://m", str(tmp_path), py_files=("/a.zip",))
     classic, remote = OnACluster(), OnACluster(connect=True)
     classic.equip(start)
     remote.equip(start)
@@ -125,8 +125,8 @@ def test_files_go_by_the_way_of_their_kind_of_session(tmp_path: Path) -> None:
 
 
 def test_a_local_master_is_shipped_nothing() -> None:
-    start = StartSession("flow", "", "local[2]", "/scratch", py_files=("/a.py",))
-    user_code.ship_to_executors(cast("DriverSession", SimpleNamespace()), start)
+    code = user_code.UserCode(StartSession("local[2]", "/scratch", py_files=("/a.py",)))
+    code.ship(cast("DriverSession", SimpleNamespace()), LoadFunction(handler="flow"))
 
 
 def test_the_executors_interpreter_is_in_the_drivers_environment() -> None:
@@ -134,17 +134,15 @@ def test_the_executors_interpreter_is_in_the_drivers_environment() -> None:
         return environment(start, {"PYSPARK_PYTHON": "inherited"}, java_home=None).get("PYSPARK_PYTHON")
 
     conf = {"spark.pyspark.python": "configured"}
-    assert python(StartSession("h", "", "spark://m", "/s")) == "inherited"
-    assert python(StartSession("h", "", "spark://m", "/s", conf=conf)) == "configured"
-    assert python(StartSession("h", "", "local[1]", "/s", conf=conf, python="set")) == "set"
+    assert python(StartSession("spark://m", "/s")) == "inherited"
+    assert python(StartSession("spark://m", "/s", conf=conf)) == "configured"
+    assert python(StartSession("local[1]", "/s", conf=conf, python="set")) == "set"
 
 
 def test_python_files_can_be_imported_in_the_driver_too() -> None:
     files = ("/a/one.py", "/a/two.py", "/b/three.zip")
     assert entries_of(files) == ("/a", "/b/three.zip")
-    ours = environment(
-        StartSession("h", "", "local[1]", "/s", py_files=files), {"PYTHONPATH": "/old"}, java_home=None
-    )
+    ours = environment(StartSession("local[1]", "/s", py_files=files), {"PYTHONPATH": "/old"}, java_home=None)
     assert ours["PYTHONPATH"] == "/old:/a:/b/three.zip"
 
 
@@ -165,7 +163,7 @@ def test_python_files_are_a_list_of_files_that_are_there(tmp_path: Path) -> None
 
 def test_functions_bring_the_guard_that_lets_modules_be_imported() -> None:
     """It is there before what travels with it is unpickled, once."""
-    travelling = pickle.dumps(user_code._Guarded("", ("a", importlib.import_module)))
+    travelling = pickle.dumps(user_code._Guarded((), ("a", importlib.import_module)))
     program = (
         "import pickle, sys\n"
         f"for _ in range(2): code = pickle.loads({travelling!r})\n"
@@ -189,7 +187,11 @@ def test_on_a_local_master_functions_bring_the_modules_that_the_server_has_sent(
     code = {"kept_by_test": (str(tmp_path / "kept_by_test.py"), b"def name(): return 'as sent'")}
     rdd = importlib.import_module("pyspark.core.rdd")
     monkeypatch.setattr(rdd, "CloudPickleSerializer", rdd.CloudPickleSerializer)
-    user_code.guard_executors(StartSession("kept_by_test", "", "local[1]", str(tmp_path), code=code))
+    kept = user_code.UserCode(StartSession("local[1]", str(tmp_path)))
+    kept.guard_executors()
+    finders = list(sys.meta_path)
+    kept.keep(LoadFunction("f", "kept_by_test", code=code))
+    monkeypatch.setattr(sys, "meta_path", finders)
     monkeypatch.syspath_prepend(tmp_path)
     travelling = rdd.CloudPickleSerializer().dumps(importlib.import_module("kept_by_test").name)
     program = f"import pickle; print(pickle.loads({travelling!r})())"

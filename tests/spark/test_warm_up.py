@@ -11,7 +11,7 @@ import pytest
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.spark import warm_up as module
-from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.driver_messages import LoadFunction
 from mldserver.spark.session import DriverSession
 from mldserver.spark.warm_up import warm_up
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.slow
 SCHEMA = "id BIGINT NOT NULL, name STRING"
 
 
-def start(folder: Path, **more: Any) -> StartSession:
-    """Return a start on a local master whose output lies behind a URI."""
+def start(folder: Path, **more: Any) -> LoadFunction:
+    """Return a function whose output lies behind a URI."""
     out = f"file://{folder}/out"
-    return StartSession("", SCHEMA, "local[2]", str(folder), **{"out": out, "place": f"{out}/own", **more})
+    return LoadFunction(schema=SCHEMA, **{"out": out, "place": f"{out}/own", **more})
 
 
 def left(folder: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def test_a_local_master_with_a_local_output_has_nothing_to_prove(
     tmp_path: Path, session: DriverSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(module, "_check_shared_storage")
-    warm_up(session, start(tmp_path, out="", place=""))
+    warm_up(session, start(tmp_path, out="", place=f"{tmp_path}/warm-up"))
     assert left(tmp_path) == []
 
 

@@ -17,6 +17,7 @@ from support.cluster import NOT_BLINDED, can_blind, spark_parts
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import NotThereYet, OperatorError, WindowFailed
 from mldserver.spark.client import make_engine
+from mldserver.spark.shared_driver import SharedDriver
 from mldserver.windows import Window
 
 pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
@@ -73,7 +74,10 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
             finally:
                 await engine.close()
         elsewhere = address.replace(quote(token, safe=""), "another")
-        wrong = replace(engine, setup=msgspec.structs.replace(engine.setup, master=elsewhere))
+        wrong = replace(
+            engine,
+            driver=SharedDriver(msgspec.structs.replace(engine.driver.setup, master=elsewhere)),
+        )
         with pytest.raises(OperatorError, match=r"(?s)refuses the token.*;token=TOKEN") as refused:
             await wrong.run()
     assert not isinstance(refused.value, NotThereYet)

@@ -257,14 +257,14 @@ async def test_an_attempt_never_writes_into_a_directory_that_is_there(world: Wor
 
 
 async def test_a_cancelled_job_ends_and_the_session_goes_on(world: World) -> None:
-    life = world.engine._life
+    life = world.engine.driver.life
     call = asyncio.ensure_future(world.engine.compute(world.job("endless")))
     await asyncio.wait({call}, timeout=2)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert (await world.engine.compute(world.job("identity", attempt=8))).rows == 3 * ROWS
-    assert world.engine._life is life
+    assert world.engine.driver.life is life
 
 
 def java_of(driver: int) -> int:
@@ -281,7 +281,7 @@ def java_of(driver: int) -> int:
 async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_and_nothing_else(
     world: World, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = world.engine._life
+    life = world.engine.driver.life
     assert life is not None
     driver = life.child.pid
     # The one session of the module: a driver of its own would cost this test another start.
@@ -293,10 +293,10 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
         assert caught.value.where["window"] == "sleeping"
         await until_gone(driver)
     async with asyncio.timeout(800):
-        while world.engine._life is life:  # noqa: ASYNC110  # no event tells it
+        while world.engine.driver.life is life:  # noqa: ASYNC110  # no event tells it
             await asyncio.sleep(0.05)
         assert (await world.engine.compute(world.job("identity", attempt=10))).rows == 3 * ROWS
-    after = world.engine._life
+    after = world.engine.driver.life
     assert after is not None
     assert after.child.pid != driver
     told = [event for event in logged if event["event"] in {"spark.lost", "spark.ready"}]
@@ -307,13 +307,13 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
 async def test_a_session_that_a_hook_stops_costs_the_driver_its_life_and_nothing_else(
     world: World, logged: list[dict[str, Any]]
 ) -> None:
-    life = world.engine._life
+    life = world.engine.driver.life
     assert life is not None
     with pytest.raises(WindowFailed) as caught:
         await world.engine.compute(world.job("stopping"))
     assert caught.value.where["window"] == "stopping"
     async with asyncio.timeout(800):
-        while world.engine._life is life:  # noqa: ASYNC110  # no event tells it
+        while world.engine.driver.life is life:  # noqa: ASYNC110  # no event tells it
             await asyncio.sleep(0.05)
         assert (await world.engine.compute(world.job("identity", attempt=11))).rows == 3 * ROWS
     (lost,) = [event for event in logged if event["event"] == "spark.lost"]
@@ -323,7 +323,7 @@ async def test_a_session_that_a_hook_stops_costs_the_driver_its_life_and_nothing
 async def test_a_killed_jvm_fails_its_job_and_costs_its_driver_its_life(
     world: World, logged: list[dict[str, Any]], long: bool
 ) -> None:
-    life = world.engine._life
+    life = world.engine.driver.life
     assert life is not None
     driver = life.child.pid
     call = asyncio.ensure_future(world.engine.compute(world.job("endless", attempt=2)))

@@ -46,7 +46,9 @@ class FailingDriver:
     def take(self, message: driver_messages.Message) -> None:
         match message:
             case driver_messages.StartSession():
-                self.send(driver_messages.Started("4.3.0", None), driver_messages.Warm())
+                self.send(driver_messages.Started("4.3.0", None))
+            case driver_messages.LoadFunction():
+                self.send(driver_messages.FunctionLoaded(message.name))
             case driver_messages.RunWindows() if self.last not in DEAF:  # its one thread is never free again
                 self.run(message, self.next())
             case driver_messages.CancelJob():

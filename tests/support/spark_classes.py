@@ -85,7 +85,7 @@ def spark_cache(folder: Path) -> Path:
 
 def main(folder: Path) -> None:
     """Start a session as the tests do, compute a window, and let its JVM write the archive when it exits."""
-    from mldserver.spark.driver_messages import StartSession
+    from mldserver.spark.driver_messages import LoadFunction, StartSession
     from mldserver.spark.java import archive_path, keep, probe
     from mldserver.spark.session import environment, open_session
     from mldserver.spark.warm_up import warm_up
@@ -96,12 +96,10 @@ def main(folder: Path) -> None:
     variants: tuple[tuple[dict[str, str], bool], ...] = (({}, True), ({name: value}, False))
     archives = [archive_path(folder, java, conf, os.environ, quick=quick) for conf, quick in variants]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        start = StartSession(
-            "", "a INT", "local[1]", scratch, quick=True, archive=str(folder / "made"), train=True
-        )
+        start = StartSession("local[1]", scratch, quick=True, archive=str(folder / "made"), train=True)
         os.environ.update(environment(start, os.environ, java_home=java.home))
         session = open_session(start)
-        warm_up(session, start)
+        warm_up(session, LoadFunction(schema="a INT", place=f"{scratch}/warm-up"))
         session.stop()
         assert session.jvm is not None
         assert session.jvm.wait() == 0

@@ -21,7 +21,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverSession]
     if JAR.exists():
         conf["spark.jars"] = str(JAR)
     archive = next(map(str, spark_cache(scratch).glob("*.jsa")), None)
-    start = StartSession("", "", "local[2]", str(scratch), conf=conf, quick=True, archive=archive)
+    start = StartSession("local[2]", str(scratch), conf=conf, quick=True, archive=archive)
     before = dict(os.environ)
     os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
     try:

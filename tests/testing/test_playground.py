@@ -216,7 +216,7 @@ def test_a_cluster_is_used_where_it_is_named_for_the_run_alone(tmp_path: Path) -
         )
         engine = quick_spark(settings)
         assert isinstance(engine, SparkEngine)
-        used.append(engine.setup.master)
+        used.append(engine.driver.setup.master)
     assert used == ["local[*]", "spark://other:7077"]
 
 

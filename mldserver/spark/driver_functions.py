@@ -1,0 +1,87 @@
+"""The functions of a server, and what one driver has loaded of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mldserver.base.backoff import Backoff
+from mldserver.errors import MldserverError
+from mldserver.spark.driver_messages import LoadFailed, LoadFunction
+
+
+def conflict(one: LoadFunction, other: LoadFunction) -> str:
+    """Return what one driver cannot have of two functions at a time, as part of a sentence; empty: nothing.
+
+    A Python process imports one module of a name, and Spark reaches a bucket by one set of settings.
+    """
+    for name in one.code.keys() & other.code.keys():
+        if one.code[name][1] != other.code[name][1]:
+            return f"a module {name} with another text"
+    for name in one.storage.keys() & other.storage.keys():
+        if one.storage[name] != other.storage[name]:
+            return f"another value of Spark's setting {name}, which comes from the URI of out"
+    return ""
+
+
+@dataclass(slots=True)
+class LoadedFunctions:
+    """What one driver process has loaded. Each field is by the functions' names."""
+
+    asked: dict[str, LoadFunction] = field(default_factory=dict)
+    """What the functions that the driver was told to load consisted of."""
+    loaded: set[str] = field(default_factory=set)
+    """The functions that are loaded."""
+    refused: dict[str, LoadFailed] = field(default_factory=dict)
+    """Why functions were not loaded."""
+    stuck: dict[str, str] = field(default_factory=dict)
+    """Functions whose cancelled jobs did not end in time, and that in a sentence."""
+    imported: list[LoadFunction] = field(default_factory=list)
+    """All that the process was ever told to load: its modules stay imported."""
+
+    def ask(self, load: LoadFunction) -> None:
+        """Note that the driver is told to load a function, or to load it again."""
+        self.asked[load.name] = load
+        self.imported.append(load)
+        self.loaded.discard(load.name)
+        self.refused.pop(load.name, None)
+
+
+@dataclass(eq=False)
+class DriverFunction:
+    """A function as the driver's owner knows it."""
+
+    load: LoadFunction = field(repr=False)
+    """What a driver is sent. Replaced when the handler's code has changed."""
+    work_dir: Path | None = None
+    """A directory for scratch space; None: the machine's temporary directory."""
+    serial: int = 0
+    """Grows with each change of ``load``, over all functions."""
+    was_loaded: bool = False
+    trouble: str | None = None
+    """Why this function could not be loaded."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no job of it will ever run again."""
+    end_reason: str = ""
+    error: MldserverError | None = None
+    """Why it ended, unless it was closed."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(base=1.0, cap=60.0))
+    """Of further attempts to load it."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.load.name
+
+    def is_loaded_in(self, driver: LoadedFunctions) -> bool:
+        """Whether a driver has loaded the present code."""
+        return driver.asked.get(self.name) is self.load and self.name in driver.loaded
+
+    def needs_other_than(self, driver: LoadedFunctions) -> bool:
+        """Whether a driver can never run this function's present code."""
+        if self.name in driver.stuck:
+            return True
+        if self.name in driver.asked:
+            return driver.asked[self.name] is not self.load
+        return any(conflict(self.load, each) for each in driver.imported)

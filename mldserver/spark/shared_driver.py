@@ -1,0 +1,637 @@
+"""``SharedDriver``: keeps a Spark driver alive while a function of the server needs one, and gives jobs to it.
+
+    starting ──Started──▶ loading ──FunctionLoaded──▶ ready ──end of the socket──▶ restarting ──back-off──▶ starting
+
+A driver is one child process with its JVM (``driver.py``); all functions of the server share it. After any failure of the
+driver, its process group is killed, pending jobs fail with DriverLost, and a fresh driver starts after a back-off. The
+back-off grows until a job succeeds, or a driver has lived for two minutes. A function that cannot be loaded does not
+affect the others.
+
+A driver must be replaced when a function has other code than the driver has imported, or when user code hangs in it. An
+only function waits meanwhile. With several, the next driver starts beside the present one, which goes on with the jobs of
+the other functions until the next one has loaded them all. That takes the memory of two drivers; without it, the
+functions wait for the restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import structlog
+
+from mldserver.base.backoff import Backoff
+from mldserver.base.clock import Clock, SystemClock, first_of, in_time
+from mldserver.base.uris import redacted
+from mldserver.children.process import available_bytes, resident_bytes
+from mldserver.children.supervise import ChildExit, supervise
+from mldserver.engine_jobs import PublishJob, WindowJob
+from mldserver.errors import (
+    DriverLost,
+    HandlerInvalid,
+    HandlerUnready,
+    MldserverError,
+    NotThereYet,
+    OperatorError,
+)
+from mldserver.jobs.run_gate import RunGate
+from mldserver.spark.driver_functions import DriverFunction, conflict
+from mldserver.spark.driver_messages import (
+    WARM_UP,
+    LoadFailed,
+    Output,
+    StartFailed,
+    StartSession,
+)
+from mldserver.spark.driver_session import Life, driver_command
+from mldserver.spark.java import Java, archive_path, probe
+from mldserver.spark.session import environment, is_connect, is_local
+from mldserver.spark.slots import FairSlots
+from mldserver.spark.trainer import train
+
+log = structlog.get_logger("mldserver")
+
+_FIRST_STARTS = 3
+"""Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong.
+
+The death of a driver that was killed says nothing about the settings, and does not count."""
+
+_ROOM = 1.25
+"""A second driver starts beside the present one if so many times the memory of the present one is free."""
+
+_ADVICE = "Deploy both with the same, rename it in one of them, or serve one of them by a server of its own."
+
+_SCRATCH = "spark-"
+"""How the names of the drivers' scratch directories begin."""
+
+
+Outcome = Literal["follows", "unfit", "refuses", "outdated"]
+
+
+@dataclass(eq=False)
+class SharedDriver:
+    """Runs one driver after another for the functions that have joined. Times are in seconds."""
+
+    setup: StartSession = field(default_factory=StartSession, repr=False)
+    """What each driver is started with; scratch folder and archive are filled in."""
+    _: KW_ONLY
+    java_home: str | None = None
+    cache_dir: Path | None = None
+    """Where class archives lie; None: none is used."""
+    start_deadline: float = 600
+    cancel_grace: float = 10
+    stop_grace: float = 10
+    archive_after: float | None = 60
+    """How long the driver must have been ready until a class archive is made where none is yet; None: never."""
+    clock: Clock = field(default_factory=SystemClock)
+    command: Sequence[str] = field(default_factory=driver_command)
+    """What is started as the driver."""
+    log_error_messages: bool = True
+    """Whether the log quotes what errors say in Spark's own log."""
+
+    def __post_init__(self) -> None:
+        """Prepare; nothing is started."""
+        if not self.setup.python_path:
+            self.setup = msgspec.structs.replace(self.setup, python_path=(str(Path.cwd()),))
+        self.run_gate = RunGate()
+        """Shared by the window runners of all functions."""
+        self.functions: dict[str, DriverFunction] = {}
+        """The functions that have joined, by name."""
+        self.life: Life | None = None
+        """The driver that serves, or that starts while none serves."""
+        self.start_seconds: float | None = None
+        self._slots = FairSlots(self.setup.concurrency)
+        self._changed = asyncio.Event()
+        """Set and replaced at each change that a waiting task may have to see."""
+        self._lives: list[Life] = []
+        """The drivers that live."""
+        self._successor: Life | None = None
+        """The driver that ``_run_once`` runs next; None: a fresh one."""
+        self._tasks: asyncio.TaskGroup | None = None
+        self._closing = asyncio.Event()
+        """Set when the last function has left."""
+        self._idle = asyncio.Event()
+        """Set while no driver is needed, and none lives."""
+        self._idle.set()
+        self.idle = self._idle.wait
+        """Returns when no driver is left. Call it after the last function has left."""
+        self._serials = itertools.count(1)
+        self._starts = 0
+        self._failed_starts = 0
+        self._was_ready = False
+        self._lost: str | None = None
+        """How the last driver ended, until another is ready."""
+
+    # What functions do.
+
+    async def join(self, function: DriverFunction) -> None:
+        """Have the driver load a function, and start one if there is none. The function ends if another one excludes it."""
+        await asyncio.to_thread(self._remove_old_scratch, function.work_dir)
+        function.serial = next(self._serials)
+        if excluded := self._excluded(function):
+            error = OperatorError(excluded, did="The other functions go on.", advice=_ADVICE)
+            self.leave(function, f"The engine ended: {error}", error)
+        elif not function.over.is_set():
+            self.functions[function.name] = function
+            self._look()
+
+    def leave(self, function: DriverFunction, reason: str, error: MldserverError | None = None) -> None:
+        """Let no further job of a function begin. When the last one leaves, the driver is stopped (on an error: killed)."""
+        if function.over.is_set():
+            return
+        function.end_reason, function.error = reason, error
+        function.over.set()
+        if self.functions.get(function.name) is function:
+            del self.functions[function.name]
+            for life in self._lives:
+                life.functions.asked.pop(function.name, None)
+            if not self.functions:
+                self._closing.set()
+                for life in tuple(self._lives):
+                    if error is None:
+                        life.stop()
+                    else:
+                        life.kill("")
+        self._look()
+
+    def renew(self, function: DriverFunction, code: dict[str, tuple[str, bytes]]) -> None:
+        """Have later jobs of a function run with ``code`` (``HandlerSpec.code``), in a fresh driver."""
+        function.load = msgspec.structs.replace(function.load, code=code)
+        function.serial, function.trouble = next(self._serials), None
+        self._look()
+
+    def serving(self, function: DriverFunction) -> Life | None:
+        """Return the driver that runs jobs of a function; None: there is none now."""
+        life = self.life
+        if life is None or life.over.is_set() or life.outdated or not function.is_loaded_in(life.functions):
+            return None
+        return None if function.name in life.functions.stuck else life
+
+    def trouble_of(self, function: DriverFunction) -> str | None:
+        """Return why no job of a function would start, in words; None: nothing is known."""
+        life = self.life
+        reason = function.trouble or self._excluded(function)
+        if not reason and life is not None:
+            reason = life.functions.stuck.get(function.name, "")
+        if reason:
+            return reason
+        if life is not None and not life.outdated:
+            return life.reason(briefly=True) if life.over.is_set() else life.trouble or self._lost
+        return self._lost
+
+    async def ready(self, function: DriverFunction) -> Life:
+        """Wait for a driver that takes jobs of a function, and return it. Raises DriverLost if the function has left.
+
+        If a job of the function is being cancelled, wait first until it has ended: the driver may be replaced for it.
+        """
+        while (life := self.serving(function)) is None or life.is_cancelling(function.name):
+            if function.over.is_set():
+                error = DriverLost("No Spark driver will come any more.", did=function.end_reason)
+                error.blame = "server"
+                raise error
+            await self._changed.wait()
+        return life
+
+    async def ask(
+        self,
+        function: DriverFunction,
+        work: tuple[WindowJob, ...] | PublishJob,
+        deadline: float | None,
+        on_slow: Callable[[str], None],
+    ) -> tuple[Output, ...]:
+        """Run one job, as ``Life.ask``; wait for a driver and a slot first. A job whose hook is slow frees its slot."""
+        while True:
+            await self.ready(function)
+            async with self._slots.hold(function.name) as free_slot:
+                life = self.serving(function)
+                if life is None or life.is_cancelling(function.name):
+                    continue  # others may have the slot meanwhile
+
+                def slow(window_id: str) -> None:
+                    free_slot()  # another window may be computed beside the slow one
+                    on_slow(window_id)
+
+                return await life.ask(function.name, work, deadline, slow)
+
+    # The life of drivers.
+
+    async def run(self) -> None:
+        """Keep a driver alive while there are functions, one process after another, until cancelled.
+
+        An error that no other driver could help ends the functions, and is not raised here.
+        """
+        try:
+            while True:
+                while not self.functions:
+                    await self._changed.wait()
+                self._idle.clear()
+                self._closing.clear()
+                try:
+                    java = None if is_connect(self.setup.master) else await probe(self.java_home, os.environ)
+                    await self._serve(java)
+                except OperatorError as error:
+                    self._end_all(error)
+                finally:
+                    self._idle.set()
+        finally:
+            for function in tuple(self.functions.values()):
+                self.leave(function, "The engine ended: its task was cancelled.")
+
+    def _end_all(self, error: MldserverError) -> None:
+        for function in tuple(self.functions.values()):
+            self.leave(function, f"The engine ended: {error}", error)
+
+    async def _serve(self, java: Java | None) -> None:
+        """Run drivers until the last function has left."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            helpers = [tasks.create_task(self._replace_drivers(java)), tasks.create_task(self._kill_late())]
+            if not self._closing.is_set():
+                await supervise(
+                    partial(self._run_once, java),
+                    backoff=Backoff(base=1.0, cap=60.0),
+                    clock=self.clock,
+                    stopping=self._closing,
+                )
+            helpers[0].cancel()
+            for life in tuple(self._lives):  # a replaced one, or the next
+                await life.ended.wait()
+            helpers[1].cancel()
+        self._successor = None
+
+    async def _kill_late(self) -> None:
+        """After the last function has left, kill the drivers that do not stop in time."""
+        await self._closing.wait()
+        await asyncio.sleep(self.stop_grace)
+        for life in tuple(self._lives):
+            life.kill("Spark did not stop in time.")
+
+    async def _run_once(self, java: Java | None) -> ChildExit | None:
+        """Run a driver from its start, or from where it follows another one, to its end; for ``supervise``."""
+        life, self._successor = self._successor, None
+        try:
+            life = life or await self._begin(java)
+        except OSError as error:
+            self._lost = f"No process could be started: {error}"
+            return ChildExit(partial(_log_lost, self._lost, None, "driver"))
+        self.life = life
+        self._look()
+        while not life.ended.is_set() and not (life.outdated and self._successor is not None):
+            changed = self._changed.wait()
+            await first_of(life.ended.wait(), changed)
+        if self._closing.is_set() or life.outdated:
+            return None
+        self._end_if_hopeless(life)
+        return ChildExit(_report_of(life), life.jobs_done > 0)
+
+    def _end_if_hopeless(self, life: Life) -> None:
+        """If another driver could not help what this one reported at its start, end the functions that are concerned.
+
+        Nothing is done if the driver did not report a failed start, or if an earlier start succeeded.
+        """
+        failed = life.failed
+        function = self.functions.get(failed.name) if isinstance(failed, LoadFailed) else None
+        had_success = self._was_ready if function is None else function.was_loaded
+        if failed is None or had_success:
+            return
+        if failed.fault != "handler":
+            self._failed_starts += 1
+        hopeless = is_local(self.setup.master) and self._failed_starts >= _FIRST_STARTS
+        error = self._error_of(failed, function, hopeless=hopeless)
+        if error is None:
+            return
+        if function is None:
+            self._end_all(error)
+        else:
+            self.leave(function, f"The engine ended: {error}", error)
+
+    def _error_of(
+        self, failed: StartFailed | LoadFailed, function: DriverFunction | None, *, hopeless: bool
+    ) -> MldserverError | None:
+        """Return the error that ends a function; None: another attempt may succeed.
+
+        HandlerInvalid or HandlerUnready if the handler is at fault, OperatorError if the settings are, and NotThereYet if
+        Spark itself has failed too often (``hopeless``).
+        """
+        if failed.fault == "handler" and function is not None:
+            handler_error = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
+            return handler_error(failed.message, handler=function.load.handler, traceback=failed.traceback)
+        if failed.fault != "operator" and not hopeless:
+            return None
+        for error_type in (OperatorError, NotThereYet):
+            if failed.error == error_type.__name__:
+                return error_type(failed.message)  # the driver's own message already contains the advice
+        # An unreachable Connect server has the fault "spark" and is not local: None was returned above.
+        lacks_connect_packages = failed.error == "PySparkImportError" or "grpc" in failed.message
+        if lacks_connect_packages:
+            advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
+        else:
+            advice = "Look at the settings spark_master and spark_conf."
+        # Without a fault of the operator: the metastore or memory may be available at the next start.
+        final_error = OperatorError if failed.fault == "operator" else NotThereYet
+        master = redacted(self.setup.master)
+        return final_error(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
+
+    async def _begin(self, java: Java | None) -> Life:
+        """Start a driver, which loads the functions as soon as it can. Raises OSError if no process can be started."""
+        self._starts += 1
+        began = time.monotonic()
+        start, driver_environment, missing_archive = await asyncio.to_thread(self._plan_start, java)
+        log.info(
+            "spark.starting",
+            master=redacted(self.setup.master),
+            java=java.version if java else None,
+            start=self._starts,
+        )
+        try:
+            life = await Life.begin(
+                self.command,
+                driver_environment,
+                start,
+                self.clock,
+                cancel_grace=self.cancel_grace,
+                log_error_messages=self.log_error_messages,
+                changed=self._look,
+                is_shared=lambda: len(self.functions) > 1,
+            )
+        except BaseException:
+            shutil.rmtree(start.scratch, ignore_errors=True)
+            raise
+        self._lives.append(life)
+        assert self._tasks is not None
+        self._tasks.create_task(self._live(life, began, java, missing_archive))
+        return life
+
+    async def _live(self, life: Life, began: float, java: Java | None, missing_archive: Path | None) -> None:
+        """Accept a driver's messages until it is dead, then set ``life.ended``.
+
+        Always remove the driver's scratch directory. If the driver died before any job succeeded, also remove
+        the class archive that it used.
+        """
+        start = life.start
+        try:
+            if self._closing.is_set():
+                life.kill("The engine is closing.")
+            async with asyncio.TaskGroup() as tasks:
+                report_ready = tasks.create_task(self._report_ready(life, began, java, missing_archive))
+                await life.live(self.start_deadline)
+                report_ready.cancel()
+        finally:
+            if self.life is life:
+                self.life = None
+                if not life.outdated:
+                    self._lost = life.reason(briefly=True)
+            self._lives.remove(life)
+            self._look()
+            await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
+            stopped_by_engine = self._closing.is_set() or life.outdated
+            if start.archive is not None and life.jobs_done == 0 and not stopped_by_engine:
+                # The archive may be truncated, which can crash the JVM: the next driver starts without an archive.
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(Path(start.archive).unlink, missing_ok=True)
+            life.ended.set()
+
+    async def _report_ready(
+        self, life: Life, began: float, java: Java | None, missing_archive: Path | None
+    ) -> None:
+        """Log ``spark.ready`` when the driver serves; later, make the missing class archive.
+
+        ``began``: when the start began, on ``time.monotonic``. ``missing_archive``: None if no archive must be made.
+        """
+        await life.warm.wait()
+        while self.life is not life:  # it starts beside another one
+            await self._changed.wait()
+        started = life.started
+        self.start_seconds = round(time.monotonic() - began, 3)
+        log.info(
+            "spark.ready",
+            seconds=self.start_seconds,
+            spark_version=started.spark_version if started else None,
+            ui=started.ui if started else None,
+        )
+        if missing_archive is None or self.archive_after is None:
+            return
+        await self.clock.sleep(self.archive_after)
+        try:
+            start, driver_environment, _ = await asyncio.to_thread(
+                self._plan_start, java, train=missing_archive
+            )
+        except OSError as error:  # a full disk must not end a working driver
+            log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
+        else:
+            await train(start, self.command, driver_environment, self.clock)
+
+    # Functions in a driver.
+
+    def _look(self) -> None:
+        """Load what a driver lacks, act on what it has reported, and wake all that wait for a change."""
+        for life in tuple(self._lives):
+            if life.over.is_set() or life.outdated:
+                continue
+            for function in tuple(self.functions.values()):
+                if (
+                    function.name not in life.functions.asked
+                    and not function.needs_other_than(life.functions)
+                    and not self._excluded(function)
+                ):
+                    self._load(function, life)
+                if life is self.life:
+                    self._accept(function, life)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _load(self, function: DriverFunction, life: Life) -> None:
+        load = function.load
+        folder = function.work_dir or tempfile.gettempdir()
+        # Beside the scratch folder, which is this user's alone: executors may be others.
+        place = load.place or f"{folder}/{Path(life.start.scratch).name}{WARM_UP}"
+        new_ledger = load.new_ledger and not function.was_loaded
+        life.functions.ask(load)
+        life.load(msgspec.structs.replace(load, place=place, new_ledger=new_ledger))
+
+    def _accept(self, function: DriverFunction, life: Life) -> None:
+        """Act on whether the serving driver has loaded a function."""
+        if function.is_loaded_in(life.functions):
+            function.was_loaded, function.trouble = True, None
+            function.backoff.worked()
+            self._was_ready, self._lost = True, None
+        if (
+            life.functions.asked.get(function.name) is not function.load
+            or function.name not in life.functions.refused
+        ):
+            return
+        failed = life.functions.refused.pop(function.name)
+        if len(self.functions) == 1:
+            life.failed = failed
+            life.kill("")
+            return
+        error = None if function.was_loaded else self._error_of(failed, function, hopeless=False)
+        if error is not None:
+            self.leave(function, f"The engine ended: {error}", error)
+            return
+        function.trouble = f"The start failed: {failed.error}: {failed.message}"
+        assert self._tasks is not None
+        self._tasks.create_task(self._load_again(function, life))
+
+    async def _load_again(self, function: DriverFunction, life: Life) -> None:
+        """Try after a back-off to load a function that the driver has refused for a reason that may pass."""
+        load = function.load
+        await first_of(self.clock.sleep(function.backoff.failed()), life.over.wait(), self._closing.wait())
+        if not life.over.is_set() and life.functions.asked.get(load.name) is load is function.load:
+            self._load(function, life)
+
+    def _excluded(self, function: DriverFunction) -> str:
+        """Return in a sentence what a function must not have beside one that had its code before; empty: nothing."""
+        for other in self.functions.values():
+            is_older = other is not function and other.serial < function.serial
+            if is_older and (what := conflict(function.load, other.load)):
+                return f"Function {function.name} has {what} than function {other.name}: one Spark driver cannot have both."
+        return ""
+
+    # Replacing a driver.
+
+    async def _replace_drivers(self, java: Java | None) -> None:
+        """Whenever a function needs another driver than the present one, replace that. Runs until cancelled."""
+        assert self._tasks is not None
+        backoff = Backoff(base=1.0, cap=60.0)
+        while True:
+            while (old := self.life) is None or old.outdated or old.over.is_set() or not self._misfits(old):
+                await self._changed.wait()
+            outcome: Outcome = "unfit"
+            if len(self.functions) > 1 and has_room_beside(old):
+                with contextlib.suppress(OSError):
+                    life = await self._begin(java)
+                    outcome = await self._settle(life, old)
+            if outcome == "unfit":
+                await self._retire(old)
+            elif outcome == "follows":
+                backoff.worked()
+                self._tasks.create_task(self._retire(old))
+            elif outcome == "refuses":
+                delay = backoff.failed()
+                _report_of(life)(delay)
+                await self.clock.sleep(delay)
+
+    def _misfits(self, life: Life) -> bool:
+        """Whether a function needs another driver, and could be loaded there."""
+        return any(
+            function.needs_other_than(life.functions) and not self._excluded(function)
+            for function in self.functions.values()
+        )
+
+    async def _settle(self, life: Life, old: Life) -> Outcome:
+        """Wait until a driver that was started beside ``old`` has loaded all functions, and have it follow ``old``.
+
+        Return "unfit" if two drivers cannot run at a time here, "refuses" if it could not load a function, and "outdated" if
+        yet another driver is needed: it is dead then.
+        """
+        while True:
+            if old.over.is_set():
+                self._successor = life
+                return "follows"
+            refused = next((name for name in life.functions.refused if name in self.functions), None)
+            if refused is not None:
+                function, failed = self.functions[refused], life.functions.refused.pop(refused)
+                error = None if function.was_loaded else self._error_of(failed, function, hopeless=False)
+                if error is not None:
+                    self.leave(function, f"The engine ended: {error}", error)
+                    continue
+                life.failed = failed
+                function.trouble = life.reason(briefly=True)
+                return await self._kill(life, "", "refuses")
+            if self._misfits(life):
+                return await self._kill(life, "The code has changed again.", "outdated")
+            if life.over.is_set() or life.trouble is not None:
+                return await self._kill(life, life.trouble or "", "unfit")
+            waited_for = [each for each in self.functions.values() if not self._excluded(each)]
+            if all(each.is_loaded_in(life.functions) for each in waited_for):
+                old.outdated = True
+                self.life = self._successor = life
+                self._look()
+                return "follows"
+            await self._changed.wait()
+
+    @staticmethod
+    async def _kill(life: Life, reason: str, outcome: Outcome) -> Outcome:
+        life.kill(reason)
+        await life.ended.wait()
+        return outcome
+
+    async def _retire(self, life: Life) -> None:
+        """Give a driver no further job, stop it when it runs none, and kill it after the grace."""
+        life.outdated = True
+        self._look()
+        while not (life.is_quiet or life.over.is_set()):
+            await self._changed.wait()
+        if not life.over.is_set():
+            life.stop()
+        if not await in_time(life.ended.wait(), self.clock, self.stop_grace):
+            life.kill("Spark did not stop in time.")
+            await life.ended.wait()
+
+    # Folders.
+
+    def _plan_start(
+        self, java: Java | None, *, train: Path | None = None
+    ) -> tuple[StartSession, dict[str, str], Path | None]:
+        """Return the start message of a driver, its environment, and the path of the missing class archive.
+
+        The path is None if the archive exists, or if none is used. With ``train``, the driver only makes the archive
+        at that path and runs no job. Makes the driver's scratch directory; raises OSError if that fails.
+        """
+        archive, missing_archive = train, None
+        if archive is None and java is not None and self.cache_dir is not None:
+            path = archive_path(self.cache_dir, java, self.setup.conf, os.environ, quick=self.setup.quick)
+            # `os.path.isfile` is also False if a systemd unit hides the home directory: `Path.is_file` would raise.
+            archive, missing_archive = (path, None) if os.path.isfile(path) else (None, path)  # noqa: PTH113  # see above
+        functions = tuple(self.functions.values())
+        work = next((function.work_dir for function in functions), None)
+        if work is not None:
+            work.mkdir(parents=True, exist_ok=True)
+        start = msgspec.structs.replace(
+            self.setup,
+            scratch=tempfile.mkdtemp(prefix=_SCRATCH, dir=work),
+            archive=None if archive is None else str(archive),
+            own_umask=any(not function.load.out for function in functions),
+        )
+        if train is not None:
+            start = msgspec.structs.replace(start, train=True, master="local[1]", own_umask=True)
+        return start, environment(start, os.environ, java_home=java.home if java else None), missing_archive
+
+    def _remove_old_scratch(self, work_dir: Path | None) -> None:
+        """Remove scratch directories of drivers whose server was killed. The directory is this server's own."""
+        living = tuple(Path(life.start.scratch).name for life in self._lives)
+        for left in [] if work_dir is None else work_dir.glob(f"{_SCRATCH}*"):
+            if not left.name.startswith(living):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def has_room_beside(life: Life) -> bool:
+    """Whether this machine has the memory for another driver like one that runs; False if that is not known."""
+    pids = [life.child.pid]
+    if life.started is not None and life.started.jvm_pid is not None:
+        pids.append(life.started.jvm_pid)
+    available = available_bytes()
+    return available is not None and available > _ROOM * sum(resident_bytes(pid) or 0 for pid in pids)
+
+
+def _report_of(life: Life) -> Callable[[float], None]:
+    """Return what logs the end of a driver, given the seconds until the next start."""
+    if life.jvm_exit_code is not None:
+        return partial(_log_lost, life.reason(), life.jvm_exit_code, "jvm")
+    return partial(_log_lost, life.reason(), life.child.exit_code, "driver")
+
+
+def _log_lost(reason: str, exit_code: int | None, who: str, delay_seconds: float) -> None:
+    log.error("spark.lost", delay_seconds=delay_seconds, who=who, reason=reason, exit_code=exit_code)
