@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import shutil
 import tempfile
@@ -126,7 +125,7 @@ class SharedDriver:
         self._idle.set()
         self.idle = self._idle.wait
         """Returns when no driver is left. Call it after the last function has left."""
-        self._serials = itertools.count(1)
+        self._latest_serial = 0
         self._starts = 0
         self._failed_starts = 0
         self._was_ready = False
@@ -138,7 +137,7 @@ class SharedDriver:
     async def join(self, function: DriverFunction) -> None:
         """Have the driver load a function, and start one if there is none. The function ends if another one excludes it."""
         await asyncio.to_thread(self._remove_old_scratch, function.work_dir)
-        function.serial = next(self._serials)
+        self._latest_serial = function.serial = self._latest_serial + 1
         if excluded := self._excluded(function):
             error = OperatorError(excluded, did="The other functions go on.", advice=_ADVICE)
             self.leave(function, f"The engine ended: {error}", error)
@@ -168,7 +167,8 @@ class SharedDriver:
     def renew(self, function: DriverFunction, code: dict[str, tuple[str, bytes]]) -> None:
         """Have later jobs of a function run with ``code`` (``HandlerSpec.code``), in a fresh driver."""
         function.load = msgspec.structs.replace(function.load, code=code)
-        function.serial, function.trouble = next(self._serials), None
+        self._latest_serial = function.serial = self._latest_serial + 1
+        function.trouble = None
         self._look()
 
     def serving(self, function: DriverFunction) -> Life | None:
@@ -517,11 +517,18 @@ class SharedDriver:
                 await self._retire(old)
             elif outcome == "follows":
                 backoff.worked()
-                self._tasks.create_task(self._retire(old))
+                if not old.over.is_set():
+                    self._tasks.create_task(self._retire(old))
             elif outcome == "refuses":
                 delay = backoff.failed()
                 _report_of(life)(delay)
-                await self.clock.sleep(delay)
+                await first_of(self.clock.sleep(delay), self._other_code())
+
+    async def _other_code(self) -> None:
+        """Return when a function has joined or has changed."""
+        former = self._latest_serial
+        while self._latest_serial == former:
+            await self._changed.wait()
 
     def _misfits(self, life: Life) -> bool:
         """Whether a function needs another driver, and could be loaded there."""

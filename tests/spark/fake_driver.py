@@ -20,6 +20,7 @@ class FakeDriver:
         self.script = script
         self.sock = sock
         self.starving: list[int] = []
+        self.deaf: set[int] = set()
         with state.open("a") as lives:
             lives.write(f"{os.getpid()}\n")
         self.life = len(state.read_text().split())
@@ -43,7 +44,7 @@ class FakeDriver:
                 self.run_group(message)
             case driver_messages.RunWindows():
                 self.run(message)
-            case driver_messages.CancelJob() if self.script != "deaf":
+            case driver_messages.CancelJob() if self.script != "deaf" and message.id not in self.deaf:
                 self.send(driver_messages.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
             case driver_messages.Stop() if self.script == "trains":
                 archive = next(arg for arg in sys.argv if arg.startswith("archive="))
@@ -82,8 +83,18 @@ class FakeDriver:
     def load(self, load: driver_messages.LoadFunction) -> None:
         if self.script == "silent":
             return
-        if self.script.startswith("fails:"):
-            fault, _, error = self.script.removeprefix("fails:").partition(":")
+        # A module "plan" says what becomes of its function.
+        plan = load.code.get("plan", ("", b""))[1].decode()
+        if plan.startswith("waits:"):
+            while not Path(plan.removeprefix("waits:")).exists():
+                time.sleep(0.01)
+        if plan == "dies":
+            os._exit(7)
+        if plan == "lacks executors":
+            self.send(driver_messages.Health("No executors."))
+            return
+        if (plan or self.script).startswith("fails:"):
+            fault, _, error = (plan or self.script).removeprefix("fails:").partition(":")
             said = (fault, error or "SomeError", "no session", "Traceback …")
             self.send(driver_messages.LoadFailed(load.name, *said))
             return
@@ -163,6 +174,8 @@ class FakeDriver:
             os.close(1)
             os.close(2)
             self.send(driver_messages.JobDone(run.id, (driver_messages.Output((), 0),)))
+        elif name == "hangs for good":
+            self.deaf.add(run.id)
         elif name != "hangs":
             self.send(
                 driver_messages.JobDone(999, ()),
