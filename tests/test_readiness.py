@@ -25,7 +25,7 @@ class World:
     trouble: str | None = None
     timers: str = ""
     listening: bool = True
-    overdue: tuple[str, float] | None = None
+    overdue: tuple[str, float, float | None] | None = None
     readiness: Readiness = field(default_factory=Readiness)
 
     def look(self) -> str | None:
@@ -140,13 +140,17 @@ def test_a_server_whose_daemon_is_dead_is_not_ready() -> None:
 def test_a_window_that_is_worked_on_for_too_long_is_named() -> None:
     world = World()
     world.look()
-    world.overdue = ("w-1", 960.0)
+    world.overdue = ("w-1", 960.0, None)
     assert told(world.look()) == (
         "window w-1 has been worked on for 16 minutes: see its latest window.slow or window.failed"
     )
     assert not world.readiness.green.is_set()
     world.overdue = None
     assert told(world.look()) == "ready"
+    world.overdue = ("w-1", 130.0, 3.2)
+    assert told(world.look()) == (
+        "window w-1 has been worked on for 2 minutes, and such windows take 3 s: see its latest window.slow or window.failed"
+    )
 
 
 def test_timers_that_cannot_be_fired_are_told_until_they_can() -> None:

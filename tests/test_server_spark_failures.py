@@ -139,7 +139,7 @@ def told(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 async def test_a_window_whose_job_fails_is_tried_again_and_comes_out_once(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], plan: str, failures: int, lost: list[str]
 ) -> None:
-    settings = quick(tmp_path / "out", handler, window_attempts=5)
+    settings = quick(tmp_path / "out", handler, window_attempts=5, window_concurrency=1)
     async with serving(settings, engine=engine(tmp_path, plan), stream=STREAM) as server:
         await read_all(server)
         async with asyncio.timeout(800):
@@ -175,7 +175,7 @@ async def test_readiness_is_red_while_spark_is_away_says_why_and_is_green_again_
 async def test_under_halt_the_server_says_so_goes_on_reading_and_goes_on_trying(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:
-    settings = quick(tmp_path / "out", handler, window_attempts=2)
+    settings = quick(tmp_path / "out", handler, window_attempts=2, window_concurrency=1)
     async with serving(settings, engine=engine(tmp_path, "fail,fail,fail,fail"), stream=STREAM) as server:
         await read_all(server)
         async with asyncio.timeout(800):

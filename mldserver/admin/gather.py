@@ -125,9 +125,11 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
         found.append((f"window {window} keeps failing and every other waits for it", True))
     overdue = None if parts.runner is None or status.windows_halted else parts.runner.overdue()
     if overdue is not None:
-        window, seconds = overdue
+        window, seconds, usual = overdue
+        beside = "" if usual is None else f", and such windows take {usual:.0f} s"
         hint = "see its latest window.slow or window.failed"
-        found.append((f"window {window} has been worked on for {seconds / 60:.0f} minutes: {hint}", True))
+        what = f"window {window} has been worked on for {seconds / 60:.0f} minutes{beside}: {hint}"
+        found.append((what, True))
     if status.flush_failing:
         found.append((f"rows cannot be made durable: {status.flush_failing.rstrip('.')}", True))
     if status.stuck:

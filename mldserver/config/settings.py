@@ -277,7 +277,7 @@ class WindowSettings:
     )
     """A run that takes longer is cancelled. by_size: 15 minutes, and 10 s for each MiB of its segments (for a write
     into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""
-    window_concurrency: int = setting(kinds.count, 1, server=True)
+    window_concurrency: int = setting(kinds.count, 2, server=True)
     """Windows that Spark computes at a time, of all functions together."""
 
 

@@ -14,6 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -58,7 +59,14 @@ _RETRY_SECONDS = (1.0, 60.0)
 that was lost) or not at all; a halted window is tried again once a minute, which costs a cluster little."""
 
 _LATEST = 100
-"""Latest windows, kept for the server's status."""
+"""Latest windows, kept for the server's status, and latest runs, from which the usual time comes."""
+
+_FEW_RUNS = 5
+"""So many runs say what is usual."""
+
+_LONG_TIMES = 10.0
+_LONG_SECONDS = 60.0
+"""A run is far beyond its usual time if it takes so many times that, and more than a minute: a hook is slow then, too."""
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
@@ -83,6 +91,8 @@ class WindowLife:
     error: str | None = None
     begun_ms: int | None = None
     """When it was taken from the queue, by the steady clock."""
+    run_ms: int | None = None
+    """When its present run began, by the steady clock; None: it waits for the next one."""
     failed_runs: int = 0
     """Of its job."""
     failed_steps: int = 0
@@ -103,6 +113,11 @@ class WindowLife:
     """Set when an operator has decided about it, while it is halted."""
     error_is_stored: bool = False
     """Whether the ledger holds the error for which the window is halted, as far as this server knows."""
+
+    @property
+    def size(self) -> int:
+        """The bytes of its segments."""
+        return sum(segment.bytes for segment in self.entry.segments)
 
     def row(self, late_rows: int) -> WindowRow:
         """Return its row of the status document."""
@@ -185,6 +200,8 @@ class WindowRunner:
         """How many workers there are more than ``window_concurrency``."""
         self._workers: asyncio.TaskGroup | None = None
         self._engine.when_slow(self.add_worker_beside)
+        self._runs: deque[tuple[float, int]] = deque(maxlen=_LATEST)
+        """Seconds and bytes of the latest runs that succeeded."""
         self.took = Durations()
         """Windows from being taken up until their output was visible."""
 
@@ -262,19 +279,30 @@ class WindowRunner:
             latest=tuple(life.row(late_by_window.get(life.entry.window_id, 0)) for life in self.latest),
         )
 
-    def overdue(self) -> tuple[str, float] | None:
-        """Return the window that has been worked on for longer than one run may take, and for how many seconds; None: none.
+    def overdue(self) -> tuple[str, float, float | None] | None:
+        """Return a window that takes too long, for how many seconds already, and how many such windows usually take.
 
-        What waits in the queue does not count: after an outage, many windows wait for each other.
+        That is a run that is far beyond the usual time of the latest runs, or a window that has been worked on for longer
+        than one run may take: then the usual time is None. None: there is no such window. What waits in the queue does not
+        count: after an outage, many windows wait for each other.
         """
-        begun = [life for life in self.unfinished.values() if life.begun_ms is not None]
-        for life in begun:
-            assert life.begun_ms is not None
-            seconds = (self._clock.steady_ms() - life.begun_ms) / 1000
-            size = sum(segment.bytes for segment in life.entry.segments)
-            if seconds > allowed_seconds(self._policy.window_deadline_seconds, size):
-                return life.entry.window_id, seconds
+        now_ms = self._clock.steady_ms()
+        for life in self.unfinished.values():
+            if life.run_ms is not None and len(self._runs) >= _FEW_RUNS and self._engine.is_ready:
+                seconds, usual = (now_ms - life.run_ms) / 1000, self._usual_seconds(life.size)
+                if seconds > max(_LONG_SECONDS, _LONG_TIMES * usual):
+                    return life.entry.window_id, seconds, usual
+            if life.begun_ms is not None:
+                seconds = (now_ms - life.begun_ms) / 1000
+                if seconds > allowed_seconds(self._policy.window_deadline_seconds, life.size):
+                    return life.entry.window_id, seconds, None
         return None
+
+    def _usual_seconds(self, size: int) -> float:
+        """Return what a run at a window of ``size`` bytes usually takes."""
+        seconds = median(seconds for seconds, _ in self._runs)
+        usual_size = max(median(size for _, size in self._runs), 1)
+        return seconds * max(1.0, size / usual_size)
 
     async def _work_forever(self) -> None:
         """One worker: run groups of ready windows, and the windows that must continue alone. An extra worker ends in time."""
@@ -312,10 +340,10 @@ class WindowRunner:
         if len(group) > 1:
             lives = [self.unfinished[_key(entry)] for entry in group]
             for life in lives:
-                life.begun_ms = self._clock.steady_ms()
+                life.begun_ms = life.run_ms = self._clock.steady_ms()
             unfinished = await self._run_group(group)
             for life in lives:
-                life.begun_ms = None
+                life.begun_ms = life.run_ms = None
         entries = {entry.window_id: entry for entry in group}
         self._alone += [(entries[window_id], committed) for window_id, committed in unfinished.items()]
         for window_id in entries.keys() - unfinished.keys():
@@ -380,6 +408,8 @@ class WindowRunner:
             life.rows_out = output.rows_out
             self.rows_out += output.rows_out
             self.took.add(now_ms - life.submitted_ms)
+            if life.run_ms is not None:
+                self._runs.append(((now_ms - life.run_ms) / 1000, life.size))
             log.info(
                 "window.done",
                 window=entry.window_id,
@@ -402,7 +432,7 @@ class WindowRunner:
         """
         life = self.unfinished[_key(entry)]
         while True:
-            life.joined = False
+            life.joined, life.run_ms = False, self._clock.steady_ms()
             try:
                 async with self._run_gate.enter(self._gate_keys([entry]), alone=life.suspect):
                     # After the commit only the publication is retried: the ledger accepts no second output.
@@ -411,6 +441,7 @@ class WindowRunner:
                     if committed is not None:
                         await self._publish([committed])
             except _RETRIED_ERRORS as error:
+                life.run_ms = None
                 # A committed output cannot be set aside: its publication is retried without end.
                 job_failed = committed is None and isinstance(error, WindowFailed | DriverLost)
                 if await self._handle_failure(life, error, job_failed=job_failed):

@@ -179,7 +179,7 @@ class Pipeline:
         self.rules = replace(
             rules, late="recompute" if recompute else "separate", recompute_delay_ms=delay_ms
         )
-        self.policy = policy or WindowSettings()
+        self.policy = policy or WindowSettings(window_concurrency=1)
         self.retry_seconds = retry_seconds
         self.recompute = recompute
         self.make_engine = engine

@@ -45,7 +45,9 @@ class Tables(Pipeline):
         super().__init__(
             root / "out",
             spec=Tumbling(10_000),
-            policy=WindowSettings(**{f"window_{name}": value for name, value in policy.items()}),
+            policy=WindowSettings(
+                **{f"window_{name}": value for name, value in {"concurrency": 1, **policy}.items()}
+            ),
             retry_seconds=(1.0, 60.0),
             engine=lambda: Failing(self.table, errors or []),
         )

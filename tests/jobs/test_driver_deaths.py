@@ -15,6 +15,7 @@ from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
+from mldserver.windows import tumbling_id
 
 pytestmark = pytest.mark.quick
 
@@ -324,12 +325,42 @@ async def test_the_oldest_window_is_told_and_one_that_is_worked_on_for_too_long_
         await pipeline.clock.advance(98)
         assert (runner.oldest_seconds(), runner.overdue()) == (99, None)
         await pipeline.clock.advance(2)
-        assert (runner.oldest_seconds(), runner.overdue()) == (101, (W[0], 101))
+        assert (runner.oldest_seconds(), runner.overdue()) == (101, (W[0], 101, None))
         engine = pipeline.engine
         assert isinstance(engine, Hanging)
         engine.go.set()
         await pipeline.clock.advance(1)
         assert (runner.oldest_seconds(), runner.overdue()) == (None, None)
+
+
+async def test_a_window_that_runs_far_longer_than_those_before_it_is_named_with_their_time(
+    tmp_path: Path,
+) -> None:
+    hangs = tumbling_id(60_000)
+    pipeline = make(tmp_path, engine=lambda: Hanging({hangs}))
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(number + 1, 10_000 * number) for number in range(9)])
+        for _ in range(2):
+            await pipeline.cycle()
+        await pipeline.clock.advance(59)
+        runner = pipeline.runner
+        assert (hangs not in pipeline.published(), runner.overdue()) == (True, None)
+        await pipeline.clock.advance(2)
+        assert runner.overdue() == (hangs, 61, 0.0)
+        pipeline.engine._ready.clear()
+        assert runner.overdue() is None, "it waits for Spark, which is told by itself"
+        pipeline.engine._ready.set()
+        # Larger windows may take longer, and so may those of a pipeline whose windows take long.
+        runner._runs.extend([(7.0, 1)] * 200)
+        assert runner.overdue() is None
+        runner._runs.extend([(6.0, 10**9)] * 200)
+        assert runner.overdue() == (hangs, 61, 6.0)
+        engine = pipeline.engine
+        assert isinstance(engine, Hanging)
+        engine.go.set()
+        await pipeline.clock.advance(1)
+        assert runner.overdue() is None
 
 
 async def test_what_waits_in_the_queue_is_not_overdue(tmp_path: Path) -> None:
@@ -344,7 +375,7 @@ async def test_what_waits_in_the_queue_is_not_overdue(tmp_path: Path) -> None:
     async with pipeline.life():
         await three_windows(pipeline)
         await pipeline.clock.advance(199)
-        assert pipeline.runner.overdue() == (W[0], 200)
+        assert pipeline.runner.overdue() == (W[0], 200, None)
         failing.clear()
         pipeline.runner.halted[W[0]].decided.set()
         await pipeline.clock.advance(1)

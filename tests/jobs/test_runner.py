@@ -32,7 +32,7 @@ def make(
     longest_wait: float = 60.0,
     **policy: Any,
 ) -> Pipeline:
-    values = {"attempts": 3} | policy
+    values = {"attempts": 3, "concurrency": 1} | policy
     return Pipeline(
         tmp_path,
         spec=Tumbling(10_000),
