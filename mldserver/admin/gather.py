@@ -28,7 +28,7 @@ from mldserver.config.settings import Settings
 from mldserver.consumer.progress_log import ShardCounts
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import without_messages
-from mldserver.jobs.engine import Engine
+from mldserver.jobs.engine import EngineState
 from mldserver.observe.logging import Logger, lines_lost
 from mldserver.sources.source import SourceStatus
 from mldserver.workers.runtime import WorkerRuntime
@@ -213,7 +213,7 @@ class Gatherer:
         self,
         functions: Mapping[str, document.FunctionStatus],
         *,
-        engine: Engine | None = None,
+        engine: EngineState | None = None,
         stopping: bool = False,
         failure: str = "",
     ) -> document.Status:

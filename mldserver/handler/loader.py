@@ -259,7 +259,8 @@ def _import(module_name: str, path: str, seconds: float | None) -> ModuleType:
     That is pyspark's ways to a session, and structlog's configuration, which must not be missing even for a moment,
     because the loop logs meanwhile.
     """
-    guard = spark_at_import.ImportGuard()
+    # In Spark's driver, where imports have no time limit, hooks of other functions use the session in other threads.
+    guard = spark_at_import.ImportGuard(threading.get_ident() if seconds is None else None)
     configured = structlog.get_config() if structlog.is_configured() else None
     if configured is not None:
         configured["processors"] = list(configured["processors"])  # the module might change the list itself

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.machinery
 import re
 import sys
+import threading
 from typing import Any
 
 
@@ -70,11 +71,20 @@ class NoSpark:
 _NO_SPARK = NoSpark()
 
 
-def _refuse(*_: object, **__: object) -> Any:
-    raise SessionAtImport(
-        "the module makes a Spark session while it is imported. The server makes the only one: "
-        "take rows.sparkSession in on_window"
-    )
+def _refusing(owner: Any, name: str, thread: int | None) -> Any:
+    """Return what raises SessionAtImport in place of a method; in other threads than ``thread``, it calls the method."""
+    found = vars(owner)[name]
+    call = found.__get__(None, owner) if isinstance(found, classmethod) else found
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        if thread is not None and thread != threading.get_ident():
+            return call(*arguments, **named)
+        raise SessionAtImport(
+            "the module makes a Spark session while it is imported. The server makes the only one: "
+            "take rows.sparkSession in on_window"
+        )
+
+    return staticmethod(refuse) if isinstance(found, classmethod) else refuse
 
 
 _GUARDED: dict[str, tuple[str, ...]] = {
@@ -90,8 +100,9 @@ _GUARDED: dict[str, tuple[str, ...]] = {
 class ImportGuard:
     """Refuses sessions, and stands in for a missing one, from ``begin`` to ``end``."""
 
-    def __init__(self) -> None:
-        """Do nothing yet."""
+    def __init__(self, thread: int | None = None) -> None:
+        """Do nothing yet. ``thread``: the only one in which sessions are refused; None: all are."""
+        self._thread = thread
         self._before: list[tuple[Any, str, Any]] = []
         self._is_here = False
 
@@ -138,7 +149,7 @@ class ImportGuard:
                 if not self._is_here:
                     values["_active_spark_context"] = _NO_SPARK
             if name != "_create_judf":
-                values[name] = _refuse
+                values[name] = _refusing(owner, name, self._thread)
             elif not self._is_here:
                 values[name] = _NO_SPARK
             for attribute, value in values.items():

@@ -58,11 +58,8 @@ class EngineFacts:
     """Memory of the JVM's process, heap and all else; None where there is none."""
 
 
-class Engine(Protocol):
-    """Computes windows, for as long as the server lives."""
-
-    ledger_id: str
-    """Of the ledger that windows come from; set before ``run``."""
+class EngineState(Protocol):
+    """What the server shows of an engine, or of the driver that several engines share."""
 
     @property
     def is_ready(self) -> bool:
@@ -74,6 +71,13 @@ class Engine(Protocol):
 
     def facts(self) -> EngineFacts:
         """Return what it knows of itself: once a second."""
+
+
+class Engine(EngineState, Protocol):
+    """Computes windows, for as long as the server lives."""
+
+    ledger_id: str
+    """Of the ledger that windows come from; set before ``run``."""
 
     async def run(self) -> None:
         """Live: start, stay ready, and start afresh when something dies. Returns only when cancelled or closed.
@@ -120,7 +124,7 @@ class Engine(Protocol):
     def renew(self, code: dict[str, tuple[str, bytes]]) -> None:
         """Load the handler again, from ``code`` (``HandlerSpec.code``).
 
-        Jobs that were asked for by now run with the old one, later jobs wait for the new one.
+        Jobs that run by now end with the old one, later jobs wait for the new one.
         """
 
     async def close(self) -> None:

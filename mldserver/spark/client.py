@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from mldserver.base.uris import redacted
-from mldserver.children.process import resident_bytes
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks import is_tested
@@ -67,15 +65,8 @@ class SparkEngine:
     def facts(self) -> EngineFacts:
         """Return the facts about Spark that the server's status shows."""
         life = self.driver.serving(self._function)
-        started = None if life is None else life.started
-        return EngineFacts(
-            redacted(self.driver.setup.master),
-            None if started is None else started.spark_version,
-            None if started is None else started.ui,
-            self.driver.start_seconds,
-            0 if life is None else life.jobs_of(self._function.name),
-            None if started is None or started.jvm_pid is None else resident_bytes(started.jvm_pid),
-        )
+        jobs = 0 if life is None else life.jobs_of(self._function.name)
+        return self.driver.facts(life, jobs)
 
     async def run(self) -> None:
         """Have the driver load the function, in each of its processes, until closed or cancelled.

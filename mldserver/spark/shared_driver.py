@@ -44,6 +44,7 @@ from mldserver.errors import (
     NotThereYet,
     OperatorError,
 )
+from mldserver.jobs.engine import EngineFacts
 from mldserver.jobs.run_gate import RunGate
 from mldserver.spark.driver_functions import DriverFunction, conflict
 from mldserver.spark.driver_messages import (
@@ -180,15 +181,36 @@ class SharedDriver:
 
     def trouble_of(self, function: DriverFunction) -> str | None:
         """Return why no job of a function would start, in words; None: nothing is known."""
+        stuck = "" if self.life is None else self.life.functions.stuck.get(function.name, "")
+        return function.trouble or self._excluded(function) or stuck or self.trouble
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether jobs of a function would start at once."""
+        return any(
+            life is not None and not life.trouble for life in map(self.serving, self.functions.values())
+        )
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no job would start, in words: what the driver says, or how the last one ended."""
         life = self.life
-        reason = function.trouble or self._excluded(function)
-        if not reason and life is not None:
-            reason = life.functions.stuck.get(function.name, "")
-        if reason:
-            return reason
-        if life is not None and not life.outdated:
-            return life.reason(briefly=True) if life.over.is_set() else life.trouble or self._lost
-        return self._lost
+        if life is None or life.outdated:
+            return self._lost
+        return life.reason(briefly=True) if life.over.is_set() else life.trouble or self._lost
+
+    def facts(self, life: Life | None = None, jobs: int | None = None) -> EngineFacts:
+        """Return the facts about Spark that a status shows; ``life`` and ``jobs``: of one function, else of the driver."""
+        life = life or (self.life if self.is_ready and jobs is None else None)
+        started = None if life is None else life.started
+        return EngineFacts(
+            redacted(self.setup.master),
+            None if started is None else started.spark_version,
+            None if started is None else started.ui,
+            self.start_seconds,
+            (0 if life is None else len(life.waiting)) if jobs is None else jobs,
+            None if started is None or started.jvm_pid is None else resident_bytes(started.jvm_pid),
+        )
 
     async def ready(self, function: DriverFunction) -> Life:
         """Wait for a driver that takes jobs of a function, and return it. Raises DriverLost if the function has left.

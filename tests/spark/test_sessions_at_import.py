@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from mldserver.handler import spark_at_import
 from mldserver.handler.spark_at_import import ImportGuard
 from mldserver.runtime.trial import check_handler
 
@@ -114,3 +117,35 @@ def test_what_another_pyspark_does_not_have_is_left_alone(monkeypatch: pytest.Mo
     guard.end()
     assert builder.__dict__["getOrCreate"] == "as it was"
     assert guard not in sys.meta_path
+
+
+def test_in_sparks_driver_sessions_are_refused_to_the_thread_that_imports_and_to_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hooks of other functions run meanwhile: a UDF that they call looks for the session."""
+
+    class Builder:
+        def create(self, name: str) -> str:
+            return name
+
+        @classmethod
+        def get_or_create(cls, name: str) -> str:
+            return cls.__name__ + name
+
+    module = ModuleType("sessions_by_test")
+    module.Builder = Builder  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sessions_by_test", module)
+    guarded = {"sessions_by_test": ("Builder.create", "Builder.get_or_create")}
+    monkeypatch.setattr(spark_at_import, "_GUARDED", guarded)
+    guard = ImportGuard(threading.get_ident())
+    guard.begin()
+    try:
+        with ThreadPoolExecutor(1) as elsewhere:
+            assert elsewhere.submit(Builder().create, "a").result() == "a"
+            assert elsewhere.submit(Builder.get_or_create, "b").result() == "Builderb"
+        for refused in (Builder().create, Builder.get_or_create):
+            with pytest.raises(spark_at_import.SessionAtImport):
+                refused("c")
+    finally:
+        guard.end()
+    assert (Builder().create("d"), Builder.get_or_create("e")) == ("d", "Buildere")

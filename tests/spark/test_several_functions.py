@@ -94,7 +94,8 @@ async def test_two_functions_have_one_driver(it: Shared, logged: list[dict[str, 
         assert (a.is_ready, b.is_ready) == (True, True)
         hangs = asyncio.ensure_future(a.compute(job("hangs")))
         await until(lambda: a.facts().jobs == 1)
-        assert b.facts().jobs == 0
+        assert (b.facts().jobs, it.driver.facts().jobs, it.driver.is_ready) == (0, 1, True)
+        assert a.facts().version == it.driver.facts().version == "4.3.0"
         hangs.cancel()
     assert len(it.lives) == 1
     assert [len(named(logged, event)) for event in ("spark.starting", "spark.ready")] == [1, 1]
