@@ -51,14 +51,14 @@ def on_window(rows, window):
 """
 
 
-class Server:
+class FunctionsOnSpark:
     """A driver, the functions on it, and their windows."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, master: str = "local[2]", conf: dict[str, str] | None = None) -> None:
         self.root = root
         session = StartSession(
-            "local[2]",
-            conf={"spark.sql.shuffle.partitions": "2"},
+            master,
+            conf={"spark.sql.shuffle.partitions": "2", **(conf or {})},
             python_path=(str(root),),
             quick=True,
             concurrency=2,
@@ -120,7 +120,7 @@ async def test_functions_run_their_own_code_side_by_side_and_go_on_when_one_hang
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     """One test for all of it, since each driver costs many seconds."""
-    it = Server(tmp_path)
+    it = FunctionsOnSpark(tmp_path)
     a, b = it.engine("a", it.code("a", 1)), it.engine("b", it.code("b", 10))
     broken = it.engine("broken", it.code("broken", 0, "import no_such_module\n"))
     async with it.running(a, b):
