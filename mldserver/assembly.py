@@ -43,7 +43,7 @@ from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
-from mldserver.output.layout import PRIVATE, SERVERS, SPARK, server_tag
+from mldserver.output.layout import DRIVERS, PRIVATE, SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
@@ -468,12 +468,15 @@ def _locks(settings: Settings) -> ServerLocks | None:
 def driver_of(settings: Sequence[Settings], *, clock: Clock) -> SharedDriver:
     """Return the Spark driver that the functions of a server share, not started. ``settings``: of all functions."""
     from mldserver.spark.driver_messages import StartSession  # noqa: PLC0415  # slow to import, and not needed with another engine
+    from mldserver.spark.driver_start import own_folder  # noqa: PLC0415  # see above
     from mldserver.spark.shared_driver import SharedDriver  # noqa: PLC0415  # see above
 
     session, own = _spark_arguments(settings[0])
     if len(settings) > 1:
         session["app_name"] = "mldserver"
-    return SharedDriver(StartSession(**session), clock=clock, **own)
+    # Not in SPARK: there, each function removes what it does not know.
+    work_dir = own_folder(home(settings[0]) / DRIVERS)
+    return SharedDriver(StartSession(**session), clock=clock, work_dir=work_dir, **own)
 
 
 def _spark_arguments(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:

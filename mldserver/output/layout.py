@@ -9,7 +9,8 @@
     <out>/_mldserver/state/                     changes of keyed state (``coordinator/core/state_files.py``)
     <out>/_mldserver/code/<sha>.zip             versions of the handler's code (``versions/code.py``)
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
-    <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
+    <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver, or what it proves to share
+    <out>/_mldserver/drivers/<host>-<pid>/      scratch space of the Spark driver that several functions share
     <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them
 
 On object stores nothing is renamed (``publish.py``): an attempt's output stays where it was written, and manifests say
@@ -45,6 +46,7 @@ OUTPUTS = f"{PRIVATE}/outputs"
 PUBLISH_LOCK = f"{PRIVATE}/publish.lock"
 SERVERS = f"{PRIVATE}/servers"
 SPARK = f"{PRIVATE}/spark"
+DRIVERS = f"{PRIVATE}/drivers"
 QUARANTINE = f"{PRIVATE}/quarantine"
 LATE = "_late"
 JOINED = "joined-"

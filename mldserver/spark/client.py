@@ -162,7 +162,7 @@ def make_engine(
 def _own_driver(options: dict[str, Any]) -> tuple[SharedDriver, dict[str, Any]]:
     """Return a driver that is made of some of the options, and the other options."""
     session = StartSession.__struct_fields__
-    own = {each.name for each in fields(SharedDriver) if each.name != "setup"}
+    own = {each.name for each in fields(SharedDriver)} - {"setup", "work_dir"}
     setup = StartSession(**{name: value for name, value in options.items() if name in session})
     driver = SharedDriver(setup, **{name: value for name, value in options.items() if name in own})
     others = {name: value for name, value in options.items() if name not in own and name not in session}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mldserver.base.backoff import Backoff
-from mldserver.errors import MldserverError
-from mldserver.spark.driver_messages import LoadFailed, LoadFunction
+from mldserver.base.uris import redacted
+from mldserver.errors import HandlerInvalid, HandlerUnready, MldserverError, NotThereYet, OperatorError
+from mldserver.spark.driver_messages import LoadFailed, LoadFunction, StartFailed
 
 
 def conflict(one: LoadFunction, other: LoadFunction) -> str:
@@ -85,3 +87,41 @@ class DriverFunction:
         if self.name in driver.asked:
             return driver.asked[self.name] is not self.load
         return any(conflict(self.load, each) for each in driver.imported)
+
+
+def excluded(function: DriverFunction, others: Iterable[DriverFunction]) -> str:
+    """Return in a sentence what a function must not have beside one that had its code before; empty: nothing."""
+    for other in others:
+        is_older = other is not function and other.serial < function.serial
+        if is_older and (what := conflict(function.load, other.load)):
+            return f"Function {function.name} has {what} than function {other.name}: one Spark driver cannot have both."
+    return ""
+
+
+def error_of(
+    failed: StartFailed | LoadFailed, function: DriverFunction | None, master: str, *, hopeless: bool = False
+) -> MldserverError | None:
+    """Return the error that ends a function; None: another attempt may succeed.
+
+    HandlerInvalid or HandlerUnready if the handler is at fault, OperatorError if the settings are, and NotThereYet if
+    Spark itself has failed too often (``hopeless``). ``function``: the one that was not loaded; None: there is no session. ``master``: its URL.
+    """
+    if failed.fault == "handler" and function is not None:
+        handler_error = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
+        return handler_error(failed.message, handler=function.load.handler, traceback=failed.traceback)
+    if failed.fault != "operator" and not hopeless:
+        return None
+    for error_type in (OperatorError, NotThereYet):
+        if failed.error == error_type.__name__:
+            return error_type(failed.message)  # the driver's own message already contains the advice
+    # An unreachable Connect server has the fault "spark" and is not local: None was returned above.
+    lacks_connect_packages = failed.error == "PySparkImportError" or "grpc" in failed.message
+    if lacks_connect_packages:
+        advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
+    else:
+        advice = "Look at the settings spark_master and spark_conf."
+    # Without a fault of the operator: the metastore or memory may be available at the next start.
+    final_error = OperatorError if failed.fault == "operator" else NotThereYet
+    return final_error(
+        f"Spark cannot start on {redacted(master)}: {failed.error}: {failed.message}", advice=advice
+    )

@@ -33,29 +33,33 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, first_of, in_time
 from mldserver.base.uris import redacted
-from mldserver.children.process import available_bytes, resident_bytes
+from mldserver.children.process import resident_bytes
 from mldserver.children.supervise import ChildExit, supervise
 from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import (
     DriverLost,
-    HandlerInvalid,
-    HandlerUnready,
     MldserverError,
-    NotThereYet,
     OperatorError,
 )
 from mldserver.jobs.engine import EngineFacts
 from mldserver.jobs.run_gate import RunGate
-from mldserver.spark.driver_functions import DriverFunction, conflict
+from mldserver.spark.driver_functions import DriverFunction, error_of, excluded
 from mldserver.spark.driver_messages import (
     WARM_UP,
     LoadFailed,
     Output,
-    StartFailed,
     StartSession,
 )
 from mldserver.spark.driver_session import Life, driver_command
-from mldserver.spark.java import Java, archive_path, probe
+from mldserver.spark.driver_start import (
+    has_room_beside,
+    log_lost,
+    plan_start,
+    remove_old_folders,
+    remove_old_scratch,
+    report_of,
+)
+from mldserver.spark.java import Java, probe
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.slots import FairSlots
 from mldserver.spark.trainer import train
@@ -67,14 +71,7 @@ _FIRST_STARTS = 3
 
 The death of a driver that was killed says nothing about the settings, and does not count."""
 
-_ROOM = 1.25
-"""A second driver starts beside the present one if so many times the memory of the present one is free."""
-
 _ADVICE = "Deploy both with the same, rename it in one of them, or serve one of them by a server of its own."
-
-_SCRATCH = "spark-"
-"""How the names of the drivers' scratch directories begin."""
-
 
 Outcome = Literal["follows", "unfit", "refuses", "outdated"]
 
@@ -86,6 +83,8 @@ class SharedDriver:
     setup: StartSession = field(default_factory=StartSession, repr=False)
     """What each driver is started with; scratch folder and archive are filled in."""
     _: KW_ONLY
+    work_dir: Path | None = None
+    """Where the drivers' scratch directories lie (``own_folder``); None: in the folder of the first function."""
     java_home: str | None = None
     cache_dir: Path | None = None
     """Where class archives lie; None: none is used."""
@@ -137,7 +136,7 @@ class SharedDriver:
 
     async def join(self, function: DriverFunction) -> None:
         """Have the driver load a function, and start one if there is none. The function ends if another one excludes it."""
-        await asyncio.to_thread(self._remove_old_scratch, function.work_dir)
+        await asyncio.to_thread(remove_old_scratch, function.work_dir, self._lives)
         self._latest_serial = function.serial = self._latest_serial + 1
         if excluded := self._excluded(function):
             error = OperatorError(excluded, did="The other functions go on.", advice=_ADVICE)
@@ -253,6 +252,8 @@ class SharedDriver:
 
         An error that no other driver could help ends the functions, and is not raised here.
         """
+        if self.work_dir is not None:
+            await asyncio.to_thread(remove_old_folders, self.work_dir)
         try:
             while True:
                 while not self.functions:
@@ -269,6 +270,9 @@ class SharedDriver:
         finally:
             for function in tuple(self.functions.values()):
                 self.leave(function, "The engine ended: its task was cancelled.")
+            if self.work_dir is not None:
+                with contextlib.suppress(OSError):  # it is not there, or not empty
+                    self.work_dir.rmdir()
 
     def _end_all(self, error: MldserverError) -> None:
         for function in tuple(self.functions.values()):
@@ -306,7 +310,7 @@ class SharedDriver:
             life = life or await self._begin(java)
         except OSError as error:
             self._lost = f"No process could be started: {error}"
-            return ChildExit(partial(_log_lost, self._lost, None, "driver"))
+            return ChildExit(partial(log_lost, self._lost, None, "driver"))
         self.life = life
         self._look()
         while not life.ended.is_set() and not (life.outdated and self._successor is not None):
@@ -315,7 +319,7 @@ class SharedDriver:
         if self._closing.is_set() or life.outdated:
             return None
         self._end_if_hopeless(life)
-        return ChildExit(_report_of(life), life.jobs_done > 0)
+        return ChildExit(report_of(life), life.jobs_done > 0)
 
     def _end_if_hopeless(self, life: Life) -> None:
         """If another driver could not help what this one reported at its start, end the functions that are concerned.
@@ -330,7 +334,7 @@ class SharedDriver:
         if failed.fault != "handler":
             self._failed_starts += 1
         hopeless = is_local(self.setup.master) and self._failed_starts >= _FIRST_STARTS
-        error = self._error_of(failed, function, hopeless=hopeless)
+        error = error_of(failed, function, self.setup.master, hopeless=hopeless)
         if error is None:
             return
         if function is None:
@@ -338,38 +342,11 @@ class SharedDriver:
         else:
             self.leave(function, f"The engine ended: {error}", error)
 
-    def _error_of(
-        self, failed: StartFailed | LoadFailed, function: DriverFunction | None, *, hopeless: bool
-    ) -> MldserverError | None:
-        """Return the error that ends a function; None: another attempt may succeed.
-
-        HandlerInvalid or HandlerUnready if the handler is at fault, OperatorError if the settings are, and NotThereYet if
-        Spark itself has failed too often (``hopeless``).
-        """
-        if failed.fault == "handler" and function is not None:
-            handler_error = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
-            return handler_error(failed.message, handler=function.load.handler, traceback=failed.traceback)
-        if failed.fault != "operator" and not hopeless:
-            return None
-        for error_type in (OperatorError, NotThereYet):
-            if failed.error == error_type.__name__:
-                return error_type(failed.message)  # the driver's own message already contains the advice
-        # An unreachable Connect server has the fault "spark" and is not local: None was returned above.
-        lacks_connect_packages = failed.error == "PySparkImportError" or "grpc" in failed.message
-        if lacks_connect_packages:
-            advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
-        else:
-            advice = "Look at the settings spark_master and spark_conf."
-        # Without a fault of the operator: the metastore or memory may be available at the next start.
-        final_error = OperatorError if failed.fault == "operator" else NotThereYet
-        master = redacted(self.setup.master)
-        return final_error(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
-
     async def _begin(self, java: Java | None) -> Life:
         """Start a driver, which loads the functions as soon as it can. Raises OSError if no process can be started."""
         self._starts += 1
         began = time.monotonic()
-        start, driver_environment, missing_archive = await asyncio.to_thread(self._plan_start, java)
+        start, missing_archive = await asyncio.to_thread(self._plan_start, java)
         log.info(
             "spark.starting",
             master=redacted(self.setup.master),
@@ -379,7 +356,7 @@ class SharedDriver:
         try:
             life = await Life.begin(
                 self.command,
-                driver_environment,
+                self._environment(start, java),
                 start,
                 self.clock,
                 cancel_grace=self.cancel_grace,
@@ -446,13 +423,11 @@ class SharedDriver:
             return
         await self.clock.sleep(self.archive_after)
         try:
-            start, driver_environment, _ = await asyncio.to_thread(
-                self._plan_start, java, train=missing_archive
-            )
+            start, _ = await asyncio.to_thread(self._plan_start, java, train=missing_archive)
         except OSError as error:  # a full disk must not end a working driver
             log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
         else:
-            await train(start, self.command, driver_environment, self.clock)
+            await train(start, self.command, self._environment(start, java), self.clock)
 
     # Functions in a driver.
 
@@ -498,7 +473,7 @@ class SharedDriver:
             life.failed = failed
             life.kill("")
             return
-        error = None if function.was_loaded else self._error_of(failed, function, hopeless=False)
+        error = None if function.was_loaded else error_of(failed, function, self.setup.master)
         if error is not None:
             self.leave(function, f"The engine ended: {error}", error)
             return
@@ -514,12 +489,7 @@ class SharedDriver:
             self._load(function, life)
 
     def _excluded(self, function: DriverFunction) -> str:
-        """Return in a sentence what a function must not have beside one that had its code before; empty: nothing."""
-        for other in self.functions.values():
-            is_older = other is not function and other.serial < function.serial
-            if is_older and (what := conflict(function.load, other.load)):
-                return f"Function {function.name} has {what} than function {other.name}: one Spark driver cannot have both."
-        return ""
+        return excluded(function, self.functions.values())
 
     # Replacing a driver.
 
@@ -543,7 +513,7 @@ class SharedDriver:
                     self._tasks.create_task(self._retire(old))
             elif outcome == "refuses":
                 delay = backoff.failed()
-                _report_of(life)(delay)
+                report_of(life)(delay)
                 await first_of(self.clock.sleep(delay), self._other_code())
 
     async def _other_code(self) -> None:
@@ -572,7 +542,7 @@ class SharedDriver:
             refused = next((name for name in life.functions.refused if name in self.functions), None)
             if refused is not None:
                 function, failed = self.functions[refused], life.functions.refused.pop(refused)
-                error = None if function.was_loaded else self._error_of(failed, function, hopeless=False)
+                error = None if function.was_loaded else error_of(failed, function, self.setup.master)
                 if error is not None:
                     self.leave(function, f"The engine ended: {error}", error)
                     continue
@@ -609,58 +579,17 @@ class SharedDriver:
             life.kill("Spark did not stop in time.")
             await life.ended.wait()
 
-    # Folders.
+    # Starting one.
 
     def _plan_start(
         self, java: Java | None, *, train: Path | None = None
-    ) -> tuple[StartSession, dict[str, str], Path | None]:
-        """Return the start message of a driver, its environment, and the path of the missing class archive.
-
-        The path is None if the archive exists, or if none is used. With ``train``, the driver only makes the archive
-        at that path and runs no job. Makes the driver's scratch directory; raises OSError if that fails.
-        """
-        archive, missing_archive = train, None
-        if archive is None and java is not None and self.cache_dir is not None:
-            path = archive_path(self.cache_dir, java, self.setup.conf, os.environ, quick=self.setup.quick)
-            # `os.path.isfile` is also False if a systemd unit hides the home directory: `Path.is_file` would raise.
-            archive, missing_archive = (path, None) if os.path.isfile(path) else (None, path)  # noqa: PTH113  # see above
+    ) -> tuple[StartSession, Path | None]:
         functions = tuple(self.functions.values())
-        work = next((function.work_dir for function in functions), None)
-        if work is not None:
-            work.mkdir(parents=True, exist_ok=True)
-        start = msgspec.structs.replace(
-            self.setup,
-            scratch=tempfile.mkdtemp(prefix=_SCRATCH, dir=work),
-            archive=None if archive is None else str(archive),
-            own_umask=any(not function.load.out for function in functions),
-        )
-        if train is not None:
-            start = msgspec.structs.replace(start, train=True, master="local[1]", own_umask=True)
-        return start, environment(start, os.environ, java_home=java.home if java else None), missing_archive
+        work_dir = self.work_dir or next((function.work_dir for function in functions), None)
+        own_umask = any(not function.load.out for function in functions)
+        setup = msgspec.structs.replace(self.setup, own_umask=own_umask)
+        return plan_start(setup, work_dir, self.cache_dir, java, train)
 
-    def _remove_old_scratch(self, work_dir: Path | None) -> None:
-        """Remove scratch directories of drivers whose server was killed. The directory is this server's own."""
-        living = tuple(Path(life.start.scratch).name for life in self._lives)
-        for left in [] if work_dir is None else work_dir.glob(f"{_SCRATCH}*"):
-            if not left.name.startswith(living):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def has_room_beside(life: Life) -> bool:
-    """Whether this machine has the memory for another driver like one that runs; False if that is not known."""
-    pids = [life.child.pid]
-    if life.started is not None and life.started.jvm_pid is not None:
-        pids.append(life.started.jvm_pid)
-    available = available_bytes()
-    return available is not None and available > _ROOM * sum(resident_bytes(pid) or 0 for pid in pids)
-
-
-def _report_of(life: Life) -> Callable[[float], None]:
-    """Return what logs the end of a driver, given the seconds until the next start."""
-    if life.jvm_exit_code is not None:
-        return partial(_log_lost, life.reason(), life.jvm_exit_code, "jvm")
-    return partial(_log_lost, life.reason(), life.child.exit_code, "driver")
-
-
-def _log_lost(reason: str, exit_code: int | None, who: str, delay_seconds: float) -> None:
-    log.error("spark.lost", delay_seconds=delay_seconds, who=who, reason=reason, exit_code=exit_code)
+    @staticmethod
+    def _environment(start: StartSession, java: Java | None) -> dict[str, str]:
+        return environment(start, os.environ, java_home=java.home if java else None)

@@ -622,7 +622,7 @@ async def test_an_archive_under_which_the_driver_died_is_thrown_away(
 ) -> None:
     it = bench("dies first", master="local[1]", java_home=str(java))
     plan = it.engine.driver._plan_start
-    start, _, wanted = plan(await probe(str(java), os.environ))
+    start, wanted = plan(await probe(str(java), os.environ))
     wanted.parent.mkdir()
     wanted.write_text("damaged")
     shutil.rmtree(start.scratch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mldserver.errors import DriverLost, HandlerInvalid, JavaError, OperatorErro
 from mldserver.spark import shared_driver
 from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.spark.driver_messages import StartSession
+from mldserver.spark.driver_start import own_folder
 from mldserver.spark.shared_driver import SharedDriver
 
 
@@ -196,6 +198,30 @@ async def test_all_functions_wait_for_the_next_driver_when_one_has_killed_it(it:
         assert await it.clock.end_sleep() == 1
         assert (await a.compute(job("w"))).rows == (await b.compute(job("w"))).rows == 5
     assert len(it.lives) == 2
+
+
+async def test_a_drivers_scratch_is_in_no_functions_folder_and_what_dead_processes_left_is_swept_away(
+    tmp_path: Path,
+) -> None:
+    """A function that starts again removes what it does not know in its folder."""
+    own = own_folder(tmp_path / "drivers")
+    host = own.name.rpartition("-")[0]
+    dead = 2**30  # no system numbers its processes so far
+    kept = [f"{host}-{os.getppid()}", f"{host}-text", f"elsewhere-{dead}"]
+    for name in (*kept, f"{host}-{dead}", own.name):
+        (own.parent / name / "spark-left").mkdir(parents=True)
+    it = Shared(tmp_path, work_dir=own)
+    a = it.engine("a")
+    async with asyncio.TaskGroup() as tasks:
+        driving = tasks.create_task(it.driver.run())
+        tasks.create_task(a.run())
+        await a.ready()
+        assert [path.name.startswith("spark-") for path in own.iterdir()] == [True]
+        assert not (own / "spark-left").exists()
+        assert sorted(path.name for path in own.parent.iterdir()) == sorted([*kept, own.name])
+        await a.close()
+        driving.cancel()
+    assert not own.exists()
 
 
 async def test_java_is_missing_for_all_functions(it: Shared) -> None:
