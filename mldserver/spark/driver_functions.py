@@ -32,7 +32,7 @@ class LoadedFunctions:
     """What one driver process has loaded. Each field is by the functions' names."""
 
     asked: dict[str, LoadFunction] = field(default_factory=dict)
-    """What the functions that the driver was told to load consisted of."""
+    """By function: the message for which the driver loads it."""
     loaded: set[str] = field(default_factory=set)
     """The functions that are loaded."""
     refused: dict[str, LoadFailed] = field(default_factory=dict)
@@ -40,10 +40,10 @@ class LoadedFunctions:
     stuck: dict[str, str] = field(default_factory=dict)
     """Functions whose cancelled jobs did not end in time, and that in a sentence."""
     imported: list[LoadFunction] = field(default_factory=list)
-    """All that the process was ever told to load: its modules stay imported."""
+    """All messages that the process got: the modules stay imported."""
 
     def ask(self, load: LoadFunction) -> None:
-        """Note that the driver is told to load a function, or to load it again."""
+        """Note that the driver gets a message to load a function, maybe again."""
         self.asked[load.name] = load
         self.imported.append(load)
         self.loaded.discard(load.name)
@@ -90,7 +90,7 @@ class DriverFunction:
 
 
 def excluded(function: DriverFunction, others: Iterable[DriverFunction]) -> str:
-    """Return in a sentence what a function must not have beside one that had its code before; empty: nothing."""
+    """Return in a sentence what a function cannot have, because a function with older code has other; empty: nothing."""
     for other in others:
         is_older = other is not function and other.serial < function.serial
         if is_older and (what := conflict(function.load, other.load)):

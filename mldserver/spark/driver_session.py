@@ -404,7 +404,9 @@ class Life:
         if self.trouble is not None:
             return  # `on_window` may wait for the cluster
         line = self._redacted(message.line)
-        log.warning("window.slow", window=message.window, seconds=message.seconds, line=line)
+        # The driver's log is the server's, not a function's: the event names the function.
+        named = {"pipeline": request.function} if request.function else {}
+        log.warning("window.slow", window=message.window, seconds=message.seconds, line=line, **named)
         has_several_windows = isinstance(request, wire.RunWindows) and len(request.jobs) > 1
         if not has_several_windows:
             self._no_longer_busy(message.id)

@@ -22,7 +22,7 @@ from mldserver.spark.java import Java, archive_path
 log = structlog.get_logger("mldserver")
 
 _ROOM: Final = 1.25
-"""A second driver starts beside the present one if so many times the memory of the present one is free."""
+"""A second driver starts while the present one runs if so many times the memory of the present one is free."""
 
 _SCRATCH: Final = "spark-"
 """How the names of the drivers' scratch directories begin."""
@@ -56,7 +56,7 @@ def own_folder(parent: Path) -> Path:
 
 
 def remove_old_folders(own: Path) -> None:
-    """Remove what dead processes of this host left beside ``own_folder``, and what an earlier one left there. Blocking."""
+    """Remove what dead processes of this host left next to ``own_folder``, and what an earlier one left there. Blocking."""
     for folder in own.parent.glob("*"):
         host, _, pid = folder.name.rpartition("-")
         if folder == own or (host == socket.gethostname() and pid.isdecimal() and not _lives(int(pid))):

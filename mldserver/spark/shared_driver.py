@@ -530,7 +530,7 @@ class SharedDriver:
         )
 
     async def _settle(self, life: Life, old: Life) -> Outcome:
-        """Wait until a driver that was started beside ``old`` has loaded all functions, and have it follow ``old``.
+        """Wait until a driver that starts while ``old`` runs has loaded all functions, and have it follow ``old``.
 
         Return "unfit" if two drivers cannot run at a time here, "refuses" if it could not load a function, and "outdated" if
         yet another driver is needed: it is dead then.

@@ -235,7 +235,9 @@ async def test_java_is_missing_for_all_functions(it: Shared) -> None:
 # Hooks that hang.
 
 
-async def test_a_hook_that_hangs_holds_no_slot_and_the_windows_of_others_go_on(tmp_path: Path) -> None:
+async def test_a_hook_that_hangs_holds_no_slot_and_the_windows_of_others_go_on(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
     it = Shared(tmp_path, concurrency=1)
     a, b = it.engine("a"), it.engine("b")
     slow: list[str] = []
@@ -247,6 +249,8 @@ async def test_a_hook_that_hangs_holds_no_slot_and_the_windows_of_others_go_on(t
         assert (await a.compute(job("w"))).rows == 5
         assert not hangs.done()
         hangs.cancel()
+    (event,) = named(logged, "window.slow")
+    assert (event["pipeline"], event["window"]) == ("a", "slow")
 
 
 async def test_for_a_job_that_cannot_be_cancelled_a_driver_with_other_functions_is_replaced_and_not_killed(
