@@ -15,6 +15,8 @@ ABOVE_ALL = (
     "assembly",
     "admin.gather",
     "admin.acts",
+    "pipeline",
+    "function",
     "server",
     "testing",
     "conformance",

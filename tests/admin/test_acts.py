@@ -70,7 +70,7 @@ async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
             True,
         )
         assert (await server.carry_out("drain-shard", daemon.active_shards[0]))[0]
-        first = server._parts.coordinator.shards.sessions.live(daemon.active_shards[0])  # type: ignore[union-attr]
+        first = server.only.pipeline.parts.coordinator.shards.sessions.live(daemon.active_shards[0])  # type: ignore[union-attr]
         assert first is not None
         assert first.position.due() is None
         assert first.position.checkpointed == first.position.accepted, "nothing would be delivered again"

@@ -274,7 +274,7 @@ async def test_what_goes_wrong_around_a_shard_moves_too(
         await one.done()
         await watch.moved("early_answers_total")
         sys.modules[handler].gate.set()
-        parts = watch.server._parts
+        parts = watch.server.only.pipeline.parts
         assert parts is not None
         transact = parts.ledger._transact
         away = [True]
@@ -314,7 +314,7 @@ async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path,
         await one.batch({"wish": "poison"}, {}, {"second": 25})
         await watch.moved("window_oldest_age_seconds")
         await watch.moved("window_failures_total", "windows_set_aside_total", "dead_letters_waiting")
-        parts = watch.server._parts
+        parts = watch.server.only.pipeline.parts
         assert parts is not None
         async with parts.source.parts.claims.current["s"].work():  # type: ignore[attr-defined]  # nobody redrives meanwhile
             (letter,) = await parts.ledger.letters()

@@ -146,8 +146,8 @@ async def _end_when_told(server: Server, told: Connection) -> None:
 
 
 async def _all_out(server: Server) -> bool:
-    assert server._parts is not None
-    state = await server._parts.ledger.peek()
+    assert server.only.pipeline.parts is not None
+    state = await server.only.pipeline.parts.ledger.peek()
     done = all(each.state is WindowState.PUBLISHED and not each.pending for each in state.windows.values())
     timers = any(store.next_due_ms is not None for store in state.stores.values() if not store.closed)
     return done and not (timers or state.late_segments or server.status().buffered_bytes)

@@ -94,7 +94,7 @@ async def test_a_fresh_driver_runs_the_code_that_the_server_runs_and_not_what_li
         playing = group.create_task(daemon.run())
         await told("window.done", 1)
         write(1000, "id BIGINT NOT NULL, other BIGINT", 2)
-        engine = server._parts.engine
+        engine = server.only.pipeline.parts.engine
         assert isinstance(engine, SparkEngine)
         assert engine.driver.life is not None
         os.kill(engine.driver.life.child.pid, signal.SIGKILL)

@@ -306,8 +306,8 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
     )
     async with serving(quick(tmp_path / "out", "hopeless", workers=1), exit_code=EXIT_FORCED) as server:
         daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
-        assert server._parts is not None
-        deaths = server._parts.runtime._workers[0]._deaths  # type: ignore[attr-defined]  # see below
+        assert server.only.pipeline.parts is not None
+        deaths = server.only.pipeline.parts.runtime._workers[0]._deaths  # type: ignore[attr-defined]  # see below
         deaths.base = deaths.cap = 0.05  # so that it takes no minutes
         async with asyncio.timeout(800):
             await until(lambda: bool(named(logged, "worker.failed")))
@@ -332,7 +332,7 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
         return pids[-1] if pids and pids[-1] not in killed else None
 
     def batches_of(server: Server, worker: int) -> int:
-        plan = server._parts.runtime._plan  # type: ignore[attr-defined]  # it is a runtime with workers
+        plan = server.only.pipeline.parts.runtime._plan  # type: ignore[attr-defined]  # it is a runtime with workers
         return sum(plan.get(event["shard"]) == worker for event in named(logged, "batch.done"))
 
     async def kill(server: Server, worker: int, playing: asyncio.Task[None]) -> None:
