@@ -17,7 +17,7 @@ from cyclopts import App, Group, Parameter
 
 from mldserver.base.service import Service
 from mldserver.cli import print_error, working_directory
-from mldserver.config.resolve import choose, resolve, resolve_functions
+from mldserver.config.resolve import choose, resolve_functions
 from mldserver.config.settings import Settings, specs
 from mldserver.errors import EXIT_FORCED
 
@@ -34,7 +34,12 @@ Run a handler: listen for daemons or read a stream, compute windows, checkpoint.
 mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver serve mypackage.orders:Orders --listen unix:/run/orders.sock --log-file orders.log
 mldserver serve handlers.shop --source 'dynamodb://orders?region=eu-central-1' --from latest
+mldserver serve handlers.departures shop.orders:Orders
+mldserver serve
 ```
+
+Each handler is a function with its own ledger, folder and address. Without a handler, the server runs the functions of `mldserver.toml`,
+which has a table `[functions.NAME]` for each (`mldserver help settings`).
 
 `--help` shows the common options, `--help-all` shows all. Every option is also an environment variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
 (`line_limit = "64 MiB"`). The command line overrides variables, and variables override the file.
@@ -53,6 +58,12 @@ Exit codes: 0 clean; 1 a fault, or something that is not available yet (a folder
 Handler = Annotated[
     str | None, Parameter(help="The handler's dotted path: package.module or package.module:Name.")
 ]
+Handlers = Annotated[
+    str,
+    Parameter(
+        help="The handlers' dotted paths: package.module or package.module:Name. Without one, the settings file names them."
+    ),
+]
 Config = Annotated[
     Path | None,
     Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it exists]"),
@@ -62,7 +73,9 @@ FunctionName = Annotated[
     str | None, Parameter(help="The function to drain, where the settings file has several.")
 ]
 
-app = App(name="serve", help=_HELP, help_format="markdown", usage="Usage: mldserver serve HANDLER [OPTIONS]")
+app = App(
+    name="serve", help=_HELP, help_format="markdown", usage="Usage: mldserver serve [HANDLERS] [OPTIONS]"
+)
 
 
 def settings_parameters(
@@ -98,10 +111,12 @@ def settings_parameters(
     return parameters
 
 
-def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
+def serve(*handler: Handlers, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
-    raw = {"handler": handler, **given}
-    return run_server(resolve(raw, environ=os.environ, folder=working_directory(), config=config))
+    functions = resolve_functions(
+        given, environ=os.environ, folder=working_directory(), config=config, handlers=handler
+    )
+    return run_server(*functions)
 
 
 def add_settings_options(app: App, command: Callable[..., int]) -> None:
@@ -133,10 +148,10 @@ def add_settings_options(app: App, command: Callable[..., int]) -> None:
 add_settings_options(app, serve)
 
 
-def run_server(settings: Settings, *, drain: bool = False) -> int:
+def run_server(*functions: Settings, drain: bool = False) -> int:
     """Run a server until it stops; return its exit code. After a forced stop, end the process instead of returning.
 
-    ``drain``: it only drains the pipeline, then stops. Raises OperatorError if the log file cannot be opened.
+    ``functions``: the settings of each function. ``drain``: the server only drains the pipeline, then stops. Raises OperatorError if the log file cannot be opened.
     """
     import faulthandler  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
 
@@ -149,19 +164,20 @@ def run_server(settings: Settings, *, drain: bool = False) -> int:
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
-    entitle(settings.pipeline, "drain" if drain else "server")
+    settings = functions[0]  # of the server, which are the same in all
+    entitle(", ".join(each.pipeline for each in functions), "drain" if drain else "server")
     # systemd's watchdog kills a process whose event loop hangs with SIGABRT: print the stacks then.
     faulthandler.enable(file=2)
     # SIGUSR1 would end the process before the event loop handles it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.ExitStack() as logs:
         has_endpoint, tally = not drain and settings.admin is not None, EventTally()
-        logs.enter_context(logging_to(settings, observers=[tally] if has_endpoint else []))
+        logs.enter_context(logging_to(*functions, observers=[tally] if has_endpoint else []))
         gc.freeze()  # imported objects stay for ever: the collector need not scan them in the event loop's time
         clock = SystemClock()
         endpoint = AdminEndpoint(settings, clock) if has_endpoint else None
         service = Service(os.environ, clock=clock)
-        server = Server(settings, drain=drain, endpoint=endpoint, service=service, tally=tally)
+        server = Server(functions, drain=drain, endpoint=endpoint, service=service, tally=tally)
         code = uvloop.run(_run_or_exit(server, service, partial(_exit_now, settings, logs)))
     _print_exit_code(settings, code)
     return code

@@ -260,14 +260,15 @@ class LineLimit:
 
 
 @contextlib.contextmanager
-def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> Iterator[LogWriter]:
+def logging_to(*functions: Settings, observers: Collection[Observer] = ()) -> Iterator[LogWriter]:
     """Log as the settings say, for as long as the context lasts, prints and library logs included.
 
-    ``observers``: see ``configure``. At the end, wait a few seconds at most until everything is written.
+    ``functions``: the settings of each function; the log hides the secrets of all. ``observers``: see ``configure``. At the end, wait a few seconds at most until everything is written.
 
     Raises OperatorError when the log file cannot be opened.
     """
     global _current  # noqa: PLW0603  # a process has one log, as it has one standard output
+    settings = functions[0]  # of the log, which are the same in all
     with contextlib.ExitStack() as stack:
         if settings.log_file is None:
             # Descriptor 1 is standard error meanwhile: otherwise a handler's subprocess, or a C library, would write
@@ -285,7 +286,7 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
             level=settings.log_level,
             log_format=settings.log_format,
             observers=observers,
-            secrets=settings.secrets(),
+            secrets=set().union(*(each.secrets() for each in functions)),
         )
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)

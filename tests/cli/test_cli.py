@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +176,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     class Server:
-        def __init__(self, settings: Settings, *, drain: bool, endpoint: object, **others: object) -> None:
-            seen.append(settings)
+        def __init__(
+            self, functions: Sequence[Settings], *, drain: bool, endpoint: object, **others: object
+        ) -> None:
+            seen.extend(functions)
             print("drains" if drain else "serves", "with" if endpoint else "without", "an endpoint")
 
         async def run(self) -> int:
@@ -241,6 +243,42 @@ def test_serve_runs_a_server_with_what_the_options_say(
     assert str(settings.listen) == "127.0.0.1:0"
     assert b"serves with an endpoint" in (tmp_path / "m.log").read_bytes()
     assert capsys.readouterr().err == "mldserver: stopped with exit code 1; m.log says why.\n"
+
+
+def test_serve_runs_all_handlers_in_one_server(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["serve", "a.orders", "b:Trips", "--out", "o", "--log-file", "m.log"]) == 1
+    assert [(each.handler, str(each.out), str(each.listen)) for each in served] == [
+        ("a.orders", "o/orders", "127.0.0.1:7070"),
+        ("b:Trips", "o/Trips", "127.0.0.1:7080"),
+    ]
+
+
+def test_serve_alone_runs_the_functions_of_the_settings_file(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = '[functions.{0}]\nhandler = "a.{0}"\nlisten = ":0"\n'
+    (tmp_path / "mldserver.toml").write_text(table.format("orders") + table.format("trips"))
+    assert cli.run(["serve", "--log-file", "m.log"]) == 1
+    assert [(each.pipeline, each.handler) for each in served] == [
+        ("orders", "a.orders"),
+        ("trips", "a.trips"),
+    ]
+
+
+def test_serve_needs_a_handler_from_somewhere(
+    served: list[Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["serve"]) == 2
+    assert "No handler was named." in capsys.readouterr().err
+    assert served == []
 
 
 def test_drain_runs_a_server_that_only_drains(

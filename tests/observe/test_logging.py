@@ -240,6 +240,22 @@ def test_a_log_file_that_cannot_be_opened_is_the_operators_error(tmp_path: Path)
         pytest.fail("it was opened")
 
 
+def test_secrets_of_every_function_are_hidden(tmp_path: Path) -> None:
+    orders, trips = (
+        Settings(
+            handler="a.b",
+            log_file=tmp_path / "m.log",
+            sink_options={"password": f"hush-{number}"},
+            origins={"sink_options": "mldserver.toml"},
+        )
+        for number in range(2)
+    )
+    with logging_to(orders, trips):
+        print("hush-0 and hush-1")
+    (event,) = lines_of(tmp_path / "m.log")
+    assert event["text"] == "… and …"
+
+
 def test_without_a_file_the_log_is_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     with logging_to(Settings(handler="a.b")):
         os.write(1, b"from a library in C\n")
