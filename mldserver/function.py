@@ -47,11 +47,12 @@ class Function:
         *,
         alone: bool,
         begun: Callable[[Settings], Awaitable[None]] | None = None,
+        forced: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare the function. ``alone``: it is the server's only one. ``begun``: see ``Pipeline``."""
+        """Prepare the function. ``alone``: it is the server's only one. ``begun`` and ``forced``: see ``Pipeline``."""
         self.settings = settings
         self.name = settings.pipeline
-        self._around, self._alone, self._on_begun = around, alone, begun
+        self._around, self._alone, self._on_begun, self._on_forced = around, alone, begun, forced
         self._backoff = Backoff(*_RETRY_SECONDS)
         self.pipeline = self._new_pipeline()
         """The present run, or the last one."""
@@ -64,7 +65,7 @@ class Function:
         """Whether the function waits for a person, because of an error that does not pass."""
 
     def _new_pipeline(self) -> Pipeline:
-        return Pipeline(self.settings, self._around, begun=self._on_begun)
+        return Pipeline(self.settings, self._around, begun=self._on_begun, forced=self._on_forced)
 
     @property
     def parts(self) -> Parts | None:

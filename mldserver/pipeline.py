@@ -57,13 +57,17 @@ class Pipeline:
         around: Dependencies,
         *,
         begun: Callable[[Settings], Awaitable[None]] | None = None,
+        forced: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare a run; nothing is started. ``begun`` is called once the output folder belongs to this server."""
+        """Prepare a run; nothing is started.
+
+        ``begun`` is called once the output folder belongs to this server, and ``forced`` if the stop is forced.
+        """
         self.settings = settings
         self._around = around
         self._clock = around.clock
         self._drain = around.drain
-        self._on_begun = begun
+        self._on_begun, self._on_forced = begun, forced
         self.parts: Parts | None = None
         """The parts, once they are built."""
         self.begun: Parts | None = None
@@ -227,6 +231,8 @@ class Pipeline:
         """Stop now, without waiting for pending work. The ledger makes that safe."""
         self._stop.set()
         self.forced.set()
+        if self._on_forced is not None:
+            self._on_forced()
 
     async def _finish(self, parts: Parts) -> bool:
         """Finish pending work within the grace period; return whether every accepted row is durable.

@@ -88,7 +88,10 @@ class Server:
         )
         begun = None if endpoint is None else endpoint.open_steering
         alone = len(every) == 1
-        self.functions = {each.pipeline: Function(each, around, alone=alone, begun=begun) for each in every}
+        self.functions = {
+            each.pipeline: Function(each, around, alone=alone, begun=begun, forced=self._on_forced)
+            for each in every
+        }
         self._service = service or Service({}, clock=self._clock)
         self._stop = asyncio.Event()
         self.forced = asyncio.Event()
@@ -185,6 +188,11 @@ class Server:
         self.forced.set()
         for function in self.functions.values():
             function.force()
+
+    def _on_forced(self) -> None:
+        """Force the server if the stop of a function was forced: at the server's stop, or of its only function."""
+        if self._stop.is_set() or len(self.functions) == 1:
+            self.forced.set()
 
     def _hang_up(self) -> None:
         reopen()

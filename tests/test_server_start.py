@@ -356,7 +356,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 async def test_a_part_that_does_not_end_is_told_and_a_second_stop_ends_the_others_without_it(
     rows: str, tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mldserver.server._REPORT_SECONDS", 0.05)
+    monkeypatch.setattr("mldserver.pipeline._REPORT_SECONDS", 0.05)
     engine = Unclosable()
     server = Server(quick(tmp_path / "out", rows, server_id="one"), engine=engine)
     async with asyncio.TaskGroup() as group, asyncio.timeout(800):
