@@ -88,14 +88,14 @@ async def test_a_stop_while_a_job_runs_is_a_clean_end(
     spark = engine(tmp_path, plan, stop_grace=0.5 if plan == "stay" else 600)
     async with serving(settings, engine=spark, exit_code=EXIT_CLEAN, clock=clock) as server:
         driver = await computing(server, spark)
-        assert server._parts is not None
-        flush = server._parts.coordinator.flush
+        assert server.only.pipeline.parts is not None
+        flush = server.only.pipeline.parts.coordinator.flush
 
         async def last_flush(reason: str) -> None:
             await flush(reason)
             clock.ahead_ms = 600_000
 
-        monkeypatch.setattr(server._parts.coordinator, "flush", last_flush)
+        monkeypatch.setattr(server.only.pipeline.parts.coordinator, "flush", last_flush)
     assert group_members(driver) == []
     assert list((tmp_path / "work").iterdir()) == []
     assert [event["text"] for event in logged if event["event"] == "handler.output"] == said

@@ -13,8 +13,6 @@ from simulation.plan import Plan
 from support.virtual_loop import LoopClock
 from support.virtual_process import VirtualProcess
 
-from mldserver.admin.acts import carry_out
-from mldserver.assembly import Parts
 from mldserver.config.settings import Settings
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.errors import HandlerError, LedgerError, OperatorError
@@ -37,13 +35,16 @@ class WatchedServer(Server):
     broken: list[str]
     process: VirtualProcess
 
-    async def _start(self) -> None:
-        with self._watched():
-            await super()._start()
+    async def run(self) -> int:
+        pipeline = self.only.pipeline
+        run_pipeline = pipeline.run
 
-    async def _work(self, parts: Parts) -> int:
-        with self._watched():
-            return await super()._work(parts)
+        async def run_watched() -> bool:
+            with self._watched():
+                return await run_pipeline()
+
+        pipeline.run = run_watched  # type: ignore[method-assign]  # the only run of the only function
+        return await super().run()
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -117,10 +118,10 @@ class Supervised:
             return
         self.faults.tell("paused", f"{process.name} for {seconds} s")
         with process.entered():
-            await carry_out(server._parts, self.clock, "pause", "")
+            await server.carry_out("pause", "")
             await self.clock.sleep(seconds)
             if not process.dead:
-                await carry_out(server._parts, self.clock, "resume", "")
+                await server.carry_out("resume", "")
 
     def _stop(self, reason: str) -> None:
         # Once a life: a second word would force it.
@@ -177,7 +178,7 @@ class Supervised:
         positions, plan = self.faults.positions, self.plan
         if self.unread is None or self.unread[1] != self.lives or plan.stalls:
             return []
-        now, parts = asyncio.get_running_loop().time(), server._parts
+        now, parts = asyncio.get_running_loop().time(), server.only.pipeline.parts
         nodes = {} if parts is None else parts.coordinator.lineage.nodes
         if any(node.presence is Presence.ELSEWHERE for node in nodes.values()):
             self.unread = (
