@@ -20,7 +20,7 @@ import pytest
 from support.pages import PAGES, ROOT, Example, examples
 
 from mldserver.cli import command_line
-from mldserver.config.resolve import resolve
+from mldserver.config.resolve import resolve_functions
 from mldserver.dynamodb_streams import streams_api
 from mldserver.handler.inspection import load_spec
 from mldserver.protocol.codec import decode, encode, encode_status
@@ -366,8 +366,10 @@ def test_a_command_is_understood(example: Example) -> None:
 @each("toml")
 def test_settings_can_be_read(example: Example, tmp_path: Path) -> None:
     (tmp_path / "mldserver.toml").write_text(example.text)
-    settings = resolve({"handler": "handlers.raw"}, environ={}, folder=tmp_path)
-    assert set(tomllib.loads(example.text)) <= settings.origins.keys()
+    table = tomllib.loads(example.text)
+    handlers = () if "functions" in table else ("handlers.raw",)
+    settings = resolve_functions({}, environ={}, folder=tmp_path, handlers=handlers)[0]
+    assert table.keys() - {"functions", "handler"} <= settings.origins.keys()
 
 
 @each("properties")
