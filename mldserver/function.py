@@ -1,8 +1,8 @@
 """One function of a server: runs its pipeline, and runs it again after a failure.
 
 A server with several functions goes on when one of them ends with an error. An error that may pass (``lasting`` is False) is
-retried after a back-off of 1 s to 1 min. After any other error the function is *failed*: it waits for ``mldserver functions
-deploy``, or for the server's restart. The only function of a server ends with its first error, and so does the server.
+retried after a back-off of 1 s to 1 min. After any other error the function is *failed*: it waits for the server's restart. So
+does a function that was drained. The only function of a server ends with its pipeline, and so does the server.
 """
 
 from __future__ import annotations
@@ -57,20 +57,23 @@ class Function:
         self.pipeline = self._new_pipeline()
         """The present run, or the last one."""
         self._stopping = asyncio.Event()
-        self._deploy = asyncio.Event()
-        """Set when a failed function must start again."""
         self._failure = ""
-        """Why the last run failed, in a sentence; empty while a run works."""
-        self.is_failed = False
-        """Whether the function waits for a person, because of an error that does not pass."""
+        """Why the last run failed, or why there is none, in a sentence; empty while a run works."""
+        self._lifecycle = "deploying"
+        """What the status shows of a function whose start is not complete."""
 
     def _new_pipeline(self) -> Pipeline:
         return Pipeline(self.settings, self._around, begun=self._on_begun, forced=self._on_forced)
 
     @property
     def parts(self) -> Parts | None:
-        """The parts of the present run, once its start is complete."""
-        return self.pipeline.begun
+        """The parts of the present run, once its start is complete; None after a run that failed or was drained."""
+        return None if self._failure else self.pipeline.begun
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the function runs, and readiness is green."""
+        return self.parts is not None and self.pipeline.readiness.green.is_set()
 
     async def run(self) -> int:
         """Run the function until it is stopped, and return the exit code. Logs errors, and does not raise them."""
@@ -87,7 +90,7 @@ class Function:
     async def _run_once(self) -> int:
         """Run the pipeline once, and return the exit code. Logs its errors."""
         code = EXIT_FAULT
-        self._failure, self.is_failed = "", False
+        self._failure, self._lifecycle = "", "deploying"
         try:
             code = EXIT_CLEAN if await self.pipeline.run() else EXIT_FORCED
         except* (OperatorError, HandlerError, LedgerError) as group:
@@ -109,19 +112,24 @@ class Function:
             log.error("function.failed", lasting=code == EXIT_OPERATOR, **fields)
 
     async def _wait_after(self, code: int) -> None:
-        """Wait until the pipeline may run again: for the back-off, or, after a lasting error, for a person."""
-        self._deploy.clear()
-        waits: list[Awaitable[object]] = [self._stopping.wait(), self._deploy.wait()]
+        """Wait until the pipeline may run again: for the back-off; after a lasting error or a drain, for the server's stop."""
+        waits: list[Awaitable[object]] = [self._stopping.wait()]
         if code == EXIT_OPERATOR:
-            self.is_failed = True
+            self._lifecycle = "failed"
+        elif not self._failure:  # nothing but a drain ends a pipeline without an error
+            self._lifecycle = "undeployed"
+            self._failure = "the pipeline was drained: restart the server to serve it again"
         else:
+            if self.pipeline.readiness.green.is_set():
+                self._backoff.worked()
             waits.append(self._around.clock.sleep(self._backoff.failed(self._around.rng())))
         await first_of(*waits)
 
     def stop(self, reason: str) -> None:
-        """Begin an orderly stop; a second call forces it."""
+        """Begin an orderly stop. A drain that runs goes on, except that of the only function, which is then forced."""
         self._stopping.set()
-        self.pipeline.stop(reason)
+        if self._alone or not self.pipeline.is_stopping:
+            self.pipeline.stop(reason)
 
     def force(self) -> None:
         """Stop now, without waiting for pending work."""
@@ -139,5 +147,5 @@ class Function:
             self.parts,
             stage=self.pipeline.stage,
             failure=failure or self._failure,
-            lifecycle="failed" if self.is_failed else "deployed" if self.parts else "deploying",
+            lifecycle="deployed" if self.parts else self._lifecycle,
         )

@@ -272,4 +272,4 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether readiness is green in every function."""
-        return all(function.pipeline.readiness.green.is_set() for function in self.functions.values())
+        return all(function.is_ready for function in self.functions.values())

@@ -45,8 +45,8 @@ server.stopped  info  exit_code seconds
 server.failed  critical  exit_code traceback
     The process cannot go on.
 function.failed  error  lasting traceback
-    One of several functions has ended with an error; the others go on. ``lasting``: it waits for
-    ``mldserver functions deploy`` or a restart; else it is tried again.
+    One of several functions has ended with an error; the others go on. ``lasting``: it waits for the
+    server's restart; else it starts again after a back-off of 1 s to 1 min.
 server.expired  warning  server seconds
     Another server on the ledger is dead: this server expired it, and its shards and windows are free for
     others.
