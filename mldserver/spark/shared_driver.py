@@ -555,7 +555,6 @@ class SharedDriver:
                 return await self._kill(life, life.trouble or "", "unfit")
             waited_for = [each for each in self.functions.values() if not self._excluded(each)]
             if all(each.is_loaded_in(life.functions) for each in waited_for):
-                old.outdated = True
                 self.life = self._successor = life
                 self._look()
                 return "follows"

@@ -352,7 +352,7 @@ async def test_a_window_that_runs_far_longer_than_those_before_it_is_named_with_
         assert runner.overdue() is None, "it waits for Spark, which is told by itself"
         pipeline.engine._ready.set()
         # Larger windows may take longer, and so may those of a pipeline whose windows take long.
-        runner._runs.extend([(7.0, 1)] * 200)
+        runner._runs.extend([(3.0, 1)] * 200)
         assert runner.overdue() is None
         runner._runs.extend([(6.0, 10**9)] * 200)
         assert runner.overdue() == (hangs, 61, 6.0)

@@ -21,6 +21,7 @@ class FakeDriver:
         self.sock = sock
         self.starving: list[int] = []
         self.deaf: set[int] = set()
+        self.failed_once = False
         with state.open("a") as lives:
             lives.write(f"{os.getpid()}\n")
         self.life = len(state.read_text().split())
@@ -88,6 +89,10 @@ class FakeDriver:
         if plan.startswith("waits:"):
             while not Path(plan.removeprefix("waits:")).exists():
                 time.sleep(0.01)
+        if plan == "fails once" and not self.failed_once:
+            self.failed_once = True
+            self.send(driver_messages.LoadFailed(load.name, "spark", "SomeError", "no room"))
+            return
         if plan == "dies":
             os._exit(7)
         if plan == "lacks executors":

@@ -296,6 +296,24 @@ async def test_no_job_goes_to_a_driver_that_is_about_to_be_killed(bench: Callabl
         assert (await later).rows == 5
 
 
+async def test_a_job_that_gets_the_slot_of_a_cancelled_one_waits_for_its_end(
+    bench: Callable[..., Bench],
+) -> None:
+    it = bench("deaf", concurrency=1, cancel_grace=7)
+    async with it.running():
+        call = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        await it.engine.ready()
+        life = it.engine.driver.life
+        assert life is not None
+        await until(lambda: len(life.waiting) == 1)
+        later = asyncio.ensure_future(it.engine.compute(job("w")))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        assert await it.clock.end_sleep() == 7
+        assert await it.clock.end_sleep() == 1
+        assert (await later).rows == 5
+
+
 async def test_a_job_that_waits_beside_a_cancelled_one_ends_with_the_engine(
     bench: Callable[..., Bench],
 ) -> None:

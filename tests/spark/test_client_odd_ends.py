@@ -171,12 +171,28 @@ async def test_an_outdated_driver_ends_between_two_jobs_and_nobody_takes_that_fo
         later = group.create_task(it.engine.compute(job("later")))
         await asyncio.sleep(0)
         assert not it.engine.driver.life.over.is_set(), "a job is under way"  # type: ignore[union-attr]
+        await asyncio.sleep(0.3)
+        assert len(it.lives) == 1, "the next one would serve nobody yet"
         running.cancel()
         assert (await later).files == ("later.parquet",)
         assert len(it.lives) == 2
         assert it.engine.trouble is None
     assert [event for event in logged if event["event"] == "spark.lost"] == []
     assert [event["start"] for event in logged if event["event"] == "spark.starting"] == [1, 2]
+
+
+async def test_an_outdated_driver_does_not_wait_for_a_hook_that_may_hang(tmp_path: Path) -> None:
+    it = Bench(tmp_path, "good")
+    slow: list[str] = []
+    it.engine.when_slow(slow.append)
+    async with it.running():
+        call = asyncio.ensure_future(it.engine.compute(job("slow")))
+        await until(lambda: bool(slow))
+        it.engine.renew({})
+        assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+        with pytest.raises(DriverLost) as lost:
+            await call
+        assert lost.value.blame == "server"
 
 
 async def test_an_outdated_driver_that_does_not_stop_is_killed(tmp_path: Path) -> None:

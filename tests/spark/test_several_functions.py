@@ -184,6 +184,15 @@ async def test_a_function_that_spark_refuses_is_tried_again_in_the_same_driver(i
     assert len(it.lives) == 1
 
 
+async def test_a_function_that_spark_has_refused_once_says_so_until_it_is_loaded(it: Shared) -> None:
+    a, b = it.engine("a"), it.engine("b", "fails once")
+    async with it.running(a, b):
+        await until(lambda: b.trouble == "The start failed: SomeError: no room")
+        assert await it.clock.end_sleep() == 1
+        assert (await b.compute(job("w"))).rows == 5
+        assert b.trouble is None
+
+
 async def test_all_functions_wait_for_the_next_driver_when_one_has_killed_it(it: Shared) -> None:
     a, b = it.engine("a"), it.engine("b")
     async with it.running(a, b):
@@ -340,7 +349,13 @@ async def test_without_memory_for_two_drivers_all_functions_wait_for_the_next_on
         await asyncio.gather(a.ready(), b.ready())
         old = it.driver.life
         assert old is not None
+        running = asyncio.ensure_future(b.compute(job("hangs")))
+        await until(lambda: b.facts().jobs == 1)
         a.renew(plan("version 2"))
+        await until(lambda: old.outdated)
+        await asyncio.sleep(0.3)
+        assert len(it.lives) == 1
+        running.cancel()
         assert (await b.compute(job("w"))).rows == (await a.compute(job("w"))).rows == 5
         assert old.ended.is_set()
     assert not named(logged, "spark.lost")
@@ -450,8 +465,12 @@ async def test_a_module_that_two_functions_share_changes_when_both_have_changed(
         assert (await b.compute(job("w"))).rows == 5
         assert (a.is_ready, b.is_ready, later.done()) == (False, True, False)
         assert "Function a has a module common with another text than function b" in (a.trouble or "")
-        assert len(it.lives) == 1
+        assert (len(it.lives), b.trouble) == (1, None)
+        with pytest.raises(DriverLost):
+            await b.compute(job("dies"))
+        assert await it.clock.end_sleep() == 1
+        assert (await b.compute(job("w"))).rows == 5
         b.renew(new)
         assert (await later).rows == (await b.compute(job("w"))).rows == 5
         assert a.trouble is None
-    assert len(it.lives) == 2
+    assert len(it.lives) == 3
