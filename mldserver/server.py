@@ -24,7 +24,7 @@ from mldserver import __version__
 from mldserver.admin.acts import carry_out
 from mldserver.admin.endpoint import AdminEndpoint
 from mldserver.admin.gather import EventTally, Gatherer
-from mldserver.assembly import Dependencies
+from mldserver.assembly import Dependencies, driver_of
 from mldserver.base.clock import Clock, SystemClock
 from mldserver.base.service import Service, ServiceReport, handling
 from mldserver.config.settings import Settings
@@ -77,6 +77,7 @@ class Server:
         self.settings = every[0]
         """Of the first function: what belongs to the server is the same in all."""
         self._clock = clock or SystemClock()
+        self._driver = None if engine is not None else driver_of(every, clock=self._clock)
         around = Dependencies(
             engine=engine,
             kinesis=kinesis,
@@ -85,6 +86,7 @@ class Server:
             rng=random.Random(seed).random,  # noqa: S311  # jitter needs no cryptography
             unique=lambda: uuid.uuid4().hex[:12],
             drain=drain,
+            driver=self._driver,
         )
         begun = None if endpoint is None else endpoint.open_steering
         alone = len(every) == 1
@@ -156,6 +158,8 @@ class Server:
                     await ends.enter_async_context(
                         self._endpoint.serving(self.document, self.carry_out, self._gatherer.pause)
                     )
+                if self._driver is not None:
+                    ends.callback(always.create_task(self._driver.run(), name="spark").cancel)
                 async with asyncio.TaskGroup() as group:
                     lives = [
                         group.create_task(function.run(), name=f"function {name}")
@@ -254,7 +258,7 @@ class Server:
         }
         all_parts = [function.parts for function in self.functions.values()]
         engines = [parts.engine for parts in all_parts if parts is not None and parts.engine is not None]
-        engine = engines[0] if engines and not failure else None
+        engine = (self._driver or engines[0]) if engines and not failure else None
         return self._gatherer.status(functions, engine=engine, stopping=self._stop.is_set())
 
     async def carry_out(self, act: str, argument: str, function: str = "") -> tuple[bool, str]:
