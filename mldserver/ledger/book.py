@@ -16,6 +16,7 @@ from typing import Final, Generic, TypeVar
 from mldserver.ledger.contract import (
     BatchProgress,
     LedgerState,
+    Life,
     Segment,
     ServerState,
     ShardState,
@@ -47,6 +48,7 @@ class LedgerTotals:
     claims: int = 0
     shape: str = ""
     draining: bool = False
+    life: Life = field(default_factory=Life)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,7 @@ class Book:
             shape=self.totals.shape,
             shapes=self.shapes.copy(),
             draining=self.totals.draining,
+            life=self.totals.life,
             version=self.version,
             since=since,
             segment_bytes=self.segment_bytes,

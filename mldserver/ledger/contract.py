@@ -360,6 +360,41 @@ class Commit:
     """Of the window: what it is shown as. The ledger has its own."""
 
 
+class Wanted(enum.StrEnum):
+    """What an operator wants a function to be. Every server of the function follows."""
+
+    DEPLOYED = "deployed"
+    PAUSED = "paused"
+    UNDEPLOYED = "undeployed"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a handler's code."""
+
+    id: str = ""
+    """``HandlerSpec.version``; empty for the code on the Python path."""
+    path: str = ""
+    """Of the code's archive, relative to the output folder; empty for the code on the Python path."""
+    staged_ms: int = 0
+    """When it was staged (ms since the epoch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What is wanted of a function (``functions/lifecycle.py``)."""
+
+    wanted: Wanted = Wanted.DEPLOYED
+    deployed: Version = Version()
+    """The version that every server runs."""
+    other: Version | None = None
+    """The second version, if there is one: staged or previous."""
+    other_is_previous: bool = False
+    """Whether the second version was deployed before, and a rollback deploys it again. Else it is staged."""
+    keep: bool = False
+    """Whether the undeploy keeps positions, keyed state, timers and dead letters."""
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerState:
     """Everything that a start needs."""
@@ -392,6 +427,8 @@ class LedgerState:
     """The text of every shape that ever was, by fingerprint."""
     draining: bool = False
     """Servers must drain; or they have drained, and none was started since."""
+    life: Life = field(default_factory=Life)
+    """What is wanted of the function."""
     version: int = field(default=0, compare=False)
     """Rises with every change of the ledger: the caller passes it to ask for the next changes."""
     since: int = field(default=0, compare=False)

@@ -1,6 +1,6 @@
 """Between a ledger's changes and what stores keep of them: rows of plain values, and bytes. Pure.
 
-Format 7, which every kind of ledger shares, and which is that of the segments that it names too: who changes what is in
+Format 8, which every kind of ledger shares, and which is that of the segments that it names too: who changes what is in
 one raises it, and keeps what the version before has left (``tests/formats``). Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
 ``windows``, ``servers``, ``late``, ``letters``, ``shapes``, ``stores``, ``state_files``: each row, a list of values, by its key; null: it went.
 Sequence numbers are decimal text. The last value of a window are its segments, ``[n, [segment …]]``: the first n that the
@@ -9,6 +9,7 @@ version before held, then these, so that a flush into a window of a thousand seg
 Format 6 had no keyed state. Format 7 reads it: a shard's row ends with its store if it has one, and ``stores`` and
 ``state_files`` are absent where nothing in them changes, so that a pipeline without keyed state writes what format 6 wrote.
 A store's row ends with the due time of its first timer if it has timers, and a letter's row with the timer and its due time.
+Format 7 had no life of a function. Format 8 reads it: the row of the totals ends with the life if that is not the default one.
 Bounds of ranges have up to 128 bits and are hexadecimal text. Of a file that a store needs for its whole range, where the same
 changes have the store's row, the ranges are null: that is each store of a flush.
 """
@@ -25,12 +26,15 @@ import orjson
 from mldserver.ledger.book import Changes, LedgerTotals, LetterItem, segments_of
 from mldserver.ledger.contract import (
     BatchProgress,
+    Life,
     Segment,
     SegmentKind,
     ServerState,
     ShardState,
     StateFile,
     StoreState,
+    Version,
+    Wanted,
     WindowEntry,
     WindowState,
     storable,
@@ -38,7 +42,7 @@ from mldserver.ledger.contract import (
 from mldserver.records import DeadLetter, Sequence
 from mldserver.stores import KeyRange
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 OLDEST_FORMAT: Final = 6
 """The oldest format that this program reads. The first transaction that it writes makes the ledger one of ``FORMAT``."""
 
@@ -56,6 +60,8 @@ _DATA: Final = 4
 _TOTALS: Final = attrgetter("clock", "dead_letters", "lives", "cut_below_ms")
 _PROGRESS: Final = attrgetter("number", "rows", "opened_ms")
 _PIPELINE: Final = attrgetter("ledger_id", "folder", "claims", "shape", "draining")
+_TOTALS_COLUMNS: Final = 11
+"""With the life."""
 _SHARD: Final = attrgetter("effective_ms", "event_ms", "ended_ms", "parents", "owner", "gap_accepted")
 _SERVER: Final = attrgetter("life", "beat_ms", "watermark_ms", "idle", "held_by", "reason", "shape")
 _LATE: Final = attrgetter("window_id", "rows", "bytes", "start_ms", "end_ms")
@@ -101,6 +107,8 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
         rows["state_files"] = _pack(changes.state_files, lambda file: _state_file_row(file, whole))
     if (totals := changes.totals) is not None:
         rows["totals"] = [*_TOTALS(totals), [*_PROGRESS(totals.batch_progress)], *_PIPELINE(totals)]
+        if totals.life != Life():
+            rows["totals"].append(_life_row(totals.life))
     return rows
 
 
@@ -109,9 +117,17 @@ def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
     totals = None
     try:
         if "totals" in rows:
-            *counts, progress, ledger_id, folder, claims, shape, draining = rows["totals"]
-            known = (*counts, BatchProgress(*progress), ledger_id, folder, claims, shape, bool(draining))
-            totals = LedgerTotals(*known)
+            *counts, progress, ledger_id, folder, claims, shape, draining, life = _with_life(rows["totals"])
+            counts += [
+                BatchProgress(*progress),
+                ledger_id,
+                folder,
+                claims,
+                shape,
+                bool(draining),
+                _life(life),
+            ]
+            totals = LedgerTotals(*counts)
         stores = _unpack(rows.get("stores", {}), _store)
         whole = _whole_ranges(stores)
         return Changes(
@@ -153,6 +169,26 @@ def _pack(rows: Mapping[str, _T | None], pack: Callable[[_T], list[Any]]) -> dic
 
 def _unpack(rows: dict[str, Any], unpack: Callable[[str, list[Any]], _T]) -> dict[str, _T | None]:
     return {key: None if row is None else unpack(key, row) for key, row in rows.items()}
+
+
+def _with_life(row: list[Any]) -> list[Any]:
+    """Return the row of the totals with a life, which may be None."""
+    return row if len(row) == _TOTALS_COLUMNS else [*row, None]
+
+
+def _life_row(life: Life) -> list[Any]:
+    deployed, other = (
+        None if each is None else [each.id, each.path, each.staged_ms] for each in (life.deployed, life.other)
+    )
+    return [life.wanted, deployed, other, life.other_is_previous, life.keep]
+
+
+def _life(row: list[Any] | None) -> Life:
+    if row is None:
+        return Life()
+    wanted, deployed, other, is_previous, keep = row
+    second = None if other is None else Version(*other)
+    return Life(Wanted(wanted), Version(*deployed), second, bool(is_previous), bool(keep))
 
 
 def _shard(shard_id: str, row: list[Any]) -> ShardState:

@@ -14,8 +14,8 @@ that has not beaten for long: it removes the server's row, so that the ledger re
 ledger under a registered id expires the previous holder. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``forget_shards``, ``drain``, ``close`` and those of dead letters
-may, else InternalError. After a server expired or left, every writing call of it raises ServerExpired, except
+``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``forget_shards``, ``drain``, ``change_life``, ``forget``, ``close`` and those
+of dead letters may, else InternalError. After a server expired or left, every writing call of it raises ServerExpired, except
 ``leave`` and those.
 """
 
@@ -32,17 +32,20 @@ from mldserver.errors import InternalError, LedgerError, ServerExpired
 from mldserver.ledger import row_rules, rules, state_rules
 from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import (
+    LETTERS_AT_ONCE,
     Commit,
     Decision,
     Flush,
     FlushResult,
     LedgerState,
+    Life,
     Segment,
     ServerState,
     ShapeChange,
     ShardState,
     StateFile,
     StoredLetter,
+    Wanted,
     WindowEntry,
 )
 from mldserver.records import DeadLetter, Sequence
@@ -223,6 +226,29 @@ class Ledger(abc.ABC):
     async def drain(self) -> None:
         """Ask all servers to drain: to take nothing more in, publish what they have, and leave."""
         await self._tool(rules.drain)
+
+    # The function's life.
+
+    async def change_life(self, before: Life, after: Life) -> bool:
+        """Change what is wanted of the function, for all of its servers. False, without a change: it is not ``before`` any more.
+
+        Entering ``UNDEPLOYED`` asks all servers to drain, too; leaving it ends the drain.
+        """
+        return await self._tool(rules.change_life, before, after)
+
+    async def forget(self) -> bool:
+        """Forget positions, keyed state, timers and dead letters of an undeployed function, unless they are kept.
+
+        Published windows stay. Each shard keeps the position up to which everything was forgotten: its next opening may begin
+        there or after it, which is logged once. False: the function is not undeployed, keeps all that, or has a server. The dead letters go
+        first, some at a time; the rest is one transaction.
+        """
+        life = (await self.peek()).life
+        if life.wanted is not Wanted.UNDEPLOYED or life.keep:
+            return False
+        while letters := await self.letters(limit=LETTERS_AT_ONCE):
+            await self.purge(tuple(letter.id for letter in letters))
+        return await self._tool(rules.forget, self.time_ms())
 
     # Shards.
 

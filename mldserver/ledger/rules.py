@@ -17,10 +17,12 @@ from mldserver.ledger.book import Draft
 from mldserver.ledger.contract import (
     Commit,
     Decision,
+    Life,
     Segment,
     ServerState,
     ShapeChange,
     ShardState,
+    Wanted,
     WindowEntry,
     WindowState,
     storable,
@@ -97,6 +99,31 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
 def drain(draft: Draft) -> None:
     """Ask all servers to drain."""
     draft.totals = replace(draft.totals, draining=True)
+
+
+def change_life(draft: Draft, before: Life, after: Life) -> bool:
+    """Change what is wanted of the function, if it is ``before``. An undeploy drains; its end ends the drain too."""
+    totals = draft.totals
+    if totals.life != before:
+        return False
+    undeployed, was_undeployed = (each.wanted is Wanted.UNDEPLOYED for each in (after, before))
+    draining = totals.draining if undeployed == was_undeployed else undeployed
+    draft.totals = replace(totals, life=after, draining=draining)
+    return True
+
+
+def forget(draft: Draft, now_ms: int) -> bool:
+    """Forget keyed state and event times of an undeployed function; False if a server has a shard of it, or it is kept."""
+    life, shards = draft.totals.life, draft.book.shards
+    if life.wanted is not Wanted.UNDEPLOYED or life.keep or any(shard.owner for shard in shards.values()):
+        return False
+    state_rules.forget_state(draft, shards, now_ms)
+    for shard_id in shards:
+        shard = draft.shards.get(shard_id)
+        assert shard is not None
+        # The position stays: up to there everything was forgotten. The next opening may begin behind it.
+        draft.shards.put(shard_id, replace(shard, gap_accepted=True, event_ms=None))
+    return True
 
 
 def expire_servers(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str]:

@@ -44,7 +44,7 @@ _AT_ONCE: Final = 100
 """Rows of one statement. With a statement for each, the ledger's thread would let go of the interpreter, and wait for
 its turn again, as often as there are rows."""
 
-_COLUMNS: Final = {"shards": 9, "stores": 5}
+_COLUMNS: Final = {"totals": 11, "shards": 9, "stores": 5}
 """Of tables, without their keys. The rows of shards without a store have one value less, and those of stores without timers."""
 
 _LOADED: Final = 1000
@@ -228,10 +228,10 @@ def _read(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
 def _as_columns(kind: str, rows: Iterable[list[Any]]) -> None:
     """Make of each row, in place, what its table holds."""
     for row in rows:
+        row.extend([None] * (_COLUMNS.get(kind, 0) - len(row)))
         for column in JSON_COLUMNS.get(kind, ()):
             if row[column] is not None:
                 row[column] = orjson.dumps(row[column]).decode()
-        row.extend([None] * (_COLUMNS.get(kind, 0) - len(row)))
 
 
 def _rows(kind: str, records: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]:
@@ -239,7 +239,8 @@ def _rows(kind: str, records: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]
     rows = {key: row for key, *row in records}
     for row in rows.values():
         for column in JSON_COLUMNS.get(kind, ()):
-            if row[column] is not None:
+            # The tables of older formats have fewer columns.
+            if column < len(row) and row[column] is not None:
                 row[column] = orjson.loads(row[column])
     return rows
 

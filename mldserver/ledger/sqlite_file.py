@@ -1,4 +1,4 @@
-"""The ledger's file, one SQLite database for one pipeline: its tables (format 7), how it is found or created, its errors.
+"""The ledger's file, one SQLite database for one pipeline: its tables (format 8), how it is found or created, its errors.
 
 Several processes may create one file at the same time: what decides is asked again inside the transaction that does.
 
@@ -6,7 +6,8 @@ The database is in WAL mode and carries ``_APPLICATION_ID`` in its header. All t
 epoch (UTC). Each row is one of a ledger's book (``book.py``), as ``format.py`` makes plain values of it: lists, and positions
 (``["number", sub]``: they have 21 to 60 digits), are JSON. The rules are the program's alone, so that the file has no
 constraints but its keys. A file without tables is a ledger that was never created: creation is one transaction. Formats
-1 to 5 were never released. A ledger of format 6 has no keyed state; the first transaction that writes into it adds what is missing.
+1 to 5 were never released. A ledger of format 6 has no keyed state; the first transaction that writes into it adds what is missing, also
+to one of format 7, which has no life of a function.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
@@ -21,6 +22,7 @@ constraints but its keys. A file without tables is a ledger that was never creat
     ``ledger_id``: random, in the names of its files; a restored ledger has another. ``folder``: the id of the output
     folder that claimed it (``owner.json`` there). ``claims``: how often a server has claimed it for that folder.
     ``shape``: the fingerprint of the one that was declared last. ``draining``: servers must drain, or have drained.
+    ``life``: what is wanted of the function, and the versions of its code; null: it is deployed, from the Python path.
 ``servers``, one row for each server that has not left or expired
     ``life``: the number of its registration; a server that finds another number, or no row, has expired. ``beat_ms``,
     ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as last reported. ``shape``: what it declared; empty before.
@@ -95,7 +97,7 @@ TABLES: Final = {
 }
 """Where the rows of each kind of changes are: the table, and its first column, the key. Their values follow in order."""
 
-JSON_COLUMNS: Final = {"totals": (4,), "shards": (1, 5), "windows": (9,), "state_files": (3,)}
+JSON_COLUMNS: Final = {"totals": (4, 10), "shards": (1, 5), "windows": (9,), "state_files": (3,)}
 """Which of the values are lists."""
 
 _DDL: Final = """
@@ -150,6 +152,9 @@ ALTER TABLE dead_letters ADD COLUMN timer TEXT;
 ALTER TABLE dead_letters ADD COLUMN due_ms INTEGER
 """
 """The statements that give it timers: the first ledgers of format 7 had none."""
+
+_LIFE: Final = "ALTER TABLE totals ADD COLUMN life TEXT"
+"""The statement that makes it one of format 8."""
 
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
@@ -257,7 +262,7 @@ def check_tables(path: Path) -> None:
 
     with contextlib.closing(sqlite3.connect(":memory:")) as made:
         wanted = []
-        for statements in (_DDL, _SINCE_6, _TIMERS):
+        for statements in (_DDL, _SINCE_6, _TIMERS, _LIFE):
             _run(made, statements)
             wanted.append(tables(made))
     try:
@@ -320,7 +325,7 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
         # Another server may have been here first, between the look and the lock.
         if _is_new(db, path):
             db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            for statements in (_DDL, _SINCE_6, _TIMERS):
+            for statements in (_DDL, _SINCE_6, _TIMERS, _LIFE):
                 _run(db, statements)
             db.execute("INSERT INTO meta VALUES (1, ?, ?, ?)", (FORMAT, pipeline, now_ms))
         db.execute("COMMIT")
@@ -336,8 +341,11 @@ def _run(db: sqlite3.Connection, statements: str) -> None:
 
 def upgrade(db: sqlite3.Connection) -> None:
     """Make an older ledger one of the present format, in the transaction that is open; others stay as they are."""
-    if db.execute("SELECT format FROM meta").fetchone()[0] != FORMAT:
+    (form,) = db.execute("SELECT format FROM meta").fetchone()
+    if form == OLDEST_FORMAT:
         _run(db, _SINCE_6)
+    if form != FORMAT:
+        _run(db, _LIFE)
         db.execute("UPDATE meta SET format = ?", (FORMAT,))
     if not db.execute("SELECT 1 FROM pragma_table_info('stores') WHERE name = 'next_due_ms'").fetchone():
         _run(db, _TIMERS)

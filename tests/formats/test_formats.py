@@ -32,7 +32,16 @@ from mldserver import cli
 from mldserver.base.clock import SystemClock
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_OPERATOR, LedgerVersionError
-from mldserver.ledger.contract import Flush, PositionUpdate, StateFile, StoreState, StoreUpdate
+from mldserver.ledger.contract import (
+    Flush,
+    Life,
+    PositionUpdate,
+    StateFile,
+    StoreState,
+    StoreUpdate,
+    Version,
+    Wanted,
+)
 from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.ledger.format import FORMAT
 from mldserver.output.layout import LEDGER, OWNER, SEGMENTS
@@ -62,6 +71,8 @@ def process_record(record, ctx):
     ctx.state["n"] = ctx.state.get("n", 0) + 1
     return event["id"], event["at"]
 '''
+LIFE = Life(Wanted.PAUSED, Version("1", "one.zip", 5), Version("2", "two.zip", 6), other_is_previous=True)
+"""What is wanted in a table of format 8; older ones say nothing."""
 BEFORE, RECORDS = 40, 60
 """Records that came before the server was stopped, and all."""
 
@@ -107,6 +118,7 @@ async def write_table() -> dict[str, Any]:
                 state_file=StateFile(f"state {shard}", {shard: (key_range,)}, 1, 9),
             )
         )
+    assert await ledger.change_life(Life(), LIFE)
     await ledger.leave()
     await ledger.close()
     return dynamo.items
@@ -212,7 +224,9 @@ async def test_what_a_version_has_left_in_a_table_goes_on(kept: Path) -> None:
             "state p": {"p": (KeyRange(10, 99),), "c": (KeyRange(0, 9),)},
             "state c": {"c": (KeyRange(0, 9),)},
         }
+    assert state.life == (LIFE if kept.name >= "8" else Life())
     assert (await ledger.register(flush("a", 3))).registered, "and it goes on"
+    assert (await ledger.peek()).life == state.life
     assert (await ledger.open_shard("b", store=StoreClaim(None))).store == "b", "also with keyed state"
     assert dynamo.items["p"]["meta"]["format"] == {"N": str(FORMAT)}, "which an older version refuses"
     await ledger.close()

@@ -17,10 +17,12 @@ from mldserver.ledger.contract import (
     BatchStep,
     Commit,
     Flush,
+    Life,
     Segment,
     SegmentKind,
     ServerState,
     ShapeChange,
+    Wanted,
     WindowEntry,
     WindowState,
 )
@@ -566,3 +568,23 @@ def test_a_flush_is_registered_whole(steps: Steps) -> None:
 def test_letters_are_stored_under_the_version_of_their_transaction(steps: Steps) -> None:
     steps(row_rules.store, (letter(0),))
     assert list(steps.book.letters) == [str(steps.book.version)]
+
+
+def test_what_is_wanted_changes_from_what_it_was_alone() -> None:
+    steps = Steps()
+    undeployed = Life(Wanted.UNDEPLOYED)
+    assert not steps(rules.change_life, undeployed, Life())
+    assert steps(rules.change_life, Life(), Life(Wanted.PAUSED))
+    assert not steps.book.totals.draining
+    assert steps(rules.change_life, Life(Wanted.PAUSED), undeployed)
+    assert steps.book.totals.draining
+
+
+def test_only_an_undeployed_function_without_servers_is_forgotten() -> None:
+    steps = Steps()
+    steps(rules.open_shard, "a", (), "one", None)
+    steps(rules.change_life, Life(), Life(Wanted.UNDEPLOYED))
+    assert not steps(rules.forget, 5), "a server has the shard"
+    steps(rules.release_shard, "a", 1)
+    assert steps(rules.forget, 5)
+    assert steps.book.shards["a"].gap_accepted

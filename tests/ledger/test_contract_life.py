@@ -1,0 +1,87 @@
+"""What any Ledger must do with the life of a function: what is wanted, its versions, and the end of an undeploy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mldserver.ledger.contract import Flush, Life, StateFile, StoreUpdate, Version, Wanted
+from mldserver.records import Sequence
+from mldserver.stores import KeyRange, StoreClaim
+from tests.ledger.samples import letter, move, opened
+
+if TYPE_CHECKING:
+    from tests.ledger.samples import Factory
+
+WHOLE = KeyRange(0, 99)
+ONE = Version("1", "_mldserver/code/one.zip", 5)
+TWO = Version("2", "_mldserver/code/two.zip", 6)
+PAUSED = Life(Wanted.PAUSED, ONE, TWO, other_is_previous=True)
+UNDEPLOYED = Life(Wanted.UNDEPLOYED)
+
+
+async def test_the_next_server_finds_what_is_wanted(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, found):
+        assert found.life == Life()
+        assert await one.change_life(Life(), PAUSED)
+        assert (await one.peek()).life == PAUSED
+    async with opened(ledger_factory, "two") as (two, found):
+        assert found.life == PAUSED
+        staged = Life(Wanted.DEPLOYED, ONE, TWO, keep=True)
+        assert await two.change_life(PAUSED, staged)
+        await two.open_shard("a")
+    async with opened(ledger_factory, "three") as (three, found):
+        assert found.life == staged
+        assert await three.change_life(staged, Life())
+    async with opened(ledger_factory, "four") as (_, found):
+        assert found.life == Life()
+
+
+async def test_of_two_changes_at_once_one_counts(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, _), opened(ledger_factory, "two") as (two, _):
+        assert await one.change_life(Life(), PAUSED)
+        assert not await two.change_life(Life(), UNDEPLOYED)
+        assert (await two.peek()).life == PAUSED
+
+
+async def test_an_undeploy_drains_and_a_deploy_ends_the_drain(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, _):
+        await one.change_life(Life(), UNDEPLOYED)
+        assert (await one.peek()).draining
+        await one.change_life(UNDEPLOYED, replace(UNDEPLOYED, other=TWO))
+        assert (await one.peek()).draining, "a version is staged meanwhile"
+        await one.change_life(replace(UNDEPLOYED, other=TWO), Life())
+        assert not (await one.peek()).draining
+        await one.drain()
+        await one.change_life(Life(), PAUSED)
+        assert (await one.peek()).draining, "that was another drain"
+
+
+async def test_the_end_of_an_undeploy_forgets_all_but_where_it_was(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, _):
+        await one.open_shard("b")
+        shard = await one.open_shard("a", store=StoreClaim(WHOLE))
+        flush = Flush(
+            (move("a", shard.epoch, Sequence(7)),),
+            stores=(StoreUpdate("a", 0, ("a",)),),
+            state_file=StateFile("f", {"a": (WHOLE,)}, 1, 9),
+        )
+        assert (await one.register(flush)).registered
+        await one.add_letters(tuple(letter(number) for number in range(1, 100)))
+        assert not await one.forget(), "it is deployed"
+        await one.change_life(Life(), replace(UNDEPLOYED, keep=True))
+        assert not await one.forget(), "it keeps all"
+        await one.change_life(replace(UNDEPLOYED, keep=True), UNDEPLOYED)
+        assert not await one.forget(), "a server has shards"
+        for each in (await one.peek()).shards.values():
+            await one.release_shard(each.shard_id, each.epoch)
+        assert await one.forget()
+        state = await one.peek()
+        assert (state.dead_letters, state.stores, await one.letters()) == (0, {}, ())
+        assert not any(file.needed for file in state.state_files.values())
+        assert {name: each.position for name, each in state.shards.items()} == {"a": Sequence(7), "b": None}
+        assert await one.forget(), "it may be repeated"
+        assert await one.change_life(UNDEPLOYED, Life())
+        again = await one.open_shard("a", store=StoreClaim(WHOLE))
+        assert (again.position, again.gap_accepted) == (Sequence(7), True)
+        assert again.epoch > shard.epoch
