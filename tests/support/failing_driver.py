@@ -6,7 +6,7 @@
     stay    as deaf, and it does not stop when it is told to
     forget  the master does not know it any more: it says so, and ends
 
-After the plan every job succeeds; with ``…`` at its end the last one is repeated for ever. How far the plan is, is kept
+A handler whose name ends with ``_refused`` cannot be loaded. After the plan every job succeeds; with ``…`` at its end the last one is repeated for ever. How far the plan is, is kept
 in a file, over the lives of the drivers.
 """
 
@@ -47,6 +47,9 @@ class FailingDriver:
         match message:
             case driver_messages.StartSession():
                 self.send(driver_messages.Started("4.3.0", None))
+            case driver_messages.LoadFunction() if message.handler.endswith("_refused"):
+                said = ("handler", "HandlerInvalid", "the driver cannot import it")
+                self.send(driver_messages.LoadFailed(message.name, *said))
             case driver_messages.LoadFunction():
                 self.send(driver_messages.FunctionLoaded(message.name))
             case driver_messages.RunWindows() if self.last not in DEAF:  # its one thread is never free again
@@ -91,13 +94,13 @@ class FailingDriver:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "ok":
                 try:
-                    rows = _compute(run.job, None, None)
+                    outputs = tuple(
+                        driver_messages.Output((_file(job),), _compute(job, None, None)) for job in run.jobs
+                    )
                 except WindowFailed as error:
                     self.send(driver_messages.FailedJob(run.id, type(error).__name__, str(error)))
                 else:
-                    self.send(
-                        driver_messages.JobDone(run.id, (driver_messages.Output((_file(run.job),), rows),))
-                    )
+                    self.send(driver_messages.JobDone(run.id, outputs))
 
 
 if __name__ == "__main__":
