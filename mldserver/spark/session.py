@@ -77,9 +77,12 @@ appender.stderr.layout.eventTemplate = {\
 "logger": {"$resolver": "logger", "field": "name"}, \
 "msg": {"$resolver": "message", "stringified": true}, \
 "exception": {"$resolver": "exception", "field": "stackTrace", "stackTrace": {"stringified": true}}}
+logger.pools.name = org.apache.spark.scheduler.FairSchedulableBuilder
+logger.pools.level = error
 """
 """One JSON object a line on stderr, which the server passes into its own log. Spark's own setting for it,
-``spark.log.structuredLogging.enabled``, was seen to do nothing for a session that Python starts (4.3)."""
+``spark.log.structuredLogging.enabled``, was seen to do nothing for a session that Python starts (4.3). The scheduler
+warns at the first job of each pool that the pool is not configured: it needs no configuration here."""
 
 _LAUNCHER_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For the small JVM that only computes the command line of the real one."""

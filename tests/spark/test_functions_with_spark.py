@@ -179,4 +179,6 @@ async def test_functions_run_their_own_code_side_by_side_and_go_on_when_one_hang
         assert await it.compute(a, "again") == {2}
         assert await it.compute(b, "again") == {10}
     assert len(named(logged, "spark.lost")) == 1
+    loggers = {event.get("logger", "") for event in named(logged, "spark.log")}
+    assert not any("FairSchedulableBuilder" in logger for logger in loggers)
     assert len(named(logged, "spark.ready")) == 4
