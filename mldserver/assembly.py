@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +130,7 @@ class Dependencies(NamedTuple):
     clock: Clock
     rng: Callable[[], float]
     """Returns floats in [0, 1) for jitter."""
-    unique: Callable[[], str]
+    unique: Callable[[], str] = lambda: uuid.uuid4().hex[:12]
     """Returns a new unique part of a file name at each call."""
     drain: bool = False
     """Whether the server only drains the pipeline."""

@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import signal
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -84,7 +83,6 @@ class Server:
             source=source,
             clock=self._clock,
             rng=random.Random(seed).random,  # noqa: S311  # jitter needs no cryptography
-            unique=lambda: uuid.uuid4().hex[:12],
             drain=drain,
             driver=self._driver,
         )

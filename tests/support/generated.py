@@ -55,8 +55,8 @@ on_failure = "skip"
 settings = { threshold = 20 }
 ```
 
-A function can also be a file `functions.d/NAME.toml` next to `mldserver.toml`, with the keys of one table. `mldserver functions
-import` writes such files. Next to a settings file with another name, such as `orders.toml`, the folder is `orders.functions.d`.
+A function can also be a file `functions.d/NAME.toml` next to `mldserver.toml`, with the keys of one table. Next to a
+settings file with another name, such as `orders.toml`, the folder is `orders.functions.d`.
 
 * **Scope**: The tables below show the scope of each setting. A setting of scope *function* may stand in a function's table. A setting
   of scope *server* has one value for all functions, and stands at the top level.
