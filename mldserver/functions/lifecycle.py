@@ -1,6 +1,6 @@
 """The life cycle of a function: what operators may ask for in each state, and what a state is called. Pure.
 
-The ledger holds what is wanted (``ledger/contract.py``: ``Life``). Every server of the function follows it, so that a restart in any
+The ledger holds what is wanted (``ledger/contract.py``: ``FunctionLife``). Every server of the function follows it, so that a restart in any
 state goes on. ``CELLS`` is the table of commands, which the page of functions shows too.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from mldserver.errors import OperatorError
-from mldserver.ledger.contract import Life, Version, Wanted
+from mldserver.ledger.contract import CodeVersion, FunctionLife, Wanted
 
 
 class Shown(enum.StrEnum):
@@ -81,7 +81,7 @@ CELLS: Final[Mapping[Command, Mapping[Shown, str]]] = {
 """What a command does in each state: ``DONE``, ``NO_OP``, or it is refused with this advice."""
 
 
-def shown(life: Life, *, runs: bool, started: bool, holds: bool, failed: bool) -> Shown:
+def shown(life: FunctionLife, *, runs: bool, started: bool, holds: bool, failed: bool) -> Shown:
     """Return the state of a function at one server.
 
     ``runs``: it has parts, or they start or stop. ``started``: their start is complete. ``holds``: all shards are held and durable;
@@ -98,7 +98,9 @@ def shown(life: Life, *, runs: bool, started: bool, holds: bool, failed: bool) -
     return Shown.RESUMING if holds else Shown.DEPLOYED
 
 
-def decide(command: Command, life: Life, state: Shown, *, name: str, keep: bool = False) -> Life | None:
+def decide(
+    command: Command, life: FunctionLife, state: Shown, *, name: str, keep: bool = False
+) -> FunctionLife | None:
     """Return the life that a command asks for; None: nothing is to be changed.
 
     The life may equal ``life``: a failed function then starts again as it is. ``name``: the function's. ``keep``: an undeploy keeps
@@ -121,7 +123,7 @@ def decide(command: Command, life: Life, state: Shown, *, name: str, keep: bool 
     return replace(life, wanted=Wanted.PAUSED if command is Command.PAUSE else Wanted.DEPLOYED)
 
 
-def _deployed(life: Life, state: Shown) -> Life | None:
+def _deployed(life: FunctionLife, state: Shown) -> FunctionLife | None:
     """Return the life with the staged version deployed, if there is one; None if that changes nothing."""
     if state is Shown.UNDEPLOYED:
         life = replace(life, wanted=Wanted.DEPLOYED, keep=False)
@@ -130,7 +132,7 @@ def _deployed(life: Life, state: Shown) -> Life | None:
     return life if state in {Shown.UNDEPLOYED, Shown.FAILED} else None
 
 
-def _rolled_back(life: Life, name: str) -> Life:
+def _rolled_back(life: FunctionLife, name: str) -> FunctionLife:
     """Return the life with the previous version deployed. Raises OperatorError if there is none."""
     if life.other is None or not life.other_is_previous:
         raise OperatorError(
@@ -140,6 +142,6 @@ def _rolled_back(life: Life, name: str) -> Life:
     return _swapped(life, life.other)
 
 
-def _swapped(life: Life, other: Version) -> Life:
+def _swapped(life: FunctionLife, other: CodeVersion) -> FunctionLife:
     """Return the life with the ``other`` version deployed; the one before is the previous version then."""
     return replace(life, deployed=other, other=life.deployed, other_is_previous=True)

@@ -15,8 +15,8 @@ from typing import Final, Generic, TypeVar
 
 from mldserver.ledger.contract import (
     BatchProgress,
+    FunctionLife,
     LedgerState,
-    Life,
     Segment,
     ServerState,
     ShardState,
@@ -48,7 +48,7 @@ class LedgerTotals:
     claims: int = 0
     shape: str = ""
     draining: bool = False
-    life: Life = field(default_factory=Life)
+    life: FunctionLife = field(default_factory=FunctionLife)
 
 
 @dataclass(frozen=True, slots=True)

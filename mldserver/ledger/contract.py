@@ -369,7 +369,7 @@ class Wanted(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class CodeVersion:
     """A version of a handler's code."""
 
     id: str = ""
@@ -381,13 +381,13 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class FunctionLife:
     """What is wanted of a function (``functions/lifecycle.py``)."""
 
     wanted: Wanted = Wanted.DEPLOYED
-    deployed: Version = Version()
+    deployed: CodeVersion = CodeVersion()
     """The version that every server runs."""
-    other: Version | None = None
+    other: CodeVersion | None = None
     """The second version, if there is one: staged or previous."""
     other_is_previous: bool = False
     """Whether the second version was deployed before, and a rollback deploys it again. Else it is staged."""
@@ -427,7 +427,7 @@ class LedgerState:
     """The text of every shape that ever was, by fingerprint."""
     draining: bool = False
     """Servers must drain; or they have drained, and none was started since."""
-    life: Life = field(default_factory=Life)
+    life: FunctionLife = field(default_factory=FunctionLife)
     """What is wanted of the function."""
     version: int = field(default=0, compare=False)
     """Rises with every change of the ledger: the caller passes it to ask for the next changes."""

@@ -26,14 +26,14 @@ import orjson
 from mldserver.ledger.book import Changes, LedgerTotals, LetterItem, segments_of
 from mldserver.ledger.contract import (
     BatchProgress,
-    Life,
+    CodeVersion,
+    FunctionLife,
     Segment,
     SegmentKind,
     ServerState,
     ShardState,
     StateFile,
     StoreState,
-    Version,
     Wanted,
     WindowEntry,
     WindowState,
@@ -107,7 +107,7 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
         rows["state_files"] = _pack(changes.state_files, lambda file: _state_file_row(file, whole))
     if (totals := changes.totals) is not None:
         rows["totals"] = [*_TOTALS(totals), [*_PROGRESS(totals.batch_progress)], *_PIPELINE(totals)]
-        if totals.life != Life():
+        if totals.life != FunctionLife():
             rows["totals"].append(_life_row(totals.life))
     return rows
 
@@ -176,19 +176,19 @@ def _with_life(row: list[Any]) -> list[Any]:
     return row if len(row) == _TOTALS_COLUMNS else [*row, None]
 
 
-def _life_row(life: Life) -> list[Any]:
+def _life_row(life: FunctionLife) -> list[Any]:
     deployed, other = (
         None if each is None else [each.id, each.path, each.staged_ms] for each in (life.deployed, life.other)
     )
     return [life.wanted, deployed, other, life.other_is_previous, life.keep]
 
 
-def _life(row: list[Any] | None) -> Life:
+def _life(row: list[Any] | None) -> FunctionLife:
     if row is None:
-        return Life()
+        return FunctionLife()
     wanted, deployed, other, is_previous, keep = row
-    second = None if other is None else Version(*other)
-    return Life(Wanted(wanted), Version(*deployed), second, bool(is_previous), bool(keep))
+    second = None if other is None else CodeVersion(*other)
+    return FunctionLife(Wanted(wanted), CodeVersion(*deployed), second, bool(is_previous), bool(keep))
 
 
 def _shard(shard_id: str, row: list[Any]) -> ShardState:

@@ -37,8 +37,8 @@ from mldserver.ledger.contract import (
     Decision,
     Flush,
     FlushResult,
+    FunctionLife,
     LedgerState,
-    Life,
     Segment,
     ServerState,
     ShapeChange,
@@ -229,7 +229,7 @@ class Ledger(abc.ABC):
 
     # The function's life.
 
-    async def change_life(self, before: Life, after: Life) -> bool:
+    async def change_life(self, before: FunctionLife, after: FunctionLife) -> bool:
         """Change what is wanted of the function, for all of its servers. False, without a change: it is not ``before`` any more.
 
         Entering ``UNDEPLOYED`` asks all servers to drain, too; leaving it ends the drain.

@@ -17,7 +17,7 @@ from mldserver.ledger.book import Draft
 from mldserver.ledger.contract import (
     Commit,
     Decision,
-    Life,
+    FunctionLife,
     Segment,
     ServerState,
     ShapeChange,
@@ -101,7 +101,7 @@ def drain(draft: Draft) -> None:
     draft.totals = replace(draft.totals, draining=True)
 
 
-def change_life(draft: Draft, before: Life, after: Life) -> bool:
+def change_life(draft: Draft, before: FunctionLife, after: FunctionLife) -> bool:
     """Change what is wanted of the function, if it is ``before``. An undeploy drains; its end ends the drain too."""
     totals = draft.totals
     if totals.life != before:

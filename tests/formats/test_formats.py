@@ -33,13 +33,13 @@ from mldserver.base.clock import SystemClock
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_OPERATOR, LedgerVersionError
 from mldserver.ledger.contract import (
+    CodeVersion,
     Flush,
-    Life,
+    FunctionLife,
     PositionUpdate,
     StateFile,
     StoreState,
     StoreUpdate,
-    Version,
     Wanted,
 )
 from mldserver.ledger.dynamodb import DynamoLedger
@@ -71,7 +71,9 @@ def process_record(record, ctx):
     ctx.state["n"] = ctx.state.get("n", 0) + 1
     return event["id"], event["at"]
 '''
-LIFE = Life(Wanted.PAUSED, Version("1", "one.zip", 5), Version("2", "two.zip", 6), other_is_previous=True)
+LIFE = FunctionLife(
+    Wanted.PAUSED, CodeVersion("1", "one.zip", 5), CodeVersion("2", "two.zip", 6), other_is_previous=True
+)
 """What is wanted in a table of format 8; older ones say nothing."""
 BEFORE, RECORDS = 40, 60
 """Records that came before the server was stopped, and all."""
@@ -118,7 +120,7 @@ async def write_table() -> dict[str, Any]:
                 state_file=StateFile(f"state {shard}", {shard: (key_range,)}, 1, 9),
             )
         )
-    assert await ledger.change_life(Life(), LIFE)
+    assert await ledger.change_life(FunctionLife(), LIFE)
     await ledger.leave()
     await ledger.close()
     return dynamo.items
@@ -224,7 +226,7 @@ async def test_what_a_version_has_left_in_a_table_goes_on(kept: Path) -> None:
             "state p": {"p": (KeyRange(10, 99),), "c": (KeyRange(0, 9),)},
             "state c": {"c": (KeyRange(0, 9),)},
         }
-    assert state.life == (LIFE if kept.name >= "8" else Life())
+    assert state.life == (LIFE if kept.name >= "8" else FunctionLife())
     assert (await ledger.register(flush("a", 3))).registered, "and it goes on"
     assert (await ledger.peek()).life == state.life
     assert (await ledger.open_shard("b", store=StoreClaim(None))).store == "b", "also with keyed state"

@@ -9,13 +9,13 @@ import pytest
 
 from mldserver.errors import OperatorError
 from mldserver.functions.lifecycle import CELLS, DONE, NO_OP, Command, Shown, decide, shown
-from mldserver.ledger.contract import Life, Version, Wanted
+from mldserver.ledger.contract import CodeVersion, FunctionLife, Wanted
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
 
-ONE, TWO = Version("1", "one.zip", 1), Version("2", "two.zip", 2)
-STAGED = Life(deployed=ONE, other=TWO)
-PREVIOUS = Life(deployed=TWO, other=ONE, other_is_previous=True)
+ONE, TWO = CodeVersion("1", "one.zip", 1), CodeVersion("2", "two.zip", 2)
+STAGED = FunctionLife(deployed=ONE, other=TWO)
+PREVIOUS = FunctionLife(deployed=TWO, other=ONE, other_is_previous=True)
 WANTED = {
     Shown.PAUSING: Wanted.PAUSED,
     Shown.PAUSED: Wanted.PAUSED,
@@ -67,7 +67,7 @@ def test_deploy_and_rollback_exchange_the_versions(state: Shown) -> None:
     staged, previous = replace(STAGED, wanted=wanted), replace(PREVIOUS, wanted=wanted)
     assert decide(Command.DEPLOY, staged, state, name="f") == previous
     back = decide(Command.ROLLBACK, previous, state, name="f")
-    assert back == Life(wanted, ONE, TWO, other_is_previous=True)
+    assert back == FunctionLife(wanted, ONE, TWO, other_is_previous=True)
     with pytest.raises(OperatorError, match="has no previous version"):
         decide(Command.ROLLBACK, staged, state, name="f")
 
@@ -115,4 +115,4 @@ def test_what_is_shown_follows_from_what_is_wanted_and_what_is(
     wanted: Wanted, facts: str, state: Shown
 ) -> None:
     are = {name: name in facts.split() for name in ("runs", "started", "holds", "failed")}
-    assert shown(Life(wanted), **are) == state
+    assert shown(FunctionLife(wanted), **are) == state

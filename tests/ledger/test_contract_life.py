@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mldserver.ledger.contract import Flush, Life, StateFile, StoreUpdate, Version, Wanted
+from mldserver.ledger.contract import CodeVersion, Flush, FunctionLife, StateFile, StoreUpdate, Wanted
 from mldserver.records import Sequence
 from mldserver.stores import KeyRange, StoreClaim
 from tests.ledger.samples import letter, move, opened
@@ -14,46 +14,46 @@ if TYPE_CHECKING:
     from tests.ledger.samples import Factory
 
 WHOLE = KeyRange(0, 99)
-ONE = Version("1", "_mldserver/code/one.zip", 5)
-TWO = Version("2", "_mldserver/code/two.zip", 6)
-PAUSED = Life(Wanted.PAUSED, ONE, TWO, other_is_previous=True)
-UNDEPLOYED = Life(Wanted.UNDEPLOYED)
+ONE = CodeVersion("1", "_mldserver/code/one.zip", 5)
+TWO = CodeVersion("2", "_mldserver/code/two.zip", 6)
+PAUSED = FunctionLife(Wanted.PAUSED, ONE, TWO, other_is_previous=True)
+UNDEPLOYED = FunctionLife(Wanted.UNDEPLOYED)
 
 
 async def test_the_next_server_finds_what_is_wanted(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, found):
-        assert found.life == Life()
-        assert await one.change_life(Life(), PAUSED)
+        assert found.life == FunctionLife()
+        assert await one.change_life(FunctionLife(), PAUSED)
         assert (await one.peek()).life == PAUSED
     async with opened(ledger_factory, "two") as (two, found):
         assert found.life == PAUSED
-        staged = Life(Wanted.DEPLOYED, ONE, TWO, keep=True)
+        staged = FunctionLife(Wanted.DEPLOYED, ONE, TWO, keep=True)
         assert await two.change_life(PAUSED, staged)
         await two.open_shard("a")
     async with opened(ledger_factory, "three") as (three, found):
         assert found.life == staged
-        assert await three.change_life(staged, Life())
+        assert await three.change_life(staged, FunctionLife())
     async with opened(ledger_factory, "four") as (_, found):
-        assert found.life == Life()
+        assert found.life == FunctionLife()
 
 
 async def test_of_two_changes_at_once_one_counts(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, _), opened(ledger_factory, "two") as (two, _):
-        assert await one.change_life(Life(), PAUSED)
-        assert not await two.change_life(Life(), UNDEPLOYED)
+        assert await one.change_life(FunctionLife(), PAUSED)
+        assert not await two.change_life(FunctionLife(), UNDEPLOYED)
         assert (await two.peek()).life == PAUSED
 
 
 async def test_an_undeploy_drains_and_a_deploy_ends_the_drain(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, _):
-        await one.change_life(Life(), UNDEPLOYED)
+        await one.change_life(FunctionLife(), UNDEPLOYED)
         assert (await one.peek()).draining
         await one.change_life(UNDEPLOYED, replace(UNDEPLOYED, other=TWO))
         assert (await one.peek()).draining, "a version is staged meanwhile"
-        await one.change_life(replace(UNDEPLOYED, other=TWO), Life())
+        await one.change_life(replace(UNDEPLOYED, other=TWO), FunctionLife())
         assert not (await one.peek()).draining
         await one.drain()
-        await one.change_life(Life(), PAUSED)
+        await one.change_life(FunctionLife(), PAUSED)
         assert (await one.peek()).draining, "that was another drain"
 
 
@@ -69,7 +69,7 @@ async def test_the_end_of_an_undeploy_forgets_all_but_where_it_was(ledger_factor
         assert (await one.register(flush)).registered
         await one.add_letters(tuple(letter(number) for number in range(1, 100)))
         assert not await one.forget(), "it is deployed"
-        await one.change_life(Life(), replace(UNDEPLOYED, keep=True))
+        await one.change_life(FunctionLife(), replace(UNDEPLOYED, keep=True))
         assert not await one.forget(), "it keeps all"
         await one.change_life(replace(UNDEPLOYED, keep=True), UNDEPLOYED)
         assert not await one.forget(), "a server has shards"
@@ -81,7 +81,7 @@ async def test_the_end_of_an_undeploy_forgets_all_but_where_it_was(ledger_factor
         assert not any(file.needed for file in state.state_files.values())
         assert {name: each.position for name, each in state.shards.items()} == {"a": Sequence(7), "b": None}
         assert await one.forget(), "it may be repeated"
-        assert await one.change_life(UNDEPLOYED, Life())
+        assert await one.change_life(UNDEPLOYED, FunctionLife())
         again = await one.open_shard("a", store=StoreClaim(WHOLE))
         assert (again.position, again.gap_accepted) == (Sequence(7), True)
         assert again.epoch > shard.epoch

@@ -17,7 +17,7 @@ from mldserver.ledger.contract import (
     BatchStep,
     Commit,
     Flush,
-    Life,
+    FunctionLife,
     Segment,
     SegmentKind,
     ServerState,
@@ -572,18 +572,18 @@ def test_letters_are_stored_under_the_version_of_their_transaction(steps: Steps)
 
 def test_what_is_wanted_changes_from_what_it_was_alone() -> None:
     steps = Steps()
-    undeployed = Life(Wanted.UNDEPLOYED)
-    assert not steps(rules.change_life, undeployed, Life())
-    assert steps(rules.change_life, Life(), Life(Wanted.PAUSED))
+    undeployed = FunctionLife(Wanted.UNDEPLOYED)
+    assert not steps(rules.change_life, undeployed, FunctionLife())
+    assert steps(rules.change_life, FunctionLife(), FunctionLife(Wanted.PAUSED))
     assert not steps.book.totals.draining
-    assert steps(rules.change_life, Life(Wanted.PAUSED), undeployed)
+    assert steps(rules.change_life, FunctionLife(Wanted.PAUSED), undeployed)
     assert steps.book.totals.draining
 
 
 def test_only_an_undeployed_function_without_servers_is_forgotten() -> None:
     steps = Steps()
     steps(rules.open_shard, "a", (), "one", None)
-    steps(rules.change_life, Life(), Life(Wanted.UNDEPLOYED))
+    steps(rules.change_life, FunctionLife(), FunctionLife(Wanted.UNDEPLOYED))
     assert not steps(rules.forget, 5), "a server has the shard"
     steps(rules.release_shard, "a", 1)
     assert steps(rules.forget, 5)
