@@ -401,6 +401,13 @@ class Status(FunctionStatus, frozen=True, kw_only=True):
         """The functions by name, also of a document of schema 1."""
         return self.functions or {self.pipeline: self}
 
+    def of_function(self, name: str) -> Status:
+        """Return the status with the fields of one function, as that of a server which has no other."""
+        function = self.by_name[name]
+        return msgspec.structs.replace(
+            self, **{field: getattr(function, field) for field in FunctionStatus.__struct_fields__}
+        )
+
 
 _OF_ALL: Final = ("ready", "reasons", "totals")
 """Fields of a function that a server with several has, too."""

@@ -34,7 +34,7 @@ from mldserver.config.resolve import ledger_file
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_CLEAN, ConfigError, NotThereYet, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
-from mldserver.status_document import Status
+from mldserver.status_document import FunctionStatus, Status
 from mldserver.windows import counted
 
 EXIT_NOT_READY: Final = 3
@@ -51,6 +51,7 @@ servers.
 ```
 mldserver status
 mldserver status --out out/departures
+mldserver status --function departures
 mldserver status --admin unix:/run/departures.admin --json | jq .reasons
 mldserver status --admin server.example:7071 --ca ca.pem --certificate me.pem --key me.key
 ```
@@ -157,7 +158,7 @@ FROM_SETTINGS: Final = ServerOptions()
 
 
 def fetch_status(client: Client, pipeline: str | None) -> tuple[dict[str, Any], Status]:
-    """Return a server's status, raw and parsed.
+    """Return a server's status, raw and parsed; of a server with several functions that of the function ``pipeline``, if it is given.
 
     Raises NoAnswer if no server, or a server of another ``pipeline``, answers; Refused if the server denies access.
     """
@@ -168,7 +169,11 @@ def fetch_status(client: Client, pipeline: str | None) -> tuple[dict[str, Any], 
             f"The server at {client.address} is of the pipeline {', '.join(status.by_name)}, not of {pipeline}.",
             advice="Name its endpoint with --admin.",
         )
-    return json.loads(document), status
+    raw = json.loads(document)
+    if pipeline is not None and len(status.functions) > 1:
+        raw |= raw.pop("functions")[pipeline]
+        status = status.of_function(pipeline)
+    return raw, status
 
 
 @app.default
@@ -198,6 +203,7 @@ def read_ledger_instead(
 
 
 _TABLES: Final = {
+    "functions": "function state ready shards records rows reason",
     "shards": "id state lag_ms durable_age_seconds checkpoint_age_seconds records rows worker position peer",
     "windows": "id state revision rows_in rows_out seconds cut_ms error",
     "workers": "number pid shards resident_bytes restarts running_seconds",
@@ -226,22 +232,42 @@ def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
         "latest dead letters": status.dead_letters.latest[-_LETTERS:],
     }
     shown: list[RenderableType] = [details(facts(status))]
+    if not status.pipeline:
+        functions = [_function_row(name, each) for name, each in status.functions.items()]
+        shown += ["", table(functions, _TABLES["functions"], title="functions")]
     for name, entries in lists.items():
         if entries:
             shown += ["", table(rows(entries), _TABLES[name], title=name)]
     return shown
 
 
+def _function_row(name: str, function: FunctionStatus) -> dict[str, Any]:
+    """Return a row about one of several functions; ``--function`` shows all about it."""
+    return {
+        "function": name,
+        "state": function.lifecycle,
+        "ready": "yes" if function.ready else "no",
+        "shards": len(function.shards),
+        "records": function.totals.records,
+        "rows": function.totals.rows,
+        "reason": next(iter(function.reasons), ""),
+    }
+
+
 def facts(status: Status) -> dict[str, Any]:
     """Return the facts of a status that are not lists, as texts or small mappings by label, in the order of the output."""
     words = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
     words += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
+    of_several = len(status.functions) > 1
+    if of_several and status.pipeline and status.lifecycle != "deployed":
+        words.append(status.lifecycle)
+    server_id = f"{status.server_id} on " if status.pipeline else ""
     up = format_duration((status.taken_ms - status.started_ms) / 1000)
     totals, windows, spark, letters = status.totals, status.windows, status.spark, status.dead_letters
     state, timers = status.state, status.timers
     return {
-        "pipeline": f"{status.pipeline}, {status.handler}",
-        "server": f"{status.server_id} on {status.host}, process {status.pid}, {status.version}, up {up}",
+        "pipeline": f"{status.pipeline}, {status.handler}" if status.pipeline else "",
+        "server": f"{server_id}{status.host}, process {status.pid}, {status.version}, up {up}",
         "state": ", ".join(words),
         "reasons": "\n".join(status.reasons),
         "listening": status.listening,

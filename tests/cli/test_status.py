@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
+from support.statuses import function
+from support.statuses import server as several
 from support.store import SqliteStore
 
 from mldserver import cli
@@ -265,3 +267,35 @@ def test_a_time_is_said_in_one_or_two_units(seconds: float | None, text: str) ->
 )
 def test_a_size_is_a_short_number(amount: int, text: str) -> None:
     assert format_size(amount) == text
+
+
+def test_a_server_with_several_functions_shows_each_in_a_line(
+    server: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = function("stops", ready=False, lifecycle="failed", reasons=("line 3 is wrong",))
+    server.document = several(function("trips"), broken)
+    shown = told(capsys, "--admin", server.address, code=3)
+    assert "pipeline" not in shown
+    assert line(shown, "state").split(None, 1)[1] == "NOT READY"
+    assert line(shown, "reasons").split(None, 1)[1] == "stops: line 3 is wrong"
+    assert line(shown, "trips").split() == ["trips", "deployed", "yes", "0", "10", "0", "-"]
+    row = next(each for each in shown.splitlines() if each.startswith("stops "))
+    assert row.split()[:3] == ["stops", "failed", "no"]
+    assert row.endswith("line 3 is wrong")
+
+
+def test_one_of_several_functions_is_shown_as_the_only_one_would_be(
+    server: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = function("stops", ready=False, lifecycle="failed", reasons=("line 3 is wrong",))
+    server.document = several(function("trips"), broken)
+    where = ["--admin", server.address, "--function"]
+    shown = told(capsys, *where, "trips")
+    assert line(shown, "pipeline").split(None, 1)[1] == "trips, handlers.trips"
+    assert line(shown, "state").split(None, 1)[1] == "ready"
+    shown = told(capsys, *where, "stops", code=3)
+    assert line(shown, "state").split(None, 1)[1] == "NOT READY, failed"
+    assert line(shown, "reasons").split(None, 1)[1] == "line 3 is wrong"
+    document = json.loads(told(capsys, *where, "stops", "--json", code=3))
+    assert (document["pipeline"], document["host"], document["ready"]) == ("stops", "here", False)
+    assert "functions" not in document
