@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import os
 import socket
@@ -70,6 +71,10 @@ class AdminEndpoint:
         self._server: web.Server
         self._group: asyncio.TaskGroup
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._steering: set[Path] = set()
+        """The Unix sockets for steering that are open."""
+        self._context = contextvars.Context()
+        """Of the server: events about a client have no function, unless its request names one."""
         """All that runs in the group."""
         self._sockets = contextlib.ExitStack()
 
@@ -87,6 +92,7 @@ class AdminEndpoint:
         the certificates cannot be used.
         """
         self._carry_out = carry_out
+        self._context = contextvars.copy_context()
         if not is_local(self._place):
             self.tls = await run_in_daemon_thread(self._read_certificates, name="mldserver-tls")
         with self._sockets:
@@ -120,6 +126,8 @@ class AdminEndpoint:
     async def open_steering(self, settings: Settings) -> None:
         """Create the Unix socket for steering in a function's output folder, unless ``admin`` is one, and store its address there.
 
+        A function that starts again calls this again, which does not affect its socket.
+
         All sockets steer the whole server. A server with one function calls this when the output folder belongs to it. Without the
         socket the server continues, with a warning.
         """
@@ -130,6 +138,8 @@ class AdminEndpoint:
         stored = self.steering_address or self.address
         if isinstance(self._place, TcpAddress):
             path = steering_socket(settings, int(self.address.rpartition(":")[2])).absolute()
+            if path in self._steering:
+                return
             try:
                 listener = await run_in_daemon_thread(
                     partial(self._listen_unix, path), name="mldserver-steering"
@@ -144,7 +154,9 @@ class AdminEndpoint:
             else:
                 stored = f"unix:{path}"
                 self.steering_address = self.steering_address or stored
-                self._spawn(HttpListener(listener, Access.STEER).run(self._server), "steering")
+                self._steering.add(path)
+                steering = HttpListener(listener, Access.STEER).run(self._server)
+                self._context.copy().run(self._spawn, steering, "steering")
         await run_in_daemon_thread(
             partial(self._store_address, address_file(settings), stored), name="mldserver-address"
         )
