@@ -61,5 +61,9 @@ def test_it_is_whole_and_readable_on_a_wide_screen_and_a_phone_by_day_and_night(
             # Nothing sticks out, nothing comes from elsewhere, and the policy that guards the page forbids nothing of it.
             assert browser.run("return document.documentElement.scrollWidth") == width
             loaded = browser.run("return performance.getEntriesByType('resource').map((each) => each.name)")
-            assert {url.removeprefix(stage.url) for url in loaded} <= {"status", "history", "events"}
+            assert {url.removeprefix(stage.url) for url in loaded} <= {
+                "status",
+                "history/departures",
+                "events",
+            }
             assert browser.complaints() == []

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.browser import Browser, browsing, serving
-from support.statuses import NOW, failing, healthy, hour_before, lagging
+from support.statuses import NOW, failing, function, healthy, hour_before, lagging, server
 
 from mldserver.admin import routes as module
 from mldserver.status_document import (
@@ -325,3 +325,36 @@ def test_a_screen_reader_finds_landmarks_names_and_a_health_that_speaks(
         assert browser.text("#spoken") == "Needs a look. Lag, Memory and disk, Timers"
         spoken = browser.run("return [spoken.getAttribute('role'), spoken.getAttribute('aria-live')]")
         assert spoken == ["status", "polite"]
+
+
+def test_a_server_with_several_functions_lists_them_and_shows_the_chosen_one(browser: Browser) -> None:
+    def both(at_ms: int) -> Status:
+        departures = function("departures", shards=(ShardRow(id="d-1", state="connected", lag_ms=4_000),))
+        arrivals = function(
+            "arrivals",
+            ready=False,
+            lifecycle="failed",
+            reasons=("the handler cannot be loaded",),
+            shards=(ShardRow(id="a-1", state="connected", lag_ms=0),),
+        )
+        trips = function("trips", ready=False, lifecycle="undeployed", reasons=("it is undeployed",))
+        return server(departures, arrivals, trips, taken_ms=at_ms, started_ms=NOW - 90_000)
+
+    with serving([both(NOW - 20_000), both(NOW - 10_000), both(NOW)]) as stage:
+        browser.open(stage.url)
+        browser.until_health("Not ready")
+        assert browser.text("#pipeline") == "arrivals", "the one that is not ready comes first"
+        assert "a-1" in browser.text("#shards-table")
+        rows = browser.text("#functions-table tbody")
+        for part in ("departures", "deployed", "4 s", "failed", "the handler cannot be loaded", "undeployed"):
+            assert part in rows.replace("\u00a0", " ")
+        assert browser.text("#functions-count") == "1 of 2 that are wanted are ready"
+        browser.run("document.querySelector('#functions-table a').click()")
+        browser.until_health("Healthy")
+        assert browser.text("#pipeline") == "departures"
+        assert "d-1" in browser.text("#shards-table")
+        browser.until("document.querySelectorAll('.chart .path').length >= 1")
+        assert browser.run("return document.title") == "✓ departures: Healthy; not ready: arrivals"
+        browser.run("location.hash = '#trips'")
+        browser.until_health("Undeployed")
+        assert browser.complaints() == []

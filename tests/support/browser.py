@@ -151,7 +151,7 @@ def serving(statuses: Iterable[Status]) -> Iterator[Stage]:
     ready: list[Stage] = []
     begun, over = threading.Event(), threading.Event()
 
-    async def steer(act: str, argument: str, who: str) -> tuple[bool, str]:
+    async def steer(act: str, argument: str, function: str, who: str) -> tuple[bool, str]:
         raise AssertionError(act)
 
     async def serve() -> None:
