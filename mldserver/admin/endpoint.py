@@ -71,11 +71,11 @@ class AdminEndpoint:
         self._server: web.Server
         self._group: asyncio.TaskGroup
         self._tasks: set[asyncio.Task[Any]] = set()
+        """All that runs in the group."""
         self._steering: set[Path] = set()
         """The Unix sockets for steering that are open."""
         self._context = contextvars.Context()
         """Of the server: events about a client have no function, unless its request names one."""
-        """All that runs in the group."""
         self._sockets = contextlib.ExitStack()
 
     @contextlib.asynccontextmanager

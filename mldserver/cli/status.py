@@ -203,7 +203,7 @@ def read_ledger_instead(
 
 
 _TABLES: Final = {
-    "functions": "function state ready shards records rows reason",
+    "functions": "function state ready shards lag_ms records rows version reason",
     "shards": "id state lag_ms durable_age_seconds checkpoint_age_seconds records rows worker position peer",
     "windows": "id state revision rows_in rows_out seconds cut_ms error",
     "workers": "number pid shards resident_bytes restarts running_seconds",
@@ -246,10 +246,12 @@ def _function_row(name: str, function: FunctionStatus) -> dict[str, Any]:
     return {
         "function": name,
         "state": function.lifecycle,
-        "ready": "yes" if function.ready else "no",
+        "ready": ("yes" if function.ready else "no") if function.is_wanted else None,
         "shards": len(function.shards),
+        "lag_ms": max((shard.lag_ms for shard in function.shards if shard.lag_ms is not None), default=None),
         "records": function.totals.records,
         "rows": function.totals.rows,
+        "version": function.handler_version,
         "reason": next(iter(function.reasons), ""),
     }
 

@@ -19,7 +19,7 @@ from mldserver.cli.render import format_duration, format_size
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
-from mldserver.status_document import SCHEMA
+from mldserver.status_document import SCHEMA, ShardRow
 
 NOBODY = "127.0.0.1:1"
 
@@ -273,12 +273,30 @@ def test_a_server_with_several_functions_shows_each_in_a_line(
     server: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = function("stops", ready=False, lifecycle="failed", reasons=("line 3 is wrong",))
-    server.document = several(function("trips"), broken)
+    lags = (
+        ShardRow(id="a", state="connected", lag_ms=400),
+        ShardRow(id="b", state="connected", lag_ms=9_000),
+    )
+    trips = function("trips", handler_version="9f2c41d8", shards=lags)
+    gone = function("taxis", ready=False, lifecycle="undeployed")
+    server.document = several(trips, broken, gone)
     shown = told(capsys, "--admin", server.address, code=3)
     assert "pipeline" not in shown
     assert line(shown, "state").split(None, 1)[1] == "NOT READY"
     assert line(shown, "reasons").split(None, 1)[1] == "stops: line 3 is wrong"
-    assert line(shown, "trips").split() == ["trips", "deployed", "yes", "0", "10", "0", "-"]
+    assert line(shown, "trips").split() == [
+        "trips",
+        "deployed",
+        "yes",
+        "2",
+        "9.0",
+        "s",
+        "10",
+        "0",
+        "9f2c41d8",
+        "-",
+    ]
+    assert line(shown, "taxis").split()[:3] == ["taxis", "undeployed", "-"], "nobody waits for it"
     row = next(each for each in shown.splitlines() if each.startswith("stops "))
     assert row.split()[:3] == ["stops", "failed", "no"]
     assert row.endswith("line 3 is wrong")
