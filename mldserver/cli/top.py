@@ -90,8 +90,8 @@ class Screen:
         self._shown = [
             head,
             "",
-            table(shards[:max_shown], _COLUMNS, title=title),
-            "",
+            # Shards are those of one function; with several, name it with --function.
+            *((table(shards[:max_shown], _COLUMNS, title=title), "") if status.pipeline else ()),
             *text(status, shards=False),
         ]
         return _SERVER_SECONDS

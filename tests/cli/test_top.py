@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.admin_endpoint import DOCUMENT, Endpoint, endpoint
+from support.statuses import function
+from support.statuses import server as several
 from support.store import SqliteStore
 
 from mldserver.admin.http_client import Refused
@@ -195,3 +197,13 @@ def shown_until(terminal: int, wanted: bytes) -> None:
     while wanted not in seen:
         assert select.select([terminal], [], [], 600)[0], seen
         seen += os.read(terminal, 65536)
+
+
+def test_several_functions_are_a_table_instead_of_shards(server: Endpoint) -> None:
+    server.document = several(function("trips"), function("stops"))
+    watching = screen(server)
+    watching.refresh()
+    shown = text(watching)
+    assert "shards: " not in shown
+    assert "trips" in shown
+    assert "stops" in shown
