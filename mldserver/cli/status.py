@@ -214,6 +214,10 @@ _TABLES: Final = {
 }
 
 
+_OF_ONE: Final = {"pipeline", "failures", "watermark", "windows", "budgets"}
+"""Facts that a server with several functions has for each of them only."""
+
+
 def rows(entries: Iterable[msgspec.Struct]) -> list[dict[str, Any]]:
     """Return entries of the status document as rows of a table."""
     return [msgspec.structs.asdict(entry) for entry in entries]
@@ -231,7 +235,10 @@ def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
         "other servers": [server for server in status.servers if not server.this],
         "latest dead letters": status.dead_letters.latest[-_LETTERS:],
     }
-    shown: list[RenderableType] = [details(facts(status))]
+    about = facts(status)
+    if not status.pipeline:  # these are facts of one function
+        about = {name: fact for name, fact in about.items() if name not in _OF_ONE}
+    shown: list[RenderableType] = [details(about)]
     if not status.pipeline:
         functions = [_function_row(name, each) for name, each in status.functions.items()]
         shown += ["", table(functions, _TABLES["functions"], title="functions")]
