@@ -275,7 +275,7 @@ def _check(settings: Settings, *, handler_required: bool) -> None:
         )
     _check_together(settings)
     if handler_required:
-        _check_security(settings)
+        check_security(settings)
 
 
 def _check_together(settings: Settings) -> None:
@@ -337,7 +337,7 @@ def _check_spark(settings: Settings) -> None:
         )
 
 
-def _check_security(settings: Settings) -> None:
+def check_security(settings: Settings) -> None:
     """Raise ConfigError if the TLS and listening settings do not fit together.
 
     Outside loopback, client and server must both show certificates, unless ``insecure`` is set.

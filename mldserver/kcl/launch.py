@@ -179,10 +179,18 @@ USAGE_EXIT: Final = 2
 """What a bridge without an address exits with."""
 
 
+def bridge_program(files: Files, *, tls: bool = False) -> tuple[str, ...]:
+    """Return the command of the bridge, compiled if possible; ``files`` must live as long as the daemons.
+
+    Raises ConfigError if only the script can be used, and this Python's path has a space.
+    """
+    return compiled(files, tls=tls) or scripted(files)
+
+
 def bridge_command(
-    address: Address, files: Files, tls: Sequence[Path] = (), secret: Path | None = None
+    program: Sequence[str], address: Address, tls: Sequence[Path] = (), secret: Path | None = None
 ) -> str:
-    """Return the bridge's command line as ``executableName`` wants it; ``files`` must live as long as the daemon.
+    """Return the bridge's command line as ``executableName`` wants it. ``program``: from ``bridge_program``.
 
     ``tls``: the authority of the server's certificate, the bridge's own, and its key; none: clear text.
     ``secret``: the file of the secret that it shows the server.
@@ -193,7 +201,7 @@ def bridge_command(
     for target in targets:
         if len(target.split()) != 1:
             raise ConfigError(f"The path {target!r} has a space in it.", advice="Use another path.")
-    return " ".join([*(compiled(files, tls=bool(tls)) or scripted(files)), *targets])
+    return " ".join([*program, *targets])
 
 
 def compiled(files: Files, *, tls: bool = False) -> tuple[str, ...] | None:

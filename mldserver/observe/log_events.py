@@ -325,6 +325,8 @@ kcl.cut_short  warning
     it.
 kcl.exited  warning|info  exit_code delay_seconds seconds
     The Java daemon exited; it is started again after the delay.
+kcl.failed  error
+    The daemon of one of several functions cannot run; `mldserver kcl` tries again, and the other functions' daemons go on.
 """
 """For each event: its name, its level (several if the outcome decides), its fields in addition to
 COMMON_FIELDS (some may be absent), and on the next lines its meaning."""

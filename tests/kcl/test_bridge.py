@@ -474,10 +474,11 @@ def test_the_command_names_authority_certificate_and_key(
 ) -> None:
     monkeypatch.setattr(bridge, "compiled", lambda files, tls: ("/a/bridge",) if tls else None)
     shown = (certificates.ca, certificates.client, certificates.client)
-    line = bridge.bridge_command(TcpAddress("10.0.0.1", 7070), files, shown)
+    program = bridge.bridge_program(files, tls=True)
+    line = bridge.bridge_command(program, TcpAddress("10.0.0.1", 7070), shown)
     assert line.split() == ["/a/bridge", "10.0.0.1:7070", *map(str, shown)]
     with pytest.raises(ConfigError, match="has a space in it"):
-        bridge.bridge_command(TcpAddress("10.0.0.1", 7070), files, [Path("/a b")])
+        bridge.bridge_command(program, TcpAddress("10.0.0.1", 7070), [Path("/a b")])
 
 
 def run(command: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -525,9 +526,9 @@ def test_the_compiled_bridge_is_taken_where_it_can_be_made(
 ) -> None:
     address = TcpAddress("127.0.0.1", 7070)
     monkeypatch.setattr(bridge, "compiled", lambda files, tls: ("/a/bridge",))
-    assert bridge.bridge_command(address, files) == "/a/bridge 127.0.0.1:7070"
+    assert bridge.bridge_command(bridge.bridge_program(files), address) == "/a/bridge 127.0.0.1:7070"
     monkeypatch.setattr(bridge, "compiled", lambda files, tls: None)
-    python, options, script, target = bridge.bridge_command(address, files).split()
+    python, options, script, target = bridge.bridge_command(bridge.bridge_program(files), address).split()
     assert (python, options, target) == (sys.executable, "-ISE", "127.0.0.1:7070")
     assert Path(script).read_bytes() == deploy_file("bridge.py").read_bytes()
 
@@ -618,7 +619,7 @@ def test_the_bridge_is_the_interpreters_where_nothing_in_memory_may_be_executed(
     monkeypatch.setattr(bridge, "COMPILERS", ("cc",))
     kernel = Kernel(noexec, monkeypatch)
     with private_files() as files:
-        command = bridge.bridge_command(TcpAddress("127.0.0.1", 7070), files).split()
+        command = [*bridge.bridge_program(files), "127.0.0.1:7070"]
         assert (command[0] == sys.executable) == (noexec == 2)
         # Without an address it says how it is used.
         assert subprocess.run(command[:-1], capture_output=True, check=False).returncode == bridge.USAGE_EXIT
@@ -646,6 +647,6 @@ def test_a_python_with_a_space_in_its_path_gets_a_name_without(
         bridge.scripted(files)
 
 
-def test_an_address_with_a_space_is_refused(files: Files) -> None:
+def test_an_address_with_a_space_is_refused() -> None:
     with pytest.raises(ConfigError):
-        bridge.bridge_command(UnixAddress(Path("/a b")), files)
+        bridge.bridge_command(["/a/bridge"], UnixAddress(Path("/a b")))

@@ -31,9 +31,16 @@ import os, shutil, signal, sys
 if sys.argv[1] == "-version":
     print('openjdk version "17.0.9" 2023-10-17', file=sys.stderr)
     sys.exit()
+given = open(sys.argv[sys.argv.index("--properties-file") + 1]).read()
+app = given.partition("applicationName = ")[2].partition("\\n")[0]
 seen = os.environ["SEEN"]
+if os.path.isdir(seen + "/" + app):
+    seen += "/" + app
+if os.path.exists(seen + "/broken"):
+    sys.exit(7)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-shutil.copy(sys.argv[sys.argv.index("--properties-file") + 1], seen + "/properties")
+with open(seen + "/properties", "w") as copy:
+    copy.write(given)
 shutil.copy(sys.argv[sys.argv.index("--log-configuration") + 1], seen + "/logback.xml")
 print("MLD", "WARN", "fake.Daemon", "up with " + sys.argv[sys.argv.index("-cp") - 1], sep="\\t", flush=True)
 with open(seen + "/pid", "w") as pid:
@@ -300,3 +307,126 @@ def test_a_server_that_is_not_there_is_waited_for_without_java(
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+# Several functions
+
+SEVERAL = """
+region = "eu-central-1"
+[functions.departures]
+handler = "h"
+listen = "{departures}"
+stream = "flights"
+[functions.orders]
+handler = "h"
+listen = "{orders}"
+stream = "orders"
+[functions.shop]
+handler = "h"
+source = "dynamodb://orders?region=eu-central-1"
+"""
+
+
+@pytest.fixture
+def several(tmp_path: Path, seen: Path, server: socket.socket) -> Iterator[socket.socket]:
+    """Settings of two functions that daemons feed, and of one that reads by itself; give the second function's address."""
+    for app in ("departures", "orders"):
+        (seen / app).mkdir()
+        os.mkfifo(seen / app / "pid")
+    with socket.create_server(("127.0.0.1", 0)) as second:
+        ports = [each.getsockname()[1] for each in (server, second)]
+        (tmp_path / "mldserver.toml").write_text(
+            SEVERAL.format(departures=f":{ports[0]}", orders=f":{ports[1]}")
+        )
+        yield second
+
+
+@contextlib.contextmanager
+def running(environment: dict[str, str], folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "mldserver", "kcl", "--log-format", "json", *options]
+    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def properties_of(app: Path) -> dict[str, str]:
+    (app / "pid").read_text()  # waits until the daemon runs
+    return dict(line.split(" = ", 1) for line in (app / "properties").read_text().splitlines())
+
+
+def test_one_command_runs_a_daemon_for_each_function_that_needs_one(
+    environment: dict[str, str], tmp_path: Path, seen: Path, several: socket.socket
+) -> None:
+    with running(environment, tmp_path) as process:
+        departures, orders = properties_of(seen / "departures"), properties_of(seen / "orders")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+        events = logged(process)
+    assert (departures["applicationName"], departures["streamName"]) == ("departures", "flights")
+    assert (orders["applicationName"], orders["streamName"]) == ("orders", "orders")
+    assert orders["executableName"].endswith(f" 127.0.0.1:{several.getsockname()[1]}")
+    for name in ("departures", "orders"):
+        mine = [event["event"] for event in events if event["pipeline"] == name]
+        assert mine == ["kcl.starting", "kcl.log", "kcl.exited"]
+    assert {event["pipeline"] for event in events} == {"departures", "orders"}
+
+
+def test_a_daemon_that_fails_does_not_stop_the_others(
+    environment: dict[str, str], tmp_path: Path, seen: Path, several: socket.socket
+) -> None:
+    (seen / "departures" / "broken").touch()
+    with running(environment, tmp_path) as process:
+        os.kill(int((seen / "orders" / "pid").read_text()), 0)
+        assert process.stdout is not None
+        ended: dict[str, Any] = {}
+        while ended.get("event") != "kcl.exited":
+            ended = json.loads(process.stdout.readline())
+        assert (ended["pipeline"], ended["exit_code"]) == ("departures", 7)
+        (seen / "departures" / "broken").unlink()
+        assert properties_of(seen / "departures")["applicationName"] == "departures"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+        exits = [(e["pipeline"], e["exit_code"]) for e in logged(process) if e["event"] == "kcl.exited"]
+    assert sorted(exits)[-2:] == [("departures", 143), ("orders", 143)]
+
+
+def test_one_function_is_named_and_its_application_may_have_another_name(
+    environment: dict[str, str], tmp_path: Path, seen: Path, several: socket.socket
+) -> None:
+    with running({**environment, "KCL_APP": "night"}, tmp_path, "--function", "orders") as process:
+        given = properties_of(seen)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+    assert (given["applicationName"], given["streamName"]) == ("night", "orders")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--app", "a"], "--app is for one function, and the settings have several: departures, orders."),
+        (["--connect", "127.0.0.1:1"], "--connect is for one function"),
+        (["--property", "tableName=t"], "--property tableName is for one function"),
+        (["--function", "shop"], "No daemon is needed: shop"),
+        (
+            ["--function", "shops"],
+            "There is no function 'shops'. The settings have: departures, orders, shop.",
+        ),
+    ],
+)
+def test_what_is_for_one_function_is_refused_for_several(
+    environment: dict[str, str],
+    tmp_path: Path,
+    several: socket.socket,
+    options: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["kcl", *options]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
