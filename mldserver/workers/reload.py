@@ -55,8 +55,8 @@ def require_fit(before: HandlerSpec, now: HandlerSpec, pending_callbacks: Abstra
         raise OperatorError(
             f"The new version has another shape: {'; '.join(other)}.",
             did=_DID,
-            advice="A reload brings code, no other rows. `mldserver functions undeploy --keep` with the old version closes and "
-            "publishes every window; then deploy the new one.",
+            advice="A reload brings code, no other rows. Stop the server and start the new version; where it does not "
+            "go with rows that are there, `mldserver drain` with the old one closes and publishes every window first.",
         )
     if stranded := sorted(pending_callbacks & before.timers.keys() - now.timers.keys()):
         raise OperatorError(

@@ -13,7 +13,14 @@ from support.cluster import CONF, spark_parts
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("connect", [False, True], ids=["classic", "Spark Connect"])
+@pytest.mark.parametrize(
+    "connect",
+    [
+        # A minute; tests/spark replaces a driver for new code as well.
+        pytest.param(False, id="classic", marks=pytest.mark.long),
+        pytest.param(True, id="Spark Connect"),
+    ],
+)
 async def test_functions_share_a_session_and_one_gets_new_code_while_the_windows_of_the_other_go_on(
     tmp_path: Path, logged: list[dict[str, Any]], *, connect: bool
 ) -> None:

@@ -122,7 +122,7 @@ REFUSED = {
     "it has other columns": (
         {"schema": "calls DOUBLE"},
         OperatorError,
-        "the schema was .*`calls` BIGINT, and is .*`calls` DOUBLE.* `mldserver functions undeploy --keep`",
+        "the schema was .*`calls` BIGINT, and is .*`calls` DOUBLE.* `mldserver drain`",
     ),
     "it has other windows": (
         {"windows": "2 hours"},
