@@ -184,7 +184,11 @@ def _function(name: str, given: Given, common: Table, environ: Mapping[str, str]
                 f"{setting} ({common[setting].origin}) stands beside functions: {', '.join(given.functions)}.",
                 advice=f"Leave it out, or move it into the table [{FUNCTIONS}.NAME] of one function.",
             )
-    raw = common | {"pipeline": Raw(name, "the function's name")} | own
+    # A function reads one stream, by itself or through daemons: its own choice replaces the common one.
+    reads_itself = "source" in own and own["source"].value != "mld"
+    hidden = "stream" if reads_itself else "source" if "stream" in own else None
+    raw = {setting: value for setting, value in common.items() if setting != hidden}
+    raw |= {"pipeline": Raw(name, "the function's name")} | own
     settings = _parsed_all(raw, environ, given.file, frozenset(own))
     changes: dict[str, Any] = {}
     if "out" in common and "out" not in own:

@@ -109,6 +109,21 @@ def test_the_nearest_place_that_gives_a_value_decides(
         assert getattr(settings, name) == int(expected) // (users if is_divided else 1)
 
 
+@pytest.mark.parametrize(
+    ("top", "table", "reads"),
+    [
+        ('stream = "s"', 'source = "dynamodb://orders"', ("dynamodb://orders", None)),
+        ('source = "dynamodb://orders"', 'stream = "s"', ("mld", "s")),
+        ('stream = "s"', 'source = "mld"', ("mld", "s")),
+    ],
+)
+def test_a_function_s_own_stream_or_source_replaces_the_common_one_of_either_kind(
+    tmp_path: Path, top: str, table: str, reads: tuple[str, str | None]
+) -> None:
+    orders = functions(written(tmp_path, two(top, orders=table)))["orders"]
+    assert (str(orders.source), orders.stream) == reads
+
+
 def test_origins_name_file_line_and_table(tmp_path: Path) -> None:
     given = functions(written(tmp_path, TWO, trips='handler = "a.trips"\nlisten = ":7003"\n'))
     assert given["orders"].origin("attempts") == "mldserver.toml line 6 [functions.orders]"

@@ -61,7 +61,8 @@ settings file with another name, such as `orders.toml`, the folder is `orders.fu
 * **Scope**: The tables below show the scope of each setting. A setting of scope *function* may stand in a function's table. A setting
   of scope *server* has one value for all functions, and stands at the top level.
 * **Precedence**: The function's table overrides the command line, which overrides variables, which override the top level. Values
-  outside the table are thus defaults for all functions. `handler`, `pipeline` and `rename_from` cannot be defaults.
+  outside the table are thus defaults for all functions. `handler`, `pipeline` and `rename_from` cannot be defaults. A `source` in
+  the table also replaces a `stream` outside it, and the reverse.
 * **Folders**: `out` outside the tables is the folder of the functions' folders: `/srv/mldserver/orders` above. `out` in a table is the
   function's own folder.
 * **From one function to several**: Move `handler` into a table with the pipeline's name, and `out` with it if it was set. The function
