@@ -155,7 +155,7 @@ def kcl(
     if len(functions) > 1:
         _check_for_several(functions, {"--app": app, "--connect": listen}, extra)
     daemons = [
-        _Daemon(
+        _FunctionDaemon(
             settings,
             DaemonSettings(
                 stream=_required("stream", settings.stream),
@@ -187,7 +187,7 @@ def kcl(
 
 
 @dataclass(frozen=True, slots=True)
-class _Daemon:
+class _FunctionDaemon:
     """The daemon of one function."""
 
     function: Settings
@@ -289,7 +289,7 @@ def _required(name: str, value: str | None) -> str:
     return value
 
 
-async def _run_daemons(daemons: Sequence[_Daemon]) -> int:
+async def _run_daemons(daemons: Sequence[_FunctionDaemon]) -> int:
     """Write the daemons' files, then run the supervisors until a signal stops them; return the exit code.
 
     Raises JavaError, ConfigError or OperatorError if something that all daemons need is missing.
@@ -319,7 +319,7 @@ async def _run_daemons(daemons: Sequence[_Daemon]) -> int:
 
 
 async def _supervisors(
-    daemons: Sequence[_Daemon], clock: SystemClock, stack: contextlib.ExitStack
+    daemons: Sequence[_FunctionDaemon], clock: SystemClock, stack: contextlib.ExitStack
 ) -> dict[str, Supervisor]:
     """Write each daemon's files, which are gone when ``stack`` ends; return a supervisor for each function by its name."""
     java_home = daemons[0].function.java_home
