@@ -8,7 +8,7 @@
     log-level LEVEL      set the lowest level that the server and its workers log
     reload               replace the workers and Spark's driver by new ones that load the handler's present code
 
-A server with several functions must be told which one an act is for; ``log-level`` is for all of them.
+On a server with several functions a request names one function; ``log-level`` changes the level of all.
 
 All of it ends with the server: the next server answers every shard, and logs at the configured level.
 """

@@ -101,7 +101,7 @@ def shown(life: FunctionLife, *, runs: bool, started: bool, holds: bool, failed:
 def decide(
     command: Command, life: FunctionLife, state: Shown, *, name: str, keep: bool = False
 ) -> FunctionLife | None:
-    """Return the life that a command asks for; None: nothing is to be changed.
+    """Return the life that a command asks for; None: nothing changes.
 
     The life may equal ``life``: a failed function then starts again as it is. ``name``: the function's. ``keep``: an undeploy keeps
     positions, state, timers and dead letters. Raises OperatorError, with the next step, for a command that the state does not allow.

@@ -1,4 +1,4 @@
-"""The functions of a server, and what one driver has loaded of them."""
+"""The functions of a server, and which of them a driver has loaded."""
 
 from __future__ import annotations
 

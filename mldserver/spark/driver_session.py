@@ -74,7 +74,7 @@ class Life:
     """
 
     outdated = False
-    """Set by the owner of a life: it gets no further job, and its end is no loss."""
+    """Whether another driver replaces this one: it gets no further job, and its end is not logged as a loss."""
     jvm_exit_code: int | None = None
     """Set when the JVM died before its driver."""
 

@@ -7,10 +7,10 @@ driver, its process group is killed, pending jobs fail with DriverLost, and a fr
 back-off grows until a job succeeds, or a driver has lived for two minutes. A function that cannot be loaded does not
 affect the others.
 
-A driver must be replaced when a function has other code than the driver has imported, or when user code hangs in it. An
-only function waits meanwhile. With several, the next driver starts beside the present one, which goes on with the jobs of
-the other functions until the next one has loaded them all. That takes the memory of two drivers; without it, the
-functions wait for the restart.
+A driver must be replaced when a function has other code than the driver has imported, or when user code hangs in it. The
+only function of a server waits for the restart. With several functions, the next driver starts while the present one runs the
+jobs of the other functions, and replaces it once it has loaded every function. For that time two drivers need memory. If there is
+too little, all functions wait for the restart.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _FIRST_STARTS = 3
 
 The death of a driver that was killed says nothing about the settings, and does not count."""
 
-_ADVICE = "Deploy both with the same, rename it in one of them, or serve one of them by a server of its own."
+_ADVICE = "Give both functions the same module, rename it in one function, or serve one function with a separate server."
 
 Outcome = Literal["follows", "unfit", "refuses", "outdated"]
 

@@ -1,4 +1,4 @@
-"""Makes the archive of Spark's classes, from which later JVMs start in half the time: a driver of its own, which runs no job."""
+"""Makes the archive of Spark's classes, with which later JVMs start in half the time. A separate driver, which runs no job, writes it."""
 
 from __future__ import annotations
 
