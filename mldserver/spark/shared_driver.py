@@ -143,7 +143,7 @@ class SharedDriver:
             self.leave(function, f"The engine ended: {error}", error)
         elif not function.over.is_set():
             self.functions[function.name] = function
-            self._look()
+            self._reconcile()
 
     def leave(self, function: DriverFunction, reason: str, error: MldserverError | None = None) -> None:
         """Let no further job of a function begin. When the last one leaves, the driver is stopped (on an error: killed)."""
@@ -162,14 +162,14 @@ class SharedDriver:
                         life.stop()
                     else:
                         life.kill("")
-        self._look()
+        self._reconcile()
 
     def renew(self, function: DriverFunction, code: dict[str, tuple[str, bytes]]) -> None:
         """Have later jobs of a function run with ``code`` (``HandlerSpec.code``), in a fresh driver."""
         function.load = msgspec.structs.replace(function.load, code=code)
         self._latest_serial = function.serial = self._latest_serial + 1
         function.trouble = None
-        self._look()
+        self._reconcile()
 
     def serving(self, function: DriverFunction) -> Life | None:
         """Return the driver that runs jobs of a function; None: there is none now."""
@@ -312,7 +312,7 @@ class SharedDriver:
             self._lost = f"No process could be started: {error}"
             return ChildExit(partial(log_lost, self._lost, None, "driver"))
         self.life = life
-        self._look()
+        self._reconcile()
         while not life.ended.is_set() and not (life.outdated and self._successor is not None):
             changed = self._changed.wait()
             await first_of(life.ended.wait(), changed)
@@ -361,7 +361,7 @@ class SharedDriver:
                 self.clock,
                 cancel_grace=self.cancel_grace,
                 log_error_messages=self.log_error_messages,
-                changed=self._look,
+                changed=self._reconcile,
                 is_shared=lambda: len(self.functions) > 1,
             )
         except BaseException:
@@ -392,7 +392,7 @@ class SharedDriver:
                 if not life.outdated:
                     self._lost = life.reason(briefly=True)
             self._lives.remove(life)
-            self._look()
+            self._reconcile()
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
             stopped_by_engine = self._closing.is_set() or life.outdated
             if start.archive is not None and life.jobs_done == 0 and not stopped_by_engine:
@@ -431,7 +431,7 @@ class SharedDriver:
 
     # Functions in a driver.
 
-    def _look(self) -> None:
+    def _reconcile(self) -> None:
         """Load what a driver lacks, act on what it has reported, and wake all that wait for a change."""
         for life in tuple(self._lives):
             if life.over.is_set() or life.outdated:
@@ -556,7 +556,7 @@ class SharedDriver:
             waited_for = [each for each in self.functions.values() if not self._excluded(each)]
             if all(each.is_loaded_in(life.functions) for each in waited_for):
                 self.life = self._successor = life
-                self._look()
+                self._reconcile()
                 return "follows"
             await self._changed.wait()
 
@@ -569,7 +569,7 @@ class SharedDriver:
     async def _retire(self, life: Life) -> None:
         """Give a driver no further job, stop it when it runs none, and kill it after the grace."""
         life.outdated = True
-        self._look()
+        self._reconcile()
         while not (life.is_quiet or life.over.is_set()):
             await self._changed.wait()
         if not life.over.is_set():
