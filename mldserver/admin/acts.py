@@ -1,7 +1,7 @@
 """Carries out steering requests in a running server, on its event loop.
 
     pause [SHARD]        hold the answers to all shards, or to one: their daemons wait and keep their leases
-    resume [SHARD]       answer again
+    resume [SHARD]       answer again, all shards or one
     flush                make all accepted rows durable now
     drain-shard SHARD    flush and checkpoint a shard, then hold its answers: after a move of its lease no record is delivered again
     cancel-timers WHICH  remove pending timers: WHICH is a ``TimerFilter`` as JSON
@@ -10,7 +10,8 @@
 
 On a server with several functions a request names one function; ``log-level`` changes the level of all.
 
-All of it ends with the server: the next server answers every shard, and logs at the configured level.
+A pause of all shards is in the ledger: every server of the function follows it within a flush interval, and a restart keeps it. The
+rest ends with the server: the next one logs at the configured level, and answers the shards that were paused by themselves.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import msgspec
 
 from mldserver.assembly import Parts
 from mldserver.base.clock import Clock, in_time
+from mldserver.base.kill_points import kill_point
 from mldserver.config.settings import Level
 from mldserver.coordinator.core.sessions import Session
 from mldserver.errors import HandlerError, LedgerError, OperatorError
+from mldserver.functions.lifecycle import Command, decide, shown
 from mldserver.observe.logging import Logger, set_level
 from mldserver.runtime.interface import TimerFilter
 from mldserver.sources.link import Link
@@ -50,7 +53,7 @@ async def carry_out(
     try:
         if act == "log-level":
             return True, _log_level([parts for parts in functions.values() if parts is not None], argument)
-        acts = _Acts(_parts_of(functions, function), clock)
+        acts = _Acts(*_running(functions, function), clock)
         match act:
             case "pause":
                 text = await acts.pause(argument)
@@ -72,8 +75,8 @@ async def carry_out(
     return True, text
 
 
-def _parts_of(functions: Mapping[str, Parts | None], name: str) -> Parts:
-    """Return the parts of the function ``name``, or of the only one. Raises OperatorError if it is not known or does not run."""
+def _running(functions: Mapping[str, Parts | None], name: str) -> tuple[str, Parts]:
+    """Return the function ``name``, or the only one, and its parts. Raises OperatorError if it is not known or does not run."""
     if not name and len(functions) == 1:
         (name,) = functions
     if name not in functions:
@@ -83,7 +86,7 @@ def _parts_of(functions: Mapping[str, Parts | None], name: str) -> Parts:
     if parts is None:
         who = "The server" if len(functions) == 1 else f"The function {name}"
         raise OperatorError(f"{who} is starting or stopping and cannot be steered now.")
-    return parts
+    return name, parts
 
 
 def _log_level(running: Iterable[Parts], level: str) -> str:
@@ -108,7 +111,8 @@ class _Acts:
     holds which shards are paused, and why.
     """
 
-    def __init__(self, parts: Parts, clock: Clock) -> None:
+    def __init__(self, name: str, parts: Parts, clock: Clock) -> None:
+        self._name = name
         self._parts = parts
         self._clock = clock
         self._shards = parts.coordinator.shards
@@ -120,7 +124,7 @@ class _Acts:
             self._connected_session(shard_id)  # raises for an unknown shard
             self._backpressure.paused_shards.add(shard_id)
         else:
-            self._backpressure.paused = True
+            await self._want(Command.PAUSE)
         effect = (
             f"shard {shard_id} waits for its next answer" if shard_id else "every shard waits for its answer"
         )
@@ -137,14 +141,35 @@ class _Acts:
         if shard_id and shard_id not in backpressure.paused_shards:
             paused = ", ".join(sorted(backpressure.paused_shards)) or "none"
             raise OperatorError(f"Shard {shard_id} is not paused.", advice=f"There are {paused}.")
-        if not shard_id and not (backpressure.paused or backpressure.paused_shards):
+        if not shard_id and not await self._want(Command.RESUME) and not backpressure.paused_shards:
             return "Nothing was paused."
-        backpressure.paused = False
         resumed = {shard_id} if shard_id else set(backpressure.paused_shards)
         backpressure.paused_shards -= resumed
         backpressure.draining -= resumed
         await backpressure.release()
         return f"Shard {shard_id} goes on." if shard_id else "All shards go on."
+
+    async def _want(self, command: Command) -> bool:
+        """Change what is wanted of the function, and follow it. False: nothing was to be changed.
+
+        Raises OperatorError if the function's state does not allow the command, or another command was faster; LedgerError.
+        """
+        ledger = self._shards.ledger
+        life, holds = (await ledger.peek()).life, self._parts.coordinator.is_paused
+        state = shown(life, runs=True, started=True, holds=holds, failed=False)
+        after = decide(command, life, state, name=self._name)
+        if after is None:
+            return False
+        if not await ledger.change_life(life, after):
+            raise OperatorError(
+                f"Another command for the function {self._name} came at the same time.",
+                did="This one changed nothing.",
+                advice="Look at the function's state (`mldserver status`), and repeat the command if it is still wanted.",
+            )
+        kill_point("function.wanted")
+        # If the ledger cannot be read now, the next cycle that can read it follows.
+        await in_time(self._shards.flush("operator"), self._clock, _PATIENCE_SECONDS)
+        return True
 
     async def flush(self) -> str:
         """Make all rows in memory durable: write their segments and register them in the ledger."""

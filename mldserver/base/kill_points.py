@@ -67,6 +67,8 @@ STEPS: Final[Mapping[str, str]] = {
     "redrive.taken": "a letter is about to run through the handler",
     "redrive.handled": "the handler has seen it; what it gave is in memory",
     "redrive.done": "what it gave is registered, and the letter is gone; its key may still be parked",
+    # What is wanted of the function.
+    "function.wanted": "the ledger has what is wanted now; no server follows it yet",
     # Timers.
     "timers.firing": "timers are due; the handler has not seen them",
     "timers.fired": "what they gave is in memory",

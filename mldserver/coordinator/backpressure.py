@@ -13,7 +13,8 @@ At an orderly stop a shard waits only for memory, and only between batches that 
 and the flush that ends the wait is the one that the stop needs too.
 
 A pause holds only the answer that a daemon waits for. The server finishes the batches that it has already answered.
-A drain pauses one shard, then makes its accepted records durable and checkpoints them.
+A pause of all shards is in the ledger, so that every server follows it and a restart keeps it. It and a drain, which pauses one
+shard, make the accepted records durable and checkpoint them.
 """
 
 from __future__ import annotations
@@ -74,11 +75,13 @@ class Backpressure:
     holder: str | None = field(init=False, default=None)
     """The shard that holds the watermark."""
     paused: bool = field(init=False, default=False)
-    """Whether every shard is paused."""
+    """Whether every shard is paused, as the ledger says."""
     paused_shards: set[str] = field(init=False, default_factory=set)
     """The shards that are paused individually."""
     draining: set[str] = field(init=False, default_factory=set)
-    """The paused shards that the server must still flush and checkpoint."""
+    """The paused shards that an operator drains: the server must still flush and checkpoint them."""
+    settled: set[str] = field(init=False, default_factory=set)
+    """The paused shards whose daemons wait after their records were flushed and checkpointed."""
     waiting: set[str] = field(init=False, default_factory=set)
     """The shards whose answers wait."""
     held: frozenset[str] = field(init=False, default=frozenset())
@@ -101,6 +104,10 @@ class Backpressure:
     def is_paused(self, shard_id: str) -> bool:
         """Whether a shard is paused, by itself or as all are."""
         return self.paused or shard_id in self.paused_shards
+
+    def must_settle(self, shard_id: str) -> bool:
+        """Whether the server must still flush and checkpoint a paused shard whose daemon waits."""
+        return shard_id in self.draining or (self.paused and shard_id not in self.settled)
 
     def is_held(self, session: Session) -> bool:
         """Whether the session's shard must wait."""

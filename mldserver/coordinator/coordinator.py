@@ -46,7 +46,7 @@ from mldserver.coordinator.store_files import StateFiles
 from mldserver.coordinator.timed_stores import TimerIntake
 from mldserver.errors import LedgerError, ServerExpired, told_of
 from mldserver.jobs.runner import WindowRunner
-from mldserver.ledger.contract import LedgerState
+from mldserver.ledger.contract import LedgerState, Wanted
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 from mldserver.output.owner import FolderClaim
@@ -308,11 +308,15 @@ class Coordinator:
     def _follow(self, state: LedgerState) -> None:
         """Replace the view, and continue from what it shows."""
         removed = self.ledger_view.state.shards.keys() - state.shards.keys()
+        before, wanted = self.ledger_view.state.life.wanted, state.life.wanted
+        if wanted is not before:
+            log.info("function.wanted", wanted=wanted, before=before)
         self.ledger_view.state = state
         self._flusher.follow_ledger()
         self.shards.forget_removed(removed)
         # Count again: other servers write and delete segments too.
         pressure = self._backpressure
+        pressure.paused = wanted is Wanted.PAUSED
         pressure.segment_bytes = state.segment_bytes + self._flusher.garbage_bytes
         pressure.segment_bytes += 0 if self._runner is None else self._runner.steps.garbage.bytes
         pressure.settled_bytes = pressure.segment_bytes - state.open_bytes
@@ -349,6 +353,16 @@ class Coordinator:
         elif not self._ended.is_set():
             log.info("stream.ended", shards=len(self.lineage.nodes))
             self._ended.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the pause of all shards is complete here: no batch and no timer is worked on, and everything is durable.
+
+        Every daemon that waits for an answer was asked to checkpoint. A silent one is asked with its next batch.
+        """
+        pressure = self._backpressure
+        works = self.timers.running or not pressure.settled.issuperset(self.watermark.at_work())
+        return pressure.paused and not works and not self.buffer
 
     def freed(self, freed_bytes: int) -> None:
         """Note that segments were deleted."""

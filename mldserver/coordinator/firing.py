@@ -183,12 +183,14 @@ class Firing:
             after=session.after,
             number=session.next_number,
         )
+        self.timers.running += 1
         try:
             outcome = await self.runtime.process(delivery)
             if session.alive:
                 session.accept_firing(outcome)
                 accepted = True
         finally:
+            self.timers.running -= 1
             if not accepted:
                 self.timers.not_accepted(store)
         return outcome.timers if accepted else None

@@ -333,24 +333,35 @@ class CoordinatorIntake:
     ) -> None:
         """Return when the shard may have its next batch: first when memory has room, then when no operator pauses the shard.
 
-        ``answered``: the batch is acknowledged already, so a pause has nothing to withhold. While the shard is paused an operator may
-        drain it: then everything is flushed, and ``checkpoint`` asks the daemon to store it, so that the lease can move.
+        ``answered``: the batch is acknowledged already, so a pause has nothing to withhold. In a pause of all shards, and when an
+        operator drains a paused one, everything is flushed, and ``checkpoint`` asks the daemon to store it: the lease can then move.
         """
         backpressure, shard_id = self.backpressure, session.shard_id
         if session.alive and backpressure.is_held(session):
             self.soon()
             await backpressure.wait(session, answered=answered)
-        paused = session.paused and not answered
-        while paused:
-            await backpressure.until(lambda: not session.paused or shard_id in backpressure.draining)
-            if paused := session.paused:
-                await self.flush("drain")
-                if checkpoint is not None:
-                    await checkpoint()
-                backpressure.draining.discard(shard_id)
-                await backpressure.release()  # wakes the drain command; the shard stays paused
+        if not answered:
+            await self._stay_paused(session, checkpoint)
         if session.alive:
             self.watermark.answered(shard_id, self.clock.steady_ms())
+
+    async def _stay_paused(
+        self, session: IntakeSession, checkpoint: Callable[[], Awaitable[object]] | None
+    ) -> None:
+        """Return when no pause holds the session's shard. See ``admit``."""
+        pressure, shard_id, paused = self.backpressure, session.shard_id, session.paused
+        try:
+            while paused:
+                await pressure.until(lambda: not session.paused or pressure.must_settle(shard_id))
+                if paused := session.paused:
+                    await self.flush("drain")
+                    if checkpoint is not None:
+                        await checkpoint()
+                    pressure.draining.discard(shard_id)
+                    pressure.settled.add(shard_id)
+                    await pressure.release()  # wakes the drain command; the shard stays paused
+        finally:
+            pressure.settled.discard(shard_id)
 
     def move(self, session: IntakeSession, position: Sequence) -> None:
         """Move a shard's position with the next flush, without effects."""

@@ -44,6 +44,8 @@ class TimerIntake:
     """Opens a session for an orphan. None: another server was faster, or a child of the shard has come."""
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
+    running: int = field(init=False, default=0)
+    """How many portions of timers handlers work on now."""
     held: int = field(init=False, default=0)
     """How many stores here have a due timer that may not fire: a shard lags or is paused, or the server has no room."""
     longest_held: tuple[int, str] | None = field(init=False, default=None)

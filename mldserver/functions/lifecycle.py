@@ -48,7 +48,7 @@ class Command(enum.StrEnum):
 
 DONE: Final = "carried out"
 NO_OP: Final = "no-op"
-_WAIT: Final = "Wait until it is {}: `mldserver functions show {name}` shows the state."
+_WAIT: Final = "Wait until it is {}: `mldserver status` shows the state."
 _WAIT_DEPLOYED: Final = _WAIT.replace("{}", "deployed")
 _WAIT_UNDEPLOYED: Final = _WAIT.replace("{}", "undeployed", 1) + " Then deploy it."
 _WAIT_PAUSED: Final = _WAIT.replace("{}", "paused")

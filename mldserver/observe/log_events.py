@@ -47,6 +47,8 @@ server.failed  critical  exit_code traceback
 function.failed  error  lasting traceback
     One of several functions has ended with an error; the others go on. ``lasting``: it waits for the
     server's restart; else it starts again after a back-off of 1 s to 1 min.
+function.wanted  info  wanted before
+    The server follows what an operator wants of its function: deployed, paused or undeployed.
 server.expired  warning  server seconds
     Another server on the ledger is dead: this server expired it, and its shards and windows are free for
     others.

@@ -349,6 +349,10 @@ class Watermark:
         if clock is not None:
             clock.in_request, clock.answered_ms = False, now_ms
 
+    def at_work(self) -> list[str]:
+        """Return the shards that have a batch which is not acknowledged yet."""
+        return [shard_id for shard_id, clock in self._shards.items() if clock.in_request]
+
     def reached_ms(self) -> dict[str, int | None]:
         """Return the own watermark of each shard that has a connection, also of those known to have ended.
 
