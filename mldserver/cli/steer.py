@@ -77,6 +77,7 @@ pause_app = _steering_command(
     "Pause a running server's answers to all shards, or to one, from their next batch on: their daemons wait and keep their "
     "leases, and no record is delivered again.",
     "mldserver pause --out out/departures\nmldserver pause shardId-000000000003 --out out/departures",
+    "Without a shard the pause is kept in the ledger: every server of the pipeline follows it, and a restart keeps it. "
     "`mldserver resume` ends the pause.",
     _ALL_OR_ONE,
 )

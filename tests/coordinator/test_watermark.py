@@ -607,3 +607,11 @@ def test_a_shard_that_another_server_read_is_read_until_then() -> None:
     stream.lineage.elsewhere("a", stream.now, read=True)
     stream.wait(1000).lineage.elsewhere("a", stream.now, read=False)
     assert stream.lineage.nodes["a"].read_ms == stream.now
+
+
+def test_a_shard_is_at_work_from_its_batch_to_the_answer() -> None:
+    stream = Stream().connect("a", "b")
+    stream.watermark.began("b", stream.now)
+    assert stream.watermark.at_work() == ["b"]
+    stream.watermark.answered("b", stream.now)
+    assert stream.watermark.at_work() == []

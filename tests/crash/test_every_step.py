@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from crash.stories import OF_LETTERS, OF_STATE, OF_TIMERS
+from crash.stories import OF_COMMANDS, OF_LETTERS, OF_STATE, OF_TIMERS
 from crash.world import Death, Toll, play_all
 
 from mldserver.base.kill_points import STEPS
 
-ALONE = sorted(STEPS.keys() - {"windows.adopted"} - OF_LETTERS - OF_STATE - OF_TIMERS)
-"""What a server that is alone on its ledger comes to, except the steps of ``test_keyed.py`` and ``test_timed.py``."""
+ALONE = sorted(STEPS.keys() - {"windows.adopted"} - OF_COMMANDS - OF_LETTERS - OF_STATE - OF_TIMERS)
+"""What a server that is alone on its ledger comes to, except the steps of ``test_keyed.py``, ``test_timed.py`` and ``test_pause.py``."""
 
 
 async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(
