@@ -88,6 +88,7 @@ async def test_what_a_waiting_daemon_gave_is_durable_and_checkpointed_before_the
         assert (stored, coordinator.is_paused, held.done()) == ([Sequence(1)], True, False)
         await carried_out(pipeline, "resume")
         assert (stored, held.done()) == ([Sequence(1)], True), "once"
+        assert not coordinator.shards.backpressure.settled, "the next pause asks again"
 
 
 async def test_a_batch_that_is_worked_on_and_rows_in_memory_are_no_pause_yet(tmp_path: Path) -> None:
@@ -178,6 +179,8 @@ async def test_of_two_commands_at_once_one_counts_and_the_other_is_told(tmp_path
             ],
         )
         assert await wanted(one) is Wanted.UNDEPLOYED
+        await one.clock.advance(2)
+        assert not one.coordinator.shards.backpressure.paused, "its daemons are answered until it has drained"
         done, text = await carried_out(one, "pause")
         assert (done, text.split(".")[0]) == (
             False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -99,6 +100,7 @@ def test_pause_resume_and_undeploy_change_what_is_wanted_alone() -> None:
     [
         (Wanted.UNDEPLOYED, "", Shown.UNDEPLOYED),
         (Wanted.UNDEPLOYED, "failed", Shown.UNDEPLOYED),
+        (Wanted.UNDEPLOYED, "runs", Shown.UNDEPLOYING),
         (Wanted.UNDEPLOYED, "runs started", Shown.UNDEPLOYING),
         (Wanted.DEPLOYED, "", Shown.DEPLOYING),
         (Wanted.DEPLOYED, "runs", Shown.DEPLOYING),
@@ -116,3 +118,55 @@ def test_what_is_shown_follows_from_what_is_wanted_and_what_is(
 ) -> None:
     are = {name: name in facts.split() for name in ("runs", "started", "holds", "failed")}
     assert shown(FunctionLife(wanted), **are) == state
+
+
+class Operator:
+    """What an operator's notes say of a function: the naive model that commands at random are compared with."""
+
+    def __init__(self) -> None:
+        self.wanted, self.runs, self.staged, self.previous = "deployed", "1", "", ""
+
+    def swap_to(self, version: str) -> None:
+        self.previous, self.runs, self.staged = self.runs, version, ""
+
+    def carries_out(self, command: Command, state: Shown) -> bool | None:
+        """Do a command; None: nothing is to be done; False: it is refused."""
+        if state in NOTHING.get(command, set()):
+            return None
+        if state not in CARRIED_OUT[command] or (command is Command.ROLLBACK and not self.previous):
+            return False
+        if command is Command.DEPLOY:
+            if not self.staged and state in {"deployed", "paused"}:
+                return None
+            self.wanted = "deployed" if state == "undeployed" else self.wanted
+            if self.staged:
+                self.swap_to(self.staged)
+        elif command is Command.ROLLBACK:
+            self.swap_to(self.previous)
+        else:
+            self.wanted = {"pause": "paused", "resume": "deployed", "undeploy": "undeployed"}[command]
+        return True
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_commands_at_random_do_what_an_operator_has_noted(seed: int) -> None:
+    dice, notes, life = random.Random(seed), Operator(), FunctionLife(deployed=CodeVersion("1"))
+    for number in range(2, 300):
+        if dice.random() < 0.2:
+            notes.staged, notes.previous = str(number), ""
+            life = replace(life, other=CodeVersion(str(number)), other_is_previous=False)
+        facts = {name: dice.random() < 0.7 for name in ("runs", "started", "holds")}
+        state = shown(life, **facts, failed=dice.random() < 0.2)
+        command = dice.choice(list(Command))
+        before = life
+        try:
+            after = decide(command, life, state, name="f")
+            carried_out = None if after is None else True
+            life = after or life
+        except OperatorError:
+            carried_out = False
+        assert carried_out == notes.carries_out(command, state), (command, state)
+        assert carried_out or life == before
+        other = (notes.previous, True) if notes.previous else (notes.staged, False)
+        found = (life.other.id if life.other else "", life.other_is_previous)
+        assert (life.wanted, life.deployed.id, found) == (notes.wanted, notes.runs, other)

@@ -71,6 +71,7 @@ async def test_the_end_of_an_undeploy_forgets_all_but_where_it_was(ledger_factor
         assert not await one.forget(), "it is deployed"
         await one.change_life(FunctionLife(), replace(UNDEPLOYED, keep=True))
         assert not await one.forget(), "it keeps all"
+        assert len(await one.letters()) == 99
         await one.change_life(replace(UNDEPLOYED, keep=True), UNDEPLOYED)
         assert not await one.forget(), "a server has shards"
         for each in (await one.peek()).shards.values():

@@ -583,8 +583,16 @@ def test_what_is_wanted_changes_from_what_it_was_alone() -> None:
 def test_only_an_undeployed_function_without_servers_is_forgotten() -> None:
     steps = Steps()
     steps(rules.open_shard, "a", (), "one", None)
-    steps(rules.change_life, FunctionLife(), FunctionLife(Wanted.UNDEPLOYED))
+    steps(register, Flush((move(position=Sequence(7), event_ms=3),)), 5)
+    undeployed, kept = FunctionLife(Wanted.UNDEPLOYED), FunctionLife(Wanted.UNDEPLOYED, keep=True)
+    steps(rules.change_life, FunctionLife(), undeployed)
     assert not steps(rules.forget, 5), "a server has the shard"
     steps(rules.release_shard, "a", 1)
+    for life in (FunctionLife(), FunctionLife(Wanted.PAUSED), kept):
+        steps(rules.change_life, steps.book.totals.life, life)
+        assert not steps(rules.forget, 5), life
+    steps(rules.change_life, kept, undeployed)
+    assert steps.book.shards["a"].event_ms == 3
     assert steps(rules.forget, 5)
-    assert steps.book.shards["a"].gap_accepted
+    forgotten = steps.book.shards["a"]
+    assert (forgotten.position, forgotten.event_ms, forgotten.gap_accepted) == (Sequence(7), None, True)
