@@ -18,6 +18,7 @@ from support.serving import quick, serving, until
 from workers.kit import named
 
 from mldserver.observe.logging import Logger, set_level
+from mldserver.server import Server
 from mldserver.testing import FakeMLD, FakeStream, Habits
 
 RECORDS = 300
@@ -41,9 +42,9 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "plain"
 
 
-def stream() -> FakeStream:
+def stream(records: int = RECORDS) -> FakeStream:
     made = FakeStream(2, seed=1, start_ms=1_800_000_000_000)
-    for number in range(RECORDS):
+    for number in range(records):
         made.put(json.dumps({"id": number}).encode(), f"key-{number}")
     made.end()
     return made
@@ -54,18 +55,25 @@ def ids(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
 
 
+async def paused(server: Server) -> None:
+    """Return when a pause is complete; until then a resume is refused."""
+    parts = server.only.pipeline.parts
+    assert parts is not None
+    await until(lambda: parts.coordinator.is_paused)
+
+
 @pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize("workers", [None, 1])
 async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], workers: int | None
 ) -> None:
-    settings = quick(tmp_path / "out", handler, workers=workers)
+    settings, many = quick(tmp_path / "out", handler, workers=workers), 10 * RECORDS
     async with serving(settings) as server, asyncio.timeout(800):
-        daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
+        daemon = FakeMLD(stream(many), await server.listening(), habits=Habits(max_records=3))
         playing = asyncio.create_task(daemon.run())
-        await until(lambda: daemon.records_sent > RECORDS / 4)
-        paused, text = await server.carry_out("pause", "")
-        assert (paused, text.endswith("Leases stay, and no window closes past a shard that waits.")) == (
+        await until(lambda: daemon.records_sent > many / 10)
+        done, text = await server.carry_out("pause", "")
+        assert (done, text.endswith("Leases stay, and no window closes past a shard that waits.")) == (
             True,
             True,
         )
@@ -77,12 +85,13 @@ async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
         assert (await server.carry_out("flush", ""))[0]
         sent = daemon.records_sent
         assert (await server.carry_out("flush", ""))[0]
-        assert daemon.records_sent == sent < RECORDS
+        assert daemon.records_sent == sent < many
+        await paused(server)
         assert (await server.carry_out("resume", ""))[0]
         await playing
         await server.finished()
     assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
-    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert ids(tmp_path / "out") == Counter(range(many))
     assert named(logged, "connection.failed") == []
 
 
@@ -124,12 +133,12 @@ async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_
             "schema =", "log = structlog.get_logger()\nschema ="
         )
     )
-    settings = quick(tmp_path / "out", handler, workers=1)
+    settings, many = quick(tmp_path / "out", handler, workers=1), 10 * RECORDS
     async with serving(settings) as server, asyncio.timeout(800):
-        daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=3))
+        daemon = FakeMLD(stream(many), await server.listening(), habits=Habits(max_records=3))
         await server.carry_out("log-level", "warning")
         playing = asyncio.create_task(daemon.run())
-        await until(lambda: daemon.records_sent > RECORDS / 4)
+        await until(lambda: daemon.records_sent > many / 10)
         await server.carry_out("pause", "")
         assert (await server.carry_out("flush", ""))[0]
         assert named(logged, "library.log") == []
@@ -138,9 +147,10 @@ async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_
             True,
             "What is at debug or above is logged from now on (before: warning).",
         )
-        await server.carry_out("resume", "")
+        await paused(server)
+        assert (await server.carry_out("resume", ""))[0]
         await playing
-    assert 0 < len(named(logged, "library.log")) < RECORDS
+    assert 0 < len(named(logged, "library.log")) < many
 
 
 RELOADED = '''
