@@ -119,9 +119,18 @@ class Supervised:
         self.faults.tell("paused", f"{process.name} for {seconds} s")
         with process.entered():
             await server.carry_out("pause", "")
-            await self.clock.sleep(seconds)
-            if not process.dead:
-                await server.carry_out("resume", "")
+        await self.clock.sleep(seconds)
+        # The pause outlives the server: its next life is asked then. While it is still pausing, it refuses.
+        while not (self.stopping or await self._resumes()):
+            await self.clock.sleep(_RESTART_SECONDS)
+
+    async def _resumes(self) -> bool:
+        """Ask the present life to resume; False: it cannot be asked, or refuses."""
+        server, process = self.server, self.process
+        if server is None or process is None or process.dead:
+            return False
+        with process.entered():
+            return (await server.carry_out("resume", ""))[0]
 
     def _stop(self, reason: str) -> None:
         # Once a life: a second word would force it.
