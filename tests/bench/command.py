@@ -19,6 +19,8 @@ import structlog
 from bench import (
     admin_load,
     checkpoints,
+    functions,
+    isolation,
     per_row,
     poison,
     retained,
@@ -61,6 +63,8 @@ PARTS = (
     "streams",
     "state",
     "timers",
+    "functions",
+    "isolation",
     "admin_load",
     "hot",
 )
@@ -122,6 +126,16 @@ def _run(given: argparse.Namespace) -> int:
         if "timers" in parts:
             document["timers"] = timers.measure(given.timers, given.idle_timers, folder / "timers")
             console.print(timers_table(document["timers"], given.timers))
+        if "functions" in parts:
+            spark = given.engine == "spark"
+            document["functions"] = functions.measure(given.load_seconds, folder / "functions", spark=spark)
+            console.print(functions_table(document["functions"], given.load_seconds, given.engine))
+        if "isolation" in parts:
+            spark = given.engine == "spark"
+            document["isolation"] = isolation.measure(
+                given.phase_seconds, given.rounds, folder / "isolation", spark=spark
+            )
+            console.print(isolation_table(document["isolation"], given.phase_seconds))
         if "admin_load" in parts:
             document["admin_load"] = admin_load.measure(given.rounds, given.share, given.requests)
             console.print(admin_table(document["admin_load"], given.requests))
@@ -163,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--state-records", type=int, default=1_000_000, help="of keyed state")
     parser.add_argument("--timers", type=int, default=1_000_000, help="that are due within one second")
     parser.add_argument("--idle-timers", type=int, default=200, help="single ones, by poll interval")
+    parser.add_argument("--load-seconds", type=float, default=60.0, help="of five functions")
+    parser.add_argument("--phase-seconds", type=float, default=15.0, help="of isolation")
     parser.add_argument("--requests", type=int, default=2_000, help="to the admin endpoint")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
@@ -438,6 +454,42 @@ def timers_table(measured: dict[str, dict[str, float]], count: int) -> Table:
         least = "" if target is None else f"{'>=' if key.endswith('_s') else '<='} {target:,}"
         found = (f"{each[key]:,.0f}" for each in measured.values())
         table.add_row(name, *found, least, timers.EVENTING.get(kind, ""))
+    return table
+
+
+def functions_table(measured: dict[str, dict[str, float]], seconds: float, engine: str) -> Table:
+    """Show what five functions take in one server and in five."""
+    five, one = measured["five"], measured["one"]
+    title = f"{functions.COUNT} functions, {five['records'] / seconds:,.0f} records a second for {seconds:g} s ({engine})"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "five servers", "one server", "ratio", "must be"):
+        table.add_column(name, justify="right" if name else "left")
+    for key, name, digits, divisor in (
+        ("resident", "resident memory of all processes, MiB", 0, 1 << 20),
+        ("proportional", "shared pages counted once, MiB", 0, 1 << 20),
+        ("processes", "processes", 0, 1),
+        ("cpu_s", "CPU, first record to last window, s", 1, 1),
+        ("start_cpu_s", "CPU of the start, s", 1, 1),
+    ):
+        found = (f"{each[key] / divisor:,.{digits}f}" for each in (five, one))
+        most = f"<= {functions.MOST[key]:.2f}" if key in functions.MOST else ""
+        table.add_row(name, *found, f"{one[key] / five[key]:.2f}", most)
+    return table
+
+
+def isolation_table(measured: dict[str, dict[str, float]], seconds: float) -> Table:
+    """Show what functions that misbehave do to a healthy one."""
+    title = f"A healthy function beside others, in phases of {seconds:g} s"
+    table = Table(title=title, title_justify="left")
+    for name in ("beside", "answered, p50 ms", "p99 ms", "ratio", "must be", "latest window, s"):
+        table.add_column(name, justify="left" if name == "beside" else "right")
+    alone = measured["alone"]
+    for phase, each in measured.items():
+        ratio, most = each["p99_ms"] / alone["p99_ms"], f"<= {isolation.MOST_LATENCY}"
+        told = ("", "") if each is alone else (f"{ratio:.2f}", most)
+        table.add_row(
+            phase, f"{each['p50_ms']:.2f}", f"{each['p99_ms']:.2f}", *told, f"{each['window_s']:.2f}"
+        )
     return table
 
 

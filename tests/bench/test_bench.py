@@ -66,6 +66,10 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "3000",
         "--idle-timers",
         "5",
+        "--load-seconds",
+        "2",
+        "--phase-seconds",
+        "1",
         "--requests",
         "50",
         "--share",
@@ -97,6 +101,9 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert {"stateless", "keyed", "worker", "dict"} <= set(document["state"]["10000"])
     assert set(document["timers"]) == {"1", "10"}
     assert all(each["fired_s"] > 0 and each["late_50"] > 0 for each in document["timers"].values())
+    assert document["functions"]["one"]["resident"] < document["functions"]["five"]["resident"]
+    assert set(document["isolation"]) == {"alone", "raises", "floods", "sleeps", "kills", "all of them"}
+    assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in document["isolation"].values())
     assert document["admin_load"]["beside records_s"] > 0
     assert set(document["hot"]["shapes"]) == {"1 x 100 B", "500 x 100 B", "500 x 1 KiB", "10,000 x 1 KiB"}
     cells = document["hot"]["matrix"]["cells"]

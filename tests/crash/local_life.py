@@ -18,6 +18,7 @@ from support.serving import quick
 from support.sqlite_table import TableEngine
 
 from mldserver.base.kill_points import arm
+from mldserver.function import Function
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
@@ -42,14 +43,17 @@ _WARM: Final = [
 class LocalLife:
     """A server with a small engine in Spark's place."""
 
-    def __init__(self, plan: Plan, step: str | None) -> None:
-        """Prepare a life that ends at ``step`` (as in ``arm``: ``name``, ``name:n``, or several), or nowhere."""
+    def __init__(self, plan: Plan, step: str | None, *more: Plan) -> None:
+        """Prepare a life that ends at ``step`` (as in ``arm``: ``name``, ``name:n``, or several), or nowhere.
+
+        ``more``: of further functions of the same server, which read the same stream.
+        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_WARM)
         self._ours, theirs = context.Pipe()
         self.met: str | None = None
         """The step at which it ended, or hung, once it is gone."""
-        self._process = context.Process(target=_live, args=(plan, step, theirs), daemon=True)
+        self._process = context.Process(target=_live, args=((plan, *more), step, theirs), daemon=True)
         self._theirs = theirs
 
     async def start(self) -> None:
@@ -89,6 +93,32 @@ class LocalLife:
             return False
         return told.rpartition(")")[2].split()[0] == "T"
 
+    async def act(self, act: str, argument: str) -> tuple[bool, str] | None:
+        """Carry out an operator's request in the server; return (whether it is done, the result), or None if the server ended.
+
+        One request at a time.
+        """
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            self._ours.send((act, argument))
+            while True:
+                loop.add_reader(self._ours.fileno(), readable.set)
+                try:
+                    await readable.wait()
+                finally:
+                    loop.remove_reader(self._ours.fileno())
+                if (result := self._note(self._ours.recv())) is not None:
+                    return result
+        except (OSError, EOFError):
+            return None
+
+    def _note(self, told: str | tuple[bool, str]) -> tuple[bool, str] | None:
+        """Note the step that a life has met, or return the result of a request."""
+        if isinstance(told, tuple):
+            return told
+        self.met = told
+        return None
+
     async def ended(self) -> int:
         """Return its exit code (minus the signal's number) once it is gone."""
         loop = asyncio.get_running_loop()
@@ -100,20 +130,22 @@ class LocalLife:
             loop.remove_reader(self._process.sentinel)
         self._process.join()
         with contextlib.suppress(EOFError, ConnectionResetError):  # it came to none
-            self.met = self._ours.recv() if self._ours.poll() else None
+            while self._ours.poll():
+                self._note(self._ours.recv())
         self._ours.close()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
 
-def _live(plan: Plan, step: str | None, told: Connection) -> None:
+def _live(plans: tuple[Plan, ...], step: str | None, told: Connection) -> None:
+    plan = plans[0]
     arm(step, signal.SIGSTOP if plan.hangs else signal.SIGKILL, told.send)
     os.environ.update(plan.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, plan.python_path)
-    settings = quick(plan.out, plan.handler, **plan.settings)
+    settings = [quick(each.out, each.handler, **each.settings) for each in plans]
     engine = TableEngine(plan.out / TABLE)
-    with logging_to(settings):
+    with logging_to(*settings):
         kinesis = None if plan.stream is None else FakeKinesis(plan.stream).make
         code = asyncio.run(_serve(Server(settings, engine=engine, kinesis=kinesis), told))
     sys.exit(code)
@@ -122,22 +154,28 @@ def _live(plan: Plan, step: str | None, told: Connection) -> None:
 async def _serve(server: Server, told: Connection) -> int:
     async with asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
-        ending = group.create_task(_end_when_told(server, told))
+        ending = group.create_task(_do_as_told(server, told))
         await asyncio.wait({life})
         ending.cancel()
     return life.result()
 
 
-async def _end_when_told(server: Server, told: Connection) -> None:
-    readable = asyncio.Event()
-    asyncio.get_running_loop().add_reader(told.fileno(), readable.set)
-    await readable.wait()
-    asyncio.get_running_loop().remove_reader(told.fileno())
-    try:
-        told.recv()
-    except EOFError:  # the test is gone
-        server.force()
-        return
+async def _do_as_told(server: Server, told: Connection) -> None:
+    """Carry out requests, and end the server once it is told that the stream is over."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    while True:
+        loop.add_reader(told.fileno(), readable.set)
+        await readable.wait()
+        loop.remove_reader(told.fileno())
+        readable.clear()
+        try:
+            request = told.recv()
+        except EOFError:  # the test is gone
+            server.force()
+            return
+        if request == _OVER:
+            break
+        told.send(await server.carry_out(*request))
     await server.finished()
     # The stream also looked over when a shard's children were slow to come.
     while not await _all_out(server):  # noqa: ASYNC110  # what a ledger holds has no event to wait on
@@ -146,8 +184,13 @@ async def _end_when_told(server: Server, told: Connection) -> None:
 
 
 async def _all_out(server: Server) -> bool:
-    assert server.only.pipeline.parts is not None
-    state = await server.only.pipeline.parts.ledger.peek()
+    return all([await _is_out(function) for function in server.functions.values()])
+
+
+async def _is_out(function: Function) -> bool:
+    parts = function.parts
+    assert parts is not None
+    state = await parts.ledger.peek()
     done = all(each.state is WindowState.PUBLISHED and not each.pending for each in state.windows.values())
     timers = any(store.next_due_ms is not None for store in state.stores.values() if not store.closed)
-    return done and not (timers or state.late_segments or server.status().buffered_bytes)
+    return done and not (timers or state.late_segments or parts.coordinator.status().buffered_bytes)

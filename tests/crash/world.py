@@ -163,6 +163,10 @@ class World:
                 daemon = group.create_task(self._mld.run(), name="daemon")
                 while not await self._live(daemon):
                     pass
+        await self.compare()
+
+    async def compare(self) -> None:
+        """Compare what came out with the story."""
         place = self._ground.dynamodb
         held = in_sqlite(self._out) if place is None else await in_dynamodb(place, f"story-{self.story.seed}")
         check(self.story, self._out, held, tables=self._tables())
