@@ -68,7 +68,7 @@ CELLS: Final[Mapping[Command, Mapping[Shown, str]]] = {
             *(_WAIT_UNDEPLOYED, DONE),
         ),
         Command.RESUME: (
-            *(_DEPLOY, _WAIT_DEPLOYED, NO_OP, _WAIT_PAUSED, DONE, NO_OP),
+            *(_DEPLOY, _WAIT_DEPLOYED, NO_OP, DONE, DONE, NO_OP),
             *(_WAIT_UNDEPLOYED, _CORRECT),
         ),
         Command.UNDEPLOY: (*(NO_OP, DONE, DONE, DONE, DONE, DONE), *(NO_OP, DONE)),

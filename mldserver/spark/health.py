@@ -49,7 +49,8 @@ class _Rule(NamedTuple):
 
 
 _RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
-    "stopped": (_Rule(0, STOPPED, over=True),),
+    # A job that ends on a stopped session reports its own error first, and ends the driver itself (``Jobs``).
+    "stopped": (_Rule(5, STOPPED, over=True),),
     "closed": (_Rule(0, "The Spark Connect server has let go of the session: {}", over=True),),
     # A server that is only started again forgets the session, too.
     "gone": (_Rule(10, "The Spark Connect server is gone: {}", over=True),),

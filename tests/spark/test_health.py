@@ -32,7 +32,7 @@ def judged(signs: Mapping[str, str], seconds: float) -> Health:
 @pytest.mark.parametrize(
     ("signs", "seconds", "text"),
     [
-        ({"stopped": ""}, 0, STOPPED),
+        ({"stopped": ""}, 5, STOPPED),
         ({"closed": "why"}, 0, "The Spark Connect server has let go of the session: why"),
         ({"gone": "no way"}, 10, "The Spark Connect server is gone: no way"),
         ({"no executors": "", "unknown": ""}, 5, "does not know the application any more"),
