@@ -18,7 +18,6 @@ from support.serving import quick, serving, until
 from workers.kit import named
 
 from mldserver.observe.logging import Logger, set_level
-from mldserver.server import Server
 from mldserver.testing import FakeMLD, FakeStream, Habits
 
 RECORDS = 300
@@ -55,13 +54,6 @@ def ids(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
 
 
-async def paused(server: Server) -> None:
-    """Return when a pause is complete; until then a resume is refused."""
-    parts = server.only.pipeline.parts
-    assert parts is not None
-    await until(lambda: parts.coordinator.is_paused)
-
-
 @pytest.mark.usefixtures("no_standby")
 @pytest.mark.parametrize("workers", [None, 1])
 async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
@@ -86,7 +78,6 @@ async def test_under_load_a_pause_stops_the_daemons_and_drops_nothing(
         sent = daemon.records_sent
         assert (await server.carry_out("flush", ""))[0]
         assert daemon.records_sent == sent < many
-        await paused(server)
         assert (await server.carry_out("resume", ""))[0]
         await playing
         await server.finished()
@@ -147,7 +138,6 @@ async def test_workers_log_from_the_new_level_on_and_so_do_connections_that_are_
             True,
             "What is at debug or above is logged from now on (before: warning).",
         )
-        await paused(server)
         assert (await server.carry_out("resume", ""))[0]
         await playing
     assert 0 < len(named(logged, "library.log")) < many

@@ -27,7 +27,10 @@ WANTED = {
 CARRIED_OUT = {
     Command.DEPLOY: {"undeployed", "failed", "paused", "deployed"},
     Command.PAUSE: {"deployed", "failed"},
-    Command.RESUME: {"paused"},
+    Command.RESUME: {
+        "paused",
+        "pausing",
+    },  # the design waits for the end of the pause, which a hung batch prevents
     Command.UNDEPLOY: {"deploying", "deployed", "pausing", "paused", "resuming", "failed"},
     Command.ROLLBACK: {"deployed", "paused", "failed"},
 }
