@@ -311,6 +311,15 @@ class Budget(_Part, frozen=True, kw_only=True):
     limit_bytes: int
 
 
+class VersionRow(_Part, frozen=True, kw_only=True):
+    """A version of a function's code that the ledger names."""
+
+    id: str
+    role: str
+    """``deployed``, ``staged`` (``functions deploy`` would deploy it) or ``previous`` (``functions rollback`` would)."""
+    staged_ms: int | None = None
+
+
 class FunctionStatus(_Part, frozen=True, kw_only=True):
     """One function: its handler, its life cycle, and its parts while they run."""
 
@@ -320,7 +329,9 @@ class FunctionStatus(_Part, frozen=True, kw_only=True):
     handler_version: str = ""
     """The digest of the handler's code that workers run; it changes with a reload."""
     lifecycle: str = "deployed"
-    """``deploying`` (it starts), ``deployed``, ``undeployed`` (it was drained) or ``failed``."""
+    """``deploying``, ``deployed``, ``pausing``, ``paused``, ``resuming``, ``undeploying``, ``undeployed`` or ``failed``."""
+    versions: tuple[VersionRow, ...] = ()
+    """Empty while the code has always been that on the Python path."""
     server_id: str = ""
     """This server's name on the function's ledger."""
     listening: str | None = None
