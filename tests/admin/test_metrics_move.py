@@ -26,6 +26,7 @@ from mldserver.admin.metrics import METRICS, PREFIX, TEXT, exposed
 from mldserver.base.clock import SystemClock
 from mldserver.config.kinds import TcpAddress
 from mldserver.config.settings import Settings
+from mldserver.coordinator.store_files import StateFiles
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
@@ -374,9 +375,16 @@ async def test_workers_that_die_grow_hang_and_flood_the_log_move(tmp_path: Path,
 
 
 async def test_keyed_state_moves_from_its_first_key_to_the_compaction_of_its_files(
-    tmp_path: Path, handler: str
+    tmp_path: Path, handler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "counting.py").write_text(COUNTS)
+    entries = StateFiles._entries
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.005)  # in a thread: a snapshot that takes less than a millisecond adds no time
+        return entries(*given)
+
+    monkeypatch.setattr(StateFiles, "_entries", slow)
     stream = FakeStream(1)
     (shard_id,) = stream.shards
     settings = quick(tmp_path / "out", "counting", state_bytes="1 MiB")
