@@ -28,6 +28,7 @@ from mldserver.errors import (
     OperatorError,
     leaves,
 )
+from mldserver.functions.lifecycle import shown
 from mldserver.pipeline import Pipeline
 from mldserver.status_document import FunctionStatus
 
@@ -147,5 +148,12 @@ class Function:
             self.parts,
             stage=self.pipeline.stage,
             failure=failure or self._failure,
-            lifecycle="deployed" if self.parts else self._lifecycle,
+            lifecycle=self._lifecycle if self.parts is None else _lifecycle_of(self.parts),
         )
+
+
+def _lifecycle_of(parts: Parts) -> str:
+    """Return what the status shows of a function that runs."""
+    coordinator = parts.coordinator
+    life = coordinator.ledger_view.state.life
+    return shown(life, runs=True, started=True, holds=coordinator.is_paused, failed=False)

@@ -265,10 +265,12 @@ def _function_row(name: str, function: FunctionStatus) -> dict[str, Any]:
 
 def facts(status: Status) -> dict[str, Any]:
     """Return the facts of a status that are not lists, as texts or small mappings by label, in the order of the output."""
-    words = ["ready" if status.ready else "NOT READY"] + ["paused"] * status.paused
+    words = ["ready" if status.ready else "NOT READY"]
+    if status.paused:
+        words.append("pausing" if status.lifecycle == "pausing" else "paused")
     words += ["stopping"] * status.stopping + ["the stream has ended"] * status.stream_ended
     of_several = len(status.functions) > 1
-    if of_several and status.pipeline and status.lifecycle != "deployed":
+    if of_several and status.pipeline and status.lifecycle not in {"deployed", *words}:
         words.append(status.lifecycle)
     server_id = f"{status.server_id} on " if status.pipeline else ""
     up = format_duration((status.taken_ms - status.started_ms) / 1000)

@@ -127,6 +127,21 @@ async def test_a_function_that_cannot_start_is_failed_and_the_others_go_on(
     assert (failed["pipeline"], failed["lasting"]) == ("broken", True)
 
 
+async def test_the_status_shows_a_pause_of_one_function_until_it_is_resumed(
+    both: tuple[Settings, Settings],
+) -> None:
+    def lives() -> tuple[str, str]:
+        functions = server.document().functions
+        return functions["counts"].lifecycle, functions["rows"].lifecycle
+
+    async with hosting(*both) as server:
+        await until(lambda: lives() == ("deployed", "deployed"))
+        assert (await server.carry_out("pause", "", "rows"))[0]
+        assert lives() == ("deployed", "paused")
+        assert (await server.carry_out("resume", "", "rows"))[0]
+        assert lives() == ("deployed", "deployed")
+
+
 async def test_a_function_is_tried_again_after_an_error_that_may_pass(
     both: tuple[Settings, Settings], logged: list[dict[str, Any]]
 ) -> None:
