@@ -120,7 +120,7 @@ class Supervised:
         with process.entered():
             await server.carry_out("pause", "")
         await self.clock.sleep(seconds)
-        # The pause outlives the server: its next life is asked then. While it is still pausing, it refuses.
+        # The pause outlives the server: if it is dead, its next life is asked.
         while not (self.stopping or await self._resumes()):
             await self.clock.sleep(_RESTART_SECONDS)
 
