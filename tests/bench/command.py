@@ -466,6 +466,7 @@ def functions_table(measured: dict[str, dict[str, float]], seconds: float, engin
         table.add_column(name, justify="right" if name else "left")
     for key, name, digits, divisor in (
         ("resident", "resident memory of all processes, MiB", 0, 1 << 20),
+        ("peak", "the largest sample of it, MiB", 0, 1 << 20),
         ("proportional", "shared pages counted once, MiB", 0, 1 << 20),
         ("processes", "processes", 0, 1),
         ("cpu_s", "CPU, first record to last window, s", 1, 1),

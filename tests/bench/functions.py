@@ -3,9 +3,9 @@
 Each server is ``mldserver serve``, with Spark and its default settings. Every function gets the same batches over a socket of its own
 at a fixed pace, makes a row of each record, and counts the rows of each window on Spark. Windows are cut on the arrival time.
 
-``resident``: the memory of all processes, the JVMs included, as the system counts it for each of them (RSS); the median
-of the samples while the load runs: for a moment a process that forks counts twice. ``proportional``: the same, with pages that processes share counted once (PSS), when all windows
-are published. ``cpu_s``: the processor time of all processes from the first record until the last window is published. ``start_cpu_s``:
+``resident``: the memory of all processes, the JVMs included, as the system counts it for each of them (RSS), while the load runs: the
+median of the samples. ``peak``: the largest of them; why it is larger is not known yet. ``proportional``: the
+same, with pages that processes share counted once (PSS), when all windows are published. ``cpu_s``: the processor time of all processes from the first record until the last window is published. ``start_cpu_s``:
 before, from the start until every function is ready.
 """
 
@@ -28,7 +28,7 @@ from bench.hot.lines import initialize
 from bench.hot.peers import Connection, Peer, resident
 from support.host import Function, Host, hosting
 
-__all__ = ["COUNT", "MOST", "WITHOUT_SPARK", "measure"]
+__all__ = ["COUNT", "MOST", "WITHOUT_SPARK", "counting_handler", "measure"]
 
 COUNT: Final = 5
 MOST: Final = {"resident": 0.45, "cpu_s": 0.80}
@@ -39,14 +39,25 @@ _WINDOW_SECONDS: Final = 10
 _PATIENCE_SECONDS: Final = 240.0
 _END: Final = b'{"action":"shardEnded"}\n'
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
-_HANDLER: Final = f'''
-"""Counts the readings of each device in windows of {_WINDOW_SECONDS} seconds."""
+WITHOUT_SPARK: Final = '''
+"""Reads each record, and gives no row."""
+
+
+def process_record(record):
+    record.json()
+'''
+
+
+def counting_handler(window_seconds: int) -> str:
+    """Return the text of a handler that counts the readings of each device on Spark."""
+    return f'''
+"""Counts the readings of each device in windows of {window_seconds} seconds."""
 from pyspark.sql import functions as F
 
 from mldserver import tumbling
 
 schema = "device STRING, value DOUBLE"
-windows = tumbling("{_WINDOW_SECONDS} seconds")
+windows = tumbling("{window_seconds} seconds")
 
 
 def process_record(record):
@@ -56,13 +67,6 @@ def process_record(record):
 
 def on_window(rows, window):
     return rows.groupBy("device").agg(F.count("*").alias("readings"), F.avg("value").alias("mean"))
-'''
-WITHOUT_SPARK: Final = '''
-"""Reads each record, and gives no row."""
-
-
-def process_record(record):
-    record.json()
 '''
 
 
@@ -75,7 +79,7 @@ def measure(seconds: float, folder: Path, *, spark: bool = True) -> dict[str, di
 
 
 async def _measure(servers: int, seconds: float, folder: Path, *, spark: bool) -> dict[str, float]:
-    text, each = _HANDLER if spark else WITHOUT_SPARK, COUNT // servers
+    text, each = counting_handler(_WINDOW_SECONDS) if spark else WITHOUT_SPARK, COUNT // servers
     functions = [Function(f"f{number}", text, {"listen": "127.0.0.1:0"}) for number in range(COUNT)]
     async with contextlib.AsyncExitStack() as stack:
         hosts = [
@@ -99,7 +103,8 @@ async def _measure(servers: int, seconds: float, folder: Path, *, spark: bool) -
         if spark:
             await asyncio.gather(*(_published(host, name, sent // COUNT) for name, host in owners.items()))
         figures = {
-            "resident": sampler.median,
+            "resident": statistics.median(sampler.found),
+            "peak": float(max(sampler.found)),
             "proportional": float(sum(peer.resident_bytes() for peer in peers)),
             "processes": float(sum(len(peer.children()) for peer in peers)),
             "start_cpu_s": started,
@@ -118,12 +123,8 @@ class Sampler:
     def __init__(self, servers: Sequence[Peer]) -> None:
         """Watch these."""
         self._servers = servers
-        self._found: list[int] = []
-
-    @property
-    def median(self) -> float:
-        """The median of what it saw."""
-        return statistics.median(self._found)
+        self.found: list[int] = []
+        """What it saw, in bytes."""
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -132,7 +133,7 @@ class Sampler:
             for process in (each for server in self._servers for each in server.children()):
                 with contextlib.suppress(OSError):  # it has ended meanwhile
                     found += resident(process)
-            self._found.append(found)
+            self.found.append(found)
             await asyncio.sleep(1)
 
 

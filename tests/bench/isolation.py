@@ -2,7 +2,7 @@
 
 One server, ``mldserver serve`` with Spark, runs the healthy function and five others, which do harm only while they get batches: ``raises``
 fails on every record, ``floods`` prints 10,000 lines a batch, ``sleeps`` sleeps 10 s a batch, ``kills`` kills its worker with each
-record, ``fills`` has filled its ``segment_disk_bytes``. Phases take turns: the healthy function alone, then beside one of them, or beside
+record, ``fills`` has more rows than its ``segment_disk_bytes`` allows (its only shard holds the watermark, so it goes on). Phases take turns: the healthy function alone, then beside one of them, or beside
 all of them.
 
 ``p50_ms``, ``p99_ms``: how long the server takes to answer one of its small batches. ``window_s``: the longest time from a window's end until it is
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from bench.functions import WITHOUT_SPARK
+from bench.functions import WITHOUT_SPARK, counting_handler
 from bench.hot.lines import initialize
 from bench.hot.peers import Connection
 from bench.rounds import in_turn
@@ -36,24 +36,6 @@ _PACE_SECONDS: Final = 0.02
 _HARM_SECONDS: Final = 0.5
 _ALL: Final = "all of them"
 _ALONE: Final = "alone"
-_HEALTHY: Final = f'''
-"""Counts the readings of each device."""
-from pyspark.sql import functions as F
-
-from mldserver import tumbling
-
-schema = "device STRING, value DOUBLE"
-windows = tumbling("{_WINDOW_SECONDS} seconds")
-
-
-def process_record(record):
-    reading = record.json()
-    return reading["device"], reading["value"]
-
-
-def on_window(rows, window):
-    return rows.groupBy("device").agg(F.count("*").alias("readings"))
-'''
 HARMFUL: Final = {
     "raises": '''
 """Fails on every record."""
@@ -110,7 +92,11 @@ _SETTINGS: Final[dict[str, dict[str, Any]]] = {
 
 def measure(seconds: float, rounds: int, folder: Path, *, spark: bool = True) -> dict[str, dict[str, float]]:
     """Return the figures of each phase. ``seconds``: how long a phase runs. Without ``spark`` no function has rows."""
-    texts = {"healthy": _HEALTHY, **HARMFUL} if spark else {"healthy": WITHOUT_SPARK, **HARMFUL}
+    texts = (
+        {"healthy": counting_handler(_WINDOW_SECONDS), **HARMFUL}
+        if spark
+        else {"healthy": WITHOUT_SPARK, **HARMFUL}
+    )
     if not spark:
         del texts["fills"]
     return asyncio.run(_measure(texts, seconds, rounds, folder))
