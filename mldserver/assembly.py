@@ -54,6 +54,8 @@ from mldserver.runtime.interface import Runtime
 from mldserver.sources.listing import MakeKinesis, StreamLister
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.source import MakeSource, Source, SourceParts
+from mldserver.versions.code import Code, read_code
+from mldserver.versions.swap import Swap
 from mldserver.windows import Tumbling
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
@@ -85,8 +87,10 @@ class Parts:
     """None where no stream is named."""
     tls: ServerTLS | None
     """Of the listener; None for clear text."""
+    swap: Swap
+    """Exchanges the handler's code."""
     handler_version: str
-    """The version of the handler that was loaded."""
+    """The version of the handler that was loaded first."""
 
 
 def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
@@ -138,12 +142,15 @@ class Dependencies(NamedTuple):
     """The Spark driver that the server's functions share; None: the pipeline has its own."""
 
 
-async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[str], None]) -> Parts:
+async def assemble(
+    settings: Settings, around: Dependencies, *, step: Callable[[str], None], code_path: str = ""
+) -> Parts:
     """Load the handler and build every part. Files, sockets and the ledger are not opened yet.
 
     A worker process loads the handler; if the settings have no workers, this process does. ``step`` is called with the name
     of each step as it begins. If cancelled, ``assemble`` leaves no process behind. It may leave a daemon thread that hangs in
-    user code or in a file system; such a thread does not keep the process from ending.
+    user code or in a file system; such a thread does not keep the process from ending. ``code_path``: the archive in the output
+    store whose modules to load (``CodeVersion.path``); empty: the handler is loaded from the Python path.
 
     Raises HandlerError if the handler cannot be loaded, JavaError if Spark cannot start on this host, and OperatorError if
     the settings name a ledger or an output folder that cannot be used.
@@ -151,6 +158,10 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
     # Keep freed memory for the buffers of later lines. glibc keeps more by itself after a line that is longer than this.
     keep_memory(4 << 20)
     step("handler")
+    code = {}
+    if code_path:
+        read = partial(_stored_code, settings, code_path)
+        code = await run_in_daemon_thread(read, name="mldserver-code")
     # The handler's module may import the packages that Spark's executors get. Workers inherit this process's path.
     sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
     common: dict[str, Any] = {
@@ -162,7 +173,9 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
     }
     runtime: InlineRuntime | WorkerRuntime
     if settings.workers is None:
-        spec = await run_in_daemon_thread(partial(load_spec, settings.handler), name="mldserver-import")
+        spec = await run_in_daemon_thread(
+            partial(load_spec, settings.handler, code=code), name="mldserver-import"
+        )
         runtime = InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common)
     else:  # this process runs no code of the user
         common |= {
@@ -171,17 +184,24 @@ async def assemble(settings: Settings, around: Dependencies, *, step: Callable[[
             "limits": settings.part(Limits),
         }
         level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-        runtime = WorkerRuntime(settings.handler, log_level=level, **common)
+        runtime = WorkerRuntime(settings.handler, log_level=level, code=code, **common)
         spec = await runtime.load()
     step("output folder")
     try:
-        return await _assembled(settings, around, runtime, spec)
+        return await _assembled(settings, around, runtime, spec, code_path)
     except BaseException:
         await runtime.close()
         raise
 
 
-async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec) -> Parts:
+def _stored_code(settings: Settings, path: str) -> Code:
+    """Return the modules of an archive in the output store. Blocking. Raises OperatorError."""
+    return read_code(store_of(settings), path)
+
+
+async def _assembled(
+    settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec, code_path: str
+) -> Parts:
     """Build the parts around a loaded handler. What reads files or imports much runs in a thread, not on the event loop.
 
     A handler without a schema gives no rows: it has neither Spark nor a window runner. With ``around.drain`` the parts belong to a
@@ -290,6 +310,16 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
     firing = None
     if spec.timers:
         firing = Firing(runtime=runtime, claims=consumers.claims, timers=coordinator.timers, clock=clock)
+    swap = Swap(
+        runtime=runtime,
+        engine=engine,
+        shards=coordinator.shards,
+        store=store,
+        clock=clock,
+        wanted=lambda: coordinator.ledger_view.state.life.deployed,
+        seconds=settings.flush_interval_ms / 1000,
+        path=code_path,
+    )
     return Parts(
         ledger=ledger,
         runtime=runtime,
@@ -302,6 +332,7 @@ async def _assembled(settings: Settings, around: Dependencies, runtime: Runtime,
         runner=runner,
         polling=polling,
         tls=tls,
+        swap=swap,
         handler_version=spec.version,
     )
 

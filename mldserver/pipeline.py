@@ -58,16 +58,18 @@ class Pipeline:
         *,
         begun: Callable[[Settings], Awaitable[None]] | None = None,
         forced: Callable[[], None] | None = None,
+        code_path: str = "",
     ) -> None:
         """Prepare a run; nothing is started.
 
-        ``begun`` is called once the output folder belongs to this server, and ``forced`` if the stop is forced.
+        ``begun`` is called once the output folder belongs to this server, and ``forced`` if the stop is forced. ``code_path``
+        names the handler's code (``assemble``).
         """
         self.settings = settings
         self._around = around
         self._clock = around.clock
         self._drain = around.drain
-        self._on_begun, self._on_forced = begun, forced
+        self._on_begun, self._on_forced, self._code_path = begun, forced, code_path
         self.parts: Parts | None = None
         """The parts, once they are built."""
         self.begun: Parts | None = None
@@ -108,7 +110,9 @@ class Pipeline:
         if self.settings.stream is not None and self._around.kinesis is None:
             self._begin("AWS credentials")
             await require_aws(self.settings.stream, region=self.settings.region)
-        parts = self.parts = await assemble(self.settings, self._around, step=self._begin)
+        parts = self.parts = await assemble(
+            self.settings, self._around, step=self._begin, code_path=self._code_path
+        )
         await parts.runtime.start()
         self._begin("ledger and recovery")
         try:
@@ -154,6 +158,7 @@ class Pipeline:
                 "readiness": self.readiness.watch(parts, self._clock, self._stop),
                 "dead letters": parts.redriver.run(),
                 "drain": self._watch_drain(parts.coordinator),
+                "versions": parts.swap.run(),
             }
             if parts.firing is not None:
                 works["timers"] = parts.firing.run()

@@ -241,25 +241,7 @@ class _Acts:
 
         Raises HandlerError if that code cannot be loaded: the old workers stay.
         """
-        runtime, engine = self._parts.runtime, self._parts.engine
-        if not isinstance(runtime, WorkerRuntime):
-            raise OperatorError(
-                "The handler runs in the server's own process, which cannot load it twice.",
-                advice="Stop and start the server, or give it workers (`--workers 1`).",
-            )
-        former_version = runtime.spec.version
-        try:
-            await runtime.reload(self._shards.timer_counts.callbacks(self._shards.sessions.live_stores()))
-        except HandlerError as error:
-            error.did = error.did or "Nothing has changed: the old version goes on."
-            raise
-        text = f"Workers run {runtime.spec.path} as it is now ({runtime.spec.version}; before: {former_version})."
-        if engine is None:
-            return text
-        engine.renew(runtime.spec.code)
-        return (
-            f"{text} Spark's driver starts afresh with it once the windows that are being computed are done."
-        )
+        return await self._parts.swap.reload()
 
     def _connected_session(self, shard_id: str) -> Session:
         """Return the session of a shard that is connected to this server. Raises OperatorError for any other shard."""

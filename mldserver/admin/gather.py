@@ -145,10 +145,8 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
                 True,
             )
         )
-    if parts.runtime.trouble is not None:
-        found.append((parts.runtime.trouble, True))
-    if parts.firing is not None and parts.firing.trouble is not None:
-        found.append((parts.firing.trouble, True))
+    troubled = (part for part in (parts.runtime, parts.swap, parts.firing) if part is not None)
+    found += [(part.trouble, True) for part in troubled if part.trouble is not None]
     if parts.engine is not None and not parts.engine.is_ready:
         why = parts.engine.trouble
         reason = "Spark is not running" if why is None else f"Spark computes no window. {why}"

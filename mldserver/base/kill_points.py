@@ -69,6 +69,7 @@ STEPS: Final[Mapping[str, str]] = {
     "redrive.done": "what it gave is registered, and the letter is gone; its key may still be parked",
     # What is wanted of the function.
     "function.wanted": "the ledger has what is wanted now; no server follows it yet",
+    "function.swapping": "the ledger names another version; the workers run the old one",
     # Timers.
     "timers.firing": "timers are due; the handler has not seen them",
     "timers.fired": "what they gave is in memory",

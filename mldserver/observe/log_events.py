@@ -49,6 +49,10 @@ function.failed  error  lasting traceback
     server's restart; else it starts again after a back-off of 1 s to 1 min.
 function.wanted  info  wanted before
     The server follows what an operator wants of its function: deployed, paused or undeployed.
+function.swapped  info  version former
+    The workers run another version of the function's code: the one that the ledger names.
+function.refused  error  version traceback
+    The deployed version does not run here: the old code stays, and readiness is red until a deploy or rollback.
 server.expired  warning  server seconds
     Another server on the ledger is dead: this server expired it, and its shards and windows are free for
     others.

@@ -133,7 +133,7 @@ OF_TIMERS: Final = frozenset(step for step, kinds in ONLY_IN.items() if kinds[0]
 
 OF_LETTERS: Final = frozenset({"letters.stored", "redrive.taken", "redrive.handled", "redrive.done"})
 """Steps that no story comes to: they have a test of their own."""
-OF_COMMANDS: Final = frozenset({"function.wanted"})
+OF_COMMANDS: Final = frozenset({"function.wanted", "function.swapping"})
 """Steps of an operator's commands, which no story has: ``test_pause.py``."""
 
 
