@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -34,6 +34,7 @@ from mldserver.effects import NOTHING, Effects
 from mldserver.errors import GapRefused, PeerError
 from mldserver.ledger.contract import ShardState, StoreState
 from mldserver.ledger.operations import Ledger
+from mldserver.ledger.rules import position_after_gap
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, TimerReport
 from mldserver.stores import SnapshotSource, StateChange, StateSnapshot, StoreClaim, pack_changes
@@ -159,9 +160,11 @@ class CoordinatorIntake:
         shard_id = opening.shard_id
         # The ledger keeps parents that only ListShards names, so that they order the shard after a restart too.
         parents = opening.parents or self.lineage.nodes[shard_id].parents
-        state = await self.ledger.open_shard(shard_id, parents, store=claim)
+        start = opening.start if isinstance(opening.start, Sequence) else None
+        state = await self.ledger.open_shard(shard_id, parents, store=claim, start=start)
         accepted = state.gap_accepted or self.rules.accept_gap
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
+        state = replace(state, position=position_after_gap(state, start) or state.position)
         # Read under the new epoch: records that an older session has not made durable are delivered again.
         parked = await self.ledger.parked_keys(shard_id) if self.rules.parks else {}
         store = None if claim is None else (await self.ledger.peek()).stores[state.store]

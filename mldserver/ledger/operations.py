@@ -45,7 +45,6 @@ from mldserver.ledger.contract import (
     ShardState,
     StateFile,
     StoredLetter,
-    Wanted,
     WindowEntry,
 )
 from mldserver.records import DeadLetter, Sequence
@@ -232,7 +231,7 @@ class Ledger(abc.ABC):
     async def change_life(self, before: FunctionLife, after: FunctionLife) -> bool:
         """Change what is wanted of the function, for all of its servers. False, without a change: it is not ``before`` any more.
 
-        Entering ``UNDEPLOYED`` asks all servers to drain, too; leaving it ends the drain.
+        Entering ``UNDEPLOYED`` asks all servers to drain, too. After a deploy the drain is over once a server declares its shape.
         """
         return await self._tool(rules.change_life, before, after)
 
@@ -243,8 +242,8 @@ class Ledger(abc.ABC):
         there or after it, which is logged once. False: the function is not undeployed, keeps all that, or has a server. The dead letters go
         first, some at a time; the rest is one transaction.
         """
-        life = (await self.peek()).life
-        if life.wanted is not Wanted.UNDEPLOYED or life.keep:
+        state = await self.peek()
+        if not rules.may_forget(state.life, state.shards):
             return False
         while letters := await self.letters(limit=LETTERS_AT_ONCE):
             await self.purge(tuple(letter.id for letter in letters))
@@ -253,15 +252,21 @@ class Ledger(abc.ABC):
     # Shards.
 
     async def open_shard(
-        self, shard_id: str, parents: tuple[str, ...] = (), *, store: StoreClaim | None = None
+        self,
+        shard_id: str,
+        parents: tuple[str, ...] = (),
+        *,
+        store: StoreClaim | None = None,
+        start: Sequence | None = None,
     ) -> ShardState:
         """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
 
-        ``gap_accepted`` is returned once and cleared. ``store``: for a pipeline with keyed state. A shard with a range begins
-        with the parts of its parents' stores that lie in the range, and closes those stores; a shard without a range shares
-        its parent's store. Raises PeerError when the range differs from that of the shard's store.
+        ``gap_accepted`` is returned once and cleared; the ledger's position then moves to ``start``, after which the connection
+        reads, if that is beyond it. The state that is returned has the position from before. ``store``: for a pipeline with keyed
+        state. A shard with a range begins with the parts of its parents' stores that lie in the range, and closes those stores;
+        a shard without a range shares its parent's store. Raises PeerError when the range differs from that of the shard's store.
         """
-        return await self._member(rules.open_shard, shard_id, parents, self.server_id, store)
+        return await self._member(rules.open_shard, shard_id, parents, self.server_id, store, start)
 
     async def adopt_store(self, store_id: str) -> ShardState | None:
         """Raise the epoch of a store's last shard, own it, and return it, so that this server can fire the store's timers.

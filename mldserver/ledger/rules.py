@@ -27,6 +27,7 @@ from mldserver.ledger.contract import (
     WindowState,
     storable,
 )
+from mldserver.records import Sequence
 from mldserver.stores import StoreClaim
 
 _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
@@ -73,7 +74,8 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
         draft.shapes.put(change.fingerprint, change.text)
     # A drain is over once all servers that ran before have left: other starting servers have declared nothing yet.
     others = [server for name, server in draft.book.servers.items() if name != server_id]
-    draining = draft.totals.draining and any(other.shape for other in others)
+    undeployed = draft.totals.life.wanted is Wanted.UNDEPLOYED
+    draining = draft.totals.draining and (undeployed or any(other.shape for other in others))
     known = change.fingerprint == draft.totals.shape
     draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
     if known:
@@ -102,20 +104,33 @@ def drain(draft: Draft) -> None:
 
 
 def change_life(draft: Draft, before: FunctionLife, after: FunctionLife) -> bool:
-    """Change what is wanted of the function, if it is ``before``. An undeploy drains; its end ends the drain too."""
+    """Change what is wanted of the function, if it is ``before``. An undeploy drains.
+
+    A deploy ends that drain only where servers still run: if none does, the first one that declares its shape ends it, and may
+    change the shape.
+    """
     totals = draft.totals
     if totals.life != before:
         return False
-    undeployed, was_undeployed = (each.wanted is Wanted.UNDEPLOYED for each in (after, before))
-    draining = totals.draining if undeployed == was_undeployed else undeployed
+    draining = totals.draining
+    if after.wanted is Wanted.UNDEPLOYED:
+        draining = True
+    elif before.wanted is Wanted.UNDEPLOYED:
+        draining = draining and not any(server.shape for server in draft.book.servers.values())
     draft.totals = replace(totals, life=after, draining=draining)
     return True
 
 
+def may_forget(life: FunctionLife, shards: Mapping[str, ShardState]) -> bool:
+    """Return whether the function is undeployed, keeps nothing, and no server has a shard of it."""
+    undeployed = life.wanted is Wanted.UNDEPLOYED and not life.keep
+    return undeployed and not any(shard.owner for shard in shards.values())
+
+
 def forget(draft: Draft, now_ms: int) -> bool:
     """Forget keyed state and event times of an undeployed function; False if a server has a shard of it, or it is kept."""
-    life, shards = draft.totals.life, draft.book.shards
-    if life.wanted is not Wanted.UNDEPLOYED or life.keep or any(shard.owner for shard in shards.values()):
+    shards = draft.book.shards
+    if not may_forget(draft.totals.life, shards):
         return False
     state_rules.forget_state(draft, shards, now_ms)
     for shard_id in shards:
@@ -175,14 +190,23 @@ def open_shard(
     parents: tuple[str, ...],
     server_id: str,
     claim: StoreClaim | None = None,
+    start: Sequence | None = None,
 ) -> ShardState:
-    """Raise the shard's epoch, own it and its store; return its state with the gap that was accepted until now."""
+    """Raise the shard's epoch, own it and its store; return its state with the position and the accepted gap until now."""
     shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
     opened = replace(shard, epoch=shard.epoch + 1, owner=server_id, parents=parents or shard.parents)
     if claim is not None:
         opened = replace(opened, store=state_rules.open_store(draft, opened, claim))
-    draft.shards.put(shard_id, replace(opened, gap_accepted=False))
+    # A server that dies before its first flush must not meet the same gap again, which would then be refused.
+    position = position_after_gap(shard, start) or opened.position
+    draft.shards.put(shard_id, replace(opened, position=position, gap_accepted=False))
     return opened
+
+
+def position_after_gap(shard: ShardState, start: Sequence | None) -> Sequence | None:
+    """Return ``start`` if it is beyond the position of a shard whose gap is accepted; else None."""
+    beyond = start is not None and (shard.position is None or shard.position < start)
+    return start if beyond and shard.gap_accepted and not shard.ended else None
 
 
 def release_shard(draft: Draft, shard_id: str, epoch: int) -> None:
@@ -216,7 +240,7 @@ def reset(
     for shard_id in _without_state(draft, shard_ids, now_ms, forget=forget_state):
         shard = draft.shards.get(shard_id)
         if shard is not None and shard.owner is None:
-            shard = replace(shard, epoch=shard.epoch + 1, position=None, ended_ms=None)
+            shard = replace(shard, epoch=shard.epoch + 1, position=None, ended_ms=None, gap_accepted=False)
             draft.shards.put(shard_id, replace(shard, effective_ms=None, event_ms=None))
             forgotten.add(shard_id)
     return frozenset(forgotten)

@@ -227,7 +227,11 @@ async def test_a_gap_that_was_accepted_in_the_ledger_is_accepted_once(tmp_path: 
         again = await pipeline.open("a", Sequence(9))
         again.disconnected()
         with pytest.raises(GapRefused):
-            await pipeline.open("a", Sequence(9))
+            await pipeline.open("a", Sequence(11))
+    async with pipeline.life():
+        session = await pipeline.open("a", Sequence(9))
+        await pipeline.give(session, [(10, 1000)])
+        await pipeline.cycle()
 
 
 async def test_a_shard_that_another_server_has_read_on_is_no_gap_though_this_one_has_not_heard_of_it(
