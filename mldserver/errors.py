@@ -204,6 +204,10 @@ class LedgerError(MldserverError):
     """Durable state cannot be used."""
 
 
+class LedgerMissing(LedgerError):
+    """No ledger of this pipeline was ever made there."""
+
+
 class LedgerUnusable(LedgerError):
     """The ledger is damaged, or these settings can never reach it."""
 

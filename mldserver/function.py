@@ -1,23 +1,37 @@
-"""One function of a server: runs its pipeline, and runs it again after a failure.
+"""One function of a server: what is wanted of it, and the runs of its pipeline that follow from that.
+
+The ledger holds what is wanted (``FunctionLife``). Before each run the function reads it, so that a restart in any state goes on.
+A deployed or paused function runs its pipeline, and runs it again after a failure. An undeploy drains the pipeline; then a run
+that only drains cuts and publishes every window, and the ledger forgets positions, keyed state, timers and dead letters, unless
+they are kept. Where nothing runs, the function looks into the ledger each flush interval, and follows what is wanted then.
 
 A server with several functions goes on when one of them ends with an error. An error that may pass (``lasting`` is False) is
-retried after a back-off of 1 s to 1 min. After any other error the function is *failed*: it waits for the server's restart. So
-does a function that was drained. The only function of a server ends with its pipeline, and so does the server.
+retried after a back-off of 1 s to 1 min. After any other error the function is *failed*: it waits until what is wanted changes,
+an operator asks again, or the server restarts. The only function of a server ends with an error, and so does the server.
+
+A drain that no undeploy asked for (``mldserver drain``) ends the only function of a server; one of several waits for a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import structlog
 
 from mldserver.admin.gather import Gatherer
-from mldserver.assembly import Dependencies, Parts
+from mldserver.assembly import Dependencies, Parts, ledger_of
 from mldserver.base.backoff import Backoff
-from mldserver.base.clock import first_of
+from mldserver.base.clock import first_of, in_time
+from mldserver.base.kill_points import kill_point
+from mldserver.base.threads import run_in_daemon_thread
 from mldserver.config.settings import Settings
+from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.errors import (
     EXIT_CLEAN,
     EXIT_FAULT,
@@ -25,10 +39,13 @@ from mldserver.errors import (
     EXIT_OPERATOR,
     HandlerError,
     LedgerError,
+    LedgerMissing,
     OperatorError,
     leaves,
 )
-from mldserver.functions.lifecycle import shown
+from mldserver.functions.lifecycle import Command, Shown, decide, shown
+from mldserver.ledger.contract import FunctionLife, LedgerState, Wanted, WindowState
+from mldserver.ledger.operations import Ledger
 from mldserver.pipeline import Pipeline
 from mldserver.status_document import FunctionStatus
 
@@ -36,6 +53,24 @@ log = structlog.get_logger("mldserver")
 
 _RETRY_SECONDS: Final = (1.0, 60.0)
 """The first and the longest wait between two runs of a function that failed."""
+_PATIENCE_SECONDS: Final = 4.0
+"""How long a command waits until this server follows it. If the ledger cannot be read, the next cycle that can follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a run ended, and what follows."""
+
+    code: int
+    """The exit code, if the server stops now."""
+    reason: str = ""
+    """Why nothing runs, in a sentence."""
+    wait: float | None = 0.0
+    """Seconds until the next run; None: until something is asked or what is wanted changes."""
+    rest: Shown | None = None
+    """What the status shows meanwhile, if that is not the state of a function that runs."""
+    ends_server: bool = False
+    """Whether the server ends too, if this was its only function."""
 
 
 class Function:
@@ -53,83 +88,213 @@ class Function:
         """Prepare the function. ``alone``: it is the server's only one. ``begun`` and ``forced``: see ``Pipeline``."""
         self.settings = settings
         self.name = settings.pipeline
-        self._around, self._alone, self._on_begun, self._on_forced = around, alone, begun, forced
+        self.alone = alone
+        self._around, self._on_begun, self._on_forced = around, begun, forced
         self._backoff = Backoff(*_RETRY_SECONDS)
-        self.pipeline = self._new_pipeline()
+        self.pipeline = Pipeline(settings, around, begun=begun, forced=self._report_forced)
         """The present run, or the last one."""
-        self._stopping = asyncio.Event()
-        self._failure = ""
-        """Why the last run failed, or why there is none, in a sentence; empty while a run works."""
-        self._lifecycle = "deploying"
-        """What the status shows of a function whose start is not complete."""
+        self._ran = self._only_drains = False
+        """Whether ``pipeline`` was run; whether it is the last step of an undeploy."""
+        self._life = FunctionLife()
+        """What was wanted when the ledger was read last."""
+        self._ended: _End | None = None
+        """How the last run ended; None while one works."""
+        self._stopping, self._asked = asyncio.Event(), asyncio.Event()
 
-    def _new_pipeline(self) -> Pipeline:
-        return Pipeline(self.settings, self._around, begun=self._on_begun, forced=self._on_forced)
+    # Its state.
 
     @property
     def parts(self) -> Parts | None:
-        """The parts of the present run, once its start is complete; None after a run that failed or was drained."""
-        return None if self._failure else self.pipeline.begun
+        """The parts of the present run, once its start is complete; None after it."""
+        return self.pipeline.begun if self._ended is None else None
+
+    @property
+    def life(self) -> FunctionLife:
+        """What is wanted of the function, as this server knows it."""
+        return self._life if self.parts is None else self.parts.coordinator.ledger_view.state.life
+
+    @property
+    def shown(self) -> Shown:
+        """The state of the function at this server."""
+        return self._shown_for(self.life)
+
+    def _shown_for(self, life: FunctionLife) -> Shown:
+        parts, rest = self.parts, None if self._ended is None else self._ended.rest
+        if rest is Shown.UNDEPLOYED:
+            return rest
+        holds = parts is not None and parts.coordinator.is_paused
+        return shown(life, runs=True, started=parts is not None, holds=holds, failed=rest is not None)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the function runs, and readiness is green."""
-        return self.parts is not None and self.pipeline.readiness.green.is_set()
+        """Whether the function runs, and readiness is green; or it is undeployed."""
+        runs = self.parts is not None and self.pipeline.readiness.green.is_set()
+        return runs or self.shown is Shown.UNDEPLOYED
+
+    # Its runs.
 
     async def run(self) -> int:
         """Run the function until it is stopped, and return the exit code. Logs errors, and does not raise them."""
         with structlog.contextvars.bound_contextvars(pipeline=self.name):
             while True:
-                code = await self._run_once()
-                if self._alone or self._stopping.is_set():
-                    return code
-                await self._wait_after(code)
+                self._asked.clear()
+                end = await self._run_once()
+                if self._stopping.is_set() or (self.alone and end.ends_server):
+                    return end.code
+                self._ended = end
+                await self._wait(end)
                 if self._stopping.is_set():
                     return EXIT_CLEAN  # it was not running
-                self.pipeline = self._new_pipeline()
 
-    async def _run_once(self) -> int:
-        """Run the pipeline once, and return the exit code. Logs its errors."""
+    async def _run_once(self) -> _End:
+        """Do what is wanted once: run the pipeline, drain it, or complete an undeploy. Logs errors."""
         code = EXIT_FAULT
-        self._failure, self._lifecycle = "", "deploying"
         try:
-            code = EXIT_CLEAN if await self.pipeline.run() else EXIT_FORCED
+            undeployed = asyncio.ensure_future(self._is_undeployed())
+            await first_of(undeployed, self._stopping.wait())
+            if not undeployed.cancelled() and undeployed.result():
+                return _End(EXIT_CLEAN, "the function is undeployed", wait=None, rest=Shown.UNDEPLOYED)
+            self._ended = None
+            return await self._run_pipeline()
         except* (OperatorError, HandlerError, LedgerError) as group:
             errors = list(leaves(group))
             code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
             for error in errors:
                 self._report_failure(code, **error.told())
-            self._failure = str(errors[0])
+            reason = str(errors[0])
         except* Exception as group:  # noqa: BLE001  # it is logged; a bug in one function must not end the others
             self._report_failure(code, exc_info=True)
-            self._failure = f"an internal error: {next(leaves(group))!r}"
-        return code
+            reason = f"an internal error: {next(leaves(group))!r}"
+        if code == EXIT_OPERATOR and self._life.wanted is not Wanted.UNDEPLOYED:
+            return _End(code, reason, wait=None, rest=Shown.FAILED, ends_server=True)
+        if self.pipeline.readiness.green.is_set():
+            self._backoff.worked()
+        return _End(code, reason, wait=self._backoff.failed(self._around.rng()), ends_server=True)
+
+    async def _is_undeployed(self) -> bool:
+        """Read what is wanted. Complete an undeploy whose windows are all published; return whether it is complete.
+
+        Raises LedgerError.
+        """
+        async with self._ledger() as ledger:
+            state = await _state_of(ledger)
+            self._life = state.life
+            if self._life.wanted is not Wanted.UNDEPLOYED or self._around.drain or not _is_drained(state):
+                return False
+            return self._life.keep or await ledger.forget()
+
+    async def _run_pipeline(self) -> _End:
+        """Run the pipeline. If an undeploy is wanted it only publishes windows. Raises what ``Pipeline.run`` raises."""
+        around, settings = self._around, self.settings
+        only_drains = self._life.wanted is Wanted.UNDEPLOYED and not around.drain
+        if only_drains:
+            around, settings = around._replace(drain=True), replace(settings, server_id=None)
+        if self._ran or only_drains:
+            if self._stopping.is_set():
+                return _End(EXIT_CLEAN)
+            self.pipeline = Pipeline(settings, around, begun=self._on_begun, forced=self._report_forced)
+        self._ran, self._only_drains = True, only_drains
+        durable = await self.pipeline.run()
+        code = EXIT_CLEAN if durable or only_drains else EXIT_FORCED
+        if only_drains or self.pipeline.undeploys:
+            return _End(code)
+        reason = "the pipeline was drained: restart the server to serve it again"
+        return _End(code, reason, wait=None, rest=Shown.UNDEPLOYED, ends_server=True)
+
+    def _report_forced(self) -> None:
+        """Tell the server of a forced stop, unless an undeploy goes on after it."""
+        if self._on_forced is not None and not (self._only_drains or self.pipeline.undeploys):
+            self._on_forced()
 
     def _report_failure(self, code: int, **fields: object) -> None:
         """Log an error that has ended the pipeline."""
-        if self._alone:
+        if self.alone:
             log.critical("server.failed", exit_code=code, **fields)
         else:
             log.error("function.failed", lasting=code == EXIT_OPERATOR, **fields)
 
-    async def _wait_after(self, code: int) -> None:
-        """Wait until the pipeline may run again: for the back-off; after a lasting error or a drain, for the server's stop."""
-        waits: list[Awaitable[object]] = [self._stopping.wait()]
-        if code == EXIT_OPERATOR:
-            self._lifecycle = "failed"
-        elif not self._failure:  # nothing but a drain ends a pipeline without an error
-            self._lifecycle = "undeployed"
-            self._failure = "the pipeline was drained: restart the server to serve it again"
+    async def _wait(self, end: _End) -> None:
+        """Wait for the next run. A command, or another server's, ends the wait at once or within a flush interval."""
+        clock = self._around.clock
+        left = math.inf if end.wait is None else end.wait
+        if end.rest is not None and self._on_begun is not None:
+            await self._on_begun(self.settings)  # commands need it while nothing runs
+        async with self._ledger() as ledger:
+            while left > 0:
+                step = min(left, self.settings.flush_interval_ms / 1000)
+                await first_of(self._stopping.wait(), self._asked.wait(), clock.sleep(step))
+                if self._stopping.is_set() or self._asked.is_set():
+                    return
+                left -= step
+                with contextlib.suppress(LedgerError):  # the next look may find it
+                    if (await _state_of(ledger)).life != self._life:
+                        return
+
+    @contextlib.asynccontextmanager
+    async def _ledger(self) -> AsyncIterator[Ledger]:
+        """Give the ledger of the parts; where there are none, one of its own, to a tool."""
+        if self.parts is not None:
+            yield self.parts.ledger
+            return
+        # In a thread, because a ledger in DynamoDB imports a large part of AWS's client.
+        make = partial(ledger_of, self.settings, server_id=f"tool:{self.name}", clock=self._around.clock)
+        ledger = await run_in_daemon_thread(make, name="mldserver-ledger")
+        try:
+            yield ledger
+        finally:
+            await ledger.close()
+
+    # Commands.
+
+    async def command(self, command: Command, *, keep: bool = False) -> bool:
+        """Carry out a command of the life cycle, in any state. False: nothing was to be changed.
+
+        ``keep``: see ``decide``. Raises OperatorError if the state does not allow the command, or another command was faster;
+        LedgerError.
+        """
+        async with self._ledger() as ledger:
+            life = (await _state_of(ledger)).life
+        after = decide(command, life, self._shown_for(life), name=self.name, keep=keep)
+        if after is None:
+            return False
+        if not await self.change_life(life, after):
+            raise OperatorError(
+                f"Another command for the function {self.name} came at the same time.",
+                did="This one changed nothing.",
+                advice="Look at the function's state (`mldserver status`), and repeat the command if it is still wanted.",
+            )
+        return True
+
+    async def change_life(self, before: FunctionLife, after: FunctionLife) -> bool:
+        """Change what is wanted, and follow it. False, without a change: it is not ``before`` any more. Raises LedgerError."""
+        async with self._ledger() as ledger:
+            try:
+                await ledger.peek()
+            except LedgerMissing:  # the function has never run
+                await ledger.open()
+                await ledger.leave()
+            if not await ledger.change_life(before, after):
+                return False
+        kill_point("function.wanted")
+        await self.look()
+        return True
+
+    async def look(self) -> None:
+        """Follow at once what the ledger says is wanted."""
+        if self.parts is None:
+            self._asked.set()
         else:
-            if self.pipeline.readiness.green.is_set():
-                self._backoff.worked()
-            waits.append(self._around.clock.sleep(self._backoff.failed(self._around.rng())))
-        await first_of(*waits)
+            await in_time(self.parts.coordinator.flush("operator"), self._around.clock, _PATIENCE_SECONDS)
 
     def stop(self, reason: str) -> None:
-        """Begin an orderly stop. A drain that runs goes on, except that of the only function, which is then forced."""
+        """Begin an orderly stop. The next start continues an undeploy.
+
+        Another drain goes on, except that of the only function, which is then forced.
+        """
         self._stopping.set()
-        if self._alone or not self.pipeline.is_stopping:
+        if self._only_drains:
+            self.pipeline.force()
+        elif self.alone or not self.pipeline.is_stopping:
             self.pipeline.stop(reason)
 
     def force(self) -> None:
@@ -137,9 +302,11 @@ class Function:
         self._stopping.set()
         self.pipeline.force()
 
+    # Watching.
+
     def report(self) -> str:
         """Return what the function waits for or why it is not ready; ``ready`` if it is."""
-        return self._failure or self.pipeline.report()
+        return self._reason or self.pipeline.report()
 
     def status(self, gatherer: Gatherer, failure: str = "") -> FunctionStatus:
         """Return the function's status, in any stage. ``failure``: why its parts cannot be read, if they cannot."""
@@ -147,13 +314,28 @@ class Function:
             self.settings,
             self.parts,
             stage=self.pipeline.stage,
-            failure=failure or self._failure,
-            lifecycle=self._lifecycle if self.parts is None else _lifecycle_of(self.parts),
+            failure=failure or self._reason,
+            lifecycle=self.shown,
         )
 
+    @property
+    def _reason(self) -> str:
+        return "" if self._ended is None else self._ended.reason
 
-def _lifecycle_of(parts: Parts) -> str:
-    """Return what the status shows of a function that runs."""
-    coordinator = parts.coordinator
-    life = coordinator.ledger_view.state.life
-    return shown(life, runs=True, started=True, holds=coordinator.is_paused, failed=False)
+
+async def _state_of(ledger: Ledger) -> LedgerState:
+    """Return what the ledger holds: nothing, if it was never made. Raises LedgerError."""
+    try:
+        return await ledger.peek()
+    except LedgerMissing:
+        return LedgerState()
+
+
+def _is_drained(state: LedgerState) -> bool:
+    """Whether no server serves the function, and all its windows are published or set aside."""
+    done = (
+        window.state is WindowState.SET_ASIDE
+        or (window.state is WindowState.PUBLISHED and not window.pending)
+        for window in state.windows.values()
+    )
+    return all(done) and all(server.startswith(DRAIN) for server in state.servers)

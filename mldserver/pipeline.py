@@ -35,7 +35,7 @@ from mldserver.config.settings import Settings
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.errors import folder_error
 from mldserver.jobs.engine import Engine
-from mldserver.ledger.contract import WindowState
+from mldserver.ledger.contract import Wanted, WindowState
 
 log = structlog.get_logger("mldserver")
 T = TypeVar("T")
@@ -78,6 +78,8 @@ class Pipeline:
         self._stop = asyncio.Event()
         self.forced = asyncio.Event()
         """Set once the stop is forced: pending work is cancelled then, which may not end it. Read only."""
+        self.undeploys = False
+        """Whether an undeploy of the function asked for the drain."""
         self._reason = ""
         self._step = ""
         """What the start waits for."""
@@ -201,6 +203,7 @@ class Pipeline:
         """Stop this server when the ledger asks all servers to drain."""
         await coordinator.draining.wait()
         if not self._stop.is_set():
+            self.undeploys = coordinator.ledger_view.state.life.wanted is Wanted.UNDEPLOYED
             self.stop(_DRAIN)
 
     async def _close(self) -> None:
@@ -265,11 +268,18 @@ class Pipeline:
         return True
 
     async def _publish_all(self, parts: Parts) -> None:
-        """Wait until this server is the only one, cut every open window, and return when all are published."""
+        """Wait until this server is the only one, cut every open window, and return when all are published.
+
+        Return sooner if an undeploy asked for it, and another server has deployed the function again: the rest stays open.
+        """
         coordinator, runner = parts.coordinator, parts.runner
+        view = coordinator.ledger_view
+        wanted = view.state.life.wanted
         while coordinator.status().servers > 1:
             await self._clock.sleep(self.settings.flush_interval_ms / 1000)
             await coordinator.flush("drain")
+            if wanted is Wanted.UNDEPLOYED and view.state.life.wanted is not wanted:
+                return
         coordinator.cuts_all = True
         while True:
             await coordinator.flush("drain")

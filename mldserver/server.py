@@ -261,9 +261,9 @@ class Server:
 
     async def carry_out(self, act: str, argument: str, function: str = "") -> tuple[bool, str]:
         """Carry out an act on a function, or the only one; return whether it is done, and a sentence for the caller."""
-        stopping = self._stop.is_set()
-        parts = {name: None if stopping else each.parts for name, each in self.functions.items()}
-        return await carry_out(parts, self._clock, act, argument, function)
+        if self._stop.is_set():
+            return False, "The server is stopping and cannot be steered now."
+        return await carry_out(self.functions, self._clock, act, argument, function)
 
     async def fire_timers(self) -> None:
         """Fire pending timers without waiting for their due times; for simulations. See ``Firing.fire_all``. Raises LedgerError."""

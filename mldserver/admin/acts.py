@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Final, get_args
+from typing import Final, Protocol, get_args
 
 import msgspec
 
 from mldserver.assembly import Parts
 from mldserver.base.clock import Clock, in_time
-from mldserver.base.kill_points import kill_point
 from mldserver.config.settings import Level
 from mldserver.coordinator.core.sessions import Session
 from mldserver.errors import HandlerError, LedgerError, OperatorError
-from mldserver.functions.lifecycle import Command, decide, shown
+from mldserver.functions.lifecycle import Command
 from mldserver.observe.logging import Logger, set_level
 from mldserver.runtime.interface import TimerFilter
 from mldserver.sources.link import Link
@@ -42,17 +41,28 @@ _PATIENCE_SECONDS: Final = 4.0
 _LEVELS: Final = get_args(Level)
 
 
+class Steered(Protocol):
+    """A function, as acts need it (``function.py``)."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """Its parts; None while it does not run."""
+
+    async def command(self, command: Command, *, keep: bool = False) -> bool:
+        """Carry out a command of the life cycle. False: nothing was to be changed. Raises OperatorError or LedgerError."""
+
+
 async def carry_out(
-    functions: Mapping[str, Parts | None], clock: Clock, act: str, argument: str, function: str = ""
+    functions: Mapping[str, Steered], clock: Clock, act: str, argument: str, function: str = ""
 ) -> tuple[bool, str]:
     """Carry out an operator's request ``act`` with its argument; return (whether it is done, the result in words).
 
-    ``functions`` has the parts of each function by name; None while a function does not run. ``function`` is the name of the one
-    that the request is for; empty: the only one.
+    ``function`` is the name of the function that the request is for; empty: the only one.
     """
     try:
         if act == "log-level":
-            return True, _log_level([parts for parts in functions.values() if parts is not None], argument)
+            running = (each.parts for each in functions.values())
+            return True, _log_level([parts for parts in running if parts is not None], argument)
         acts = _Acts(*_running(functions, function), clock)
         match act:
             case "pause":
@@ -75,18 +85,18 @@ async def carry_out(
     return True, text
 
 
-def _running(functions: Mapping[str, Parts | None], name: str) -> tuple[str, Parts]:
+def _running(functions: Mapping[str, Steered], name: str) -> tuple[Steered, Parts]:
     """Return the function ``name``, or the only one, and its parts. Raises OperatorError if it is not known or does not run."""
     if not name and len(functions) == 1:
         (name,) = functions
     if name not in functions:
         what = f"This server has no function {name!r}." if name else "This server has several functions."
         raise OperatorError(what, advice=f"Name one with --function: {', '.join(functions)}.")
-    parts = functions[name]
+    parts = functions[name].parts
     if parts is None:
         who = "The server" if len(functions) == 1 else f"The function {name}"
         raise OperatorError(f"{who} is starting or stopping and cannot be steered now.")
-    return name, parts
+    return functions[name], parts
 
 
 def _log_level(running: Iterable[Parts], level: str) -> str:
@@ -111,8 +121,8 @@ class _Acts:
     holds which shards are paused, and why.
     """
 
-    def __init__(self, name: str, parts: Parts, clock: Clock) -> None:
-        self._name = name
+    def __init__(self, function: Steered, parts: Parts, clock: Clock) -> None:
+        self._function = function
         self._parts = parts
         self._clock = clock
         self._shards = parts.coordinator.shards
@@ -124,7 +134,7 @@ class _Acts:
             self._connected_session(shard_id)  # raises for an unknown shard
             self._backpressure.paused_shards.add(shard_id)
         else:
-            await self._want(Command.PAUSE)
+            await self._function.command(Command.PAUSE)
         effect = (
             f"shard {shard_id} waits for its next answer" if shard_id else "every shard waits for its answer"
         )
@@ -141,35 +151,17 @@ class _Acts:
         if shard_id and shard_id not in backpressure.paused_shards:
             paused = ", ".join(sorted(backpressure.paused_shards)) or "none"
             raise OperatorError(f"Shard {shard_id} is not paused.", advice=f"There are {paused}.")
-        if not shard_id and not await self._want(Command.RESUME) and not backpressure.paused_shards:
+        if (
+            not shard_id
+            and not await self._function.command(Command.RESUME)
+            and not backpressure.paused_shards
+        ):
             return "Nothing was paused."
         resumed = {shard_id} if shard_id else set(backpressure.paused_shards)
         backpressure.paused_shards -= resumed
         backpressure.draining -= resumed
         await backpressure.release()
         return f"Shard {shard_id} goes on." if shard_id else "All shards go on."
-
-    async def _want(self, command: Command) -> bool:
-        """Change what is wanted of the function, and follow it. False: nothing was to be changed.
-
-        Raises OperatorError if the function's state does not allow the command, or another command was faster; LedgerError.
-        """
-        ledger = self._shards.ledger
-        life, holds = (await ledger.peek()).life, self._parts.coordinator.is_paused
-        state = shown(life, runs=True, started=True, holds=holds, failed=False)
-        after = decide(command, life, state, name=self._name)
-        if after is None:
-            return False
-        if not await ledger.change_life(life, after):
-            raise OperatorError(
-                f"Another command for the function {self._name} came at the same time.",
-                did="This one changed nothing.",
-                advice="Look at the function's state (`mldserver status`), and repeat the command if it is still wanted.",
-            )
-        kill_point("function.wanted")
-        # If the ledger cannot be read now, the next cycle that can read it follows.
-        await in_time(self._shards.flush("operator"), self._clock, _PATIENCE_SECONDS)
-        return True
 
     async def flush(self) -> str:
         """Make all rows in memory durable: write their segments and register them in the ledger."""

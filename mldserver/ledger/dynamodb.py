@@ -39,7 +39,7 @@ import structlog
 
 from mldserver.base.aws import aws_client
 from mldserver.base.clock import Clock
-from mldserver.errors import InternalError, LedgerError
+from mldserver.errors import InternalError, LedgerError, LedgerMissing
 from mldserver.ledger import row_rules
 from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter, with_ancestors
@@ -124,7 +124,7 @@ class DynamoLedger(Ledger):
             if not await journal.load(self._clock.now_ms() if create and self._former is None else None):
                 name = self._former or self._pipeline
                 missing = f"The table {self._name} holds no ledger of the pipeline {name}."
-                raise LedgerError(
+                raise LedgerMissing(
                     missing, advice="Name a pipeline that ran, and its table.", table=self._name
                 )
             self._journal = journal

@@ -167,7 +167,7 @@ class Ledger(abc.ABC):
     async def peek(self) -> LedgerState:
         """Return what the ledger holds, opening it when it is not open, without registering: for tools.
 
-        Creates nothing: raises LedgerError when no ledger exists, otherwise as ``open``. Close it also after an error.
+        Creates nothing: raises LedgerMissing when no ledger exists, otherwise as ``open``. Close it also after an error.
         """
         await self._connect(create=False)
         return self._seen(await self._timed(self._read_book(Book.state)))

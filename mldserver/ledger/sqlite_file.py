@@ -71,6 +71,7 @@ from mldserver.base.disk import make_folder, make_private_file
 from mldserver.errors import (
     InternalError,
     LedgerError,
+    LedgerMissing,
     LedgerUnusable,
     LedgerVersionError,
     MldserverError,
@@ -296,8 +297,8 @@ def pipeline_of(path: Path) -> str | None:
     return row[0] if row is not None and isinstance(row[0], str) else None
 
 
-def _missing(path: Path) -> LedgerError:
-    return LedgerError(
+def _missing(path: Path) -> LedgerMissing:
+    return LedgerMissing(
         f"There is no ledger at {path}.",
         advice="Name the output folder of a pipeline that ran.",
         path=str(path),
