@@ -289,13 +289,14 @@ class Function:
     def stop(self, reason: str) -> None:
         """Begin an orderly stop. The next start continues an undeploy.
 
-        Another drain goes on, except that of the only function, which is then forced.
+        A drain that runs goes on, except that of the only function, which is forced if no undeploy asked for it.
         """
         self._stopping.set()
+        pipeline = self.pipeline
         if self._only_drains:
-            self.pipeline.force()
-        elif self.alone or not self.pipeline.is_stopping:
-            self.pipeline.stop(reason)
+            pipeline.force()
+        elif not pipeline.is_stopping or (self.alone and not pipeline.undeploys):
+            pipeline.stop(reason)
 
     def force(self) -> None:
         """Stop now, without waiting for pending work."""
