@@ -81,7 +81,7 @@ class Pipeline:
         self.undeploys = False
         """Whether an undeploy of the function asked for the drain."""
         self._reason = ""
-        self._step = ""
+        self._step = "ledger"
         """What the start waits for."""
         self.readiness = Readiness()
         self._to_compute = asyncio.Event()
