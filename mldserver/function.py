@@ -192,18 +192,19 @@ class Function:
         if self._ran or only_drains:
             if self._stopping.is_set():
                 return _End(EXIT_CLEAN)
-            self.pipeline = Pipeline(settings, around, begun=self._on_begun, forced=self._report_forced)
+            begun, forced = self._on_begun, self._report_forced
+            self.pipeline = Pipeline(settings, around, begun=begun, forced=forced, undeploys=only_drains)
         self._ran, self._only_drains = True, only_drains
         durable = await self.pipeline.run()
         code = EXIT_CLEAN if durable or only_drains else EXIT_FORCED
-        if only_drains or self.pipeline.undeploys:
+        if self.pipeline.undeploys:
             return _End(code)
         reason = "the pipeline was drained: restart the server to serve it again"
         return _End(code, reason, wait=None, rest=Shown.UNDEPLOYED, ends_server=True)
 
     def _report_forced(self) -> None:
         """Tell the server of a forced stop, unless an undeploy goes on after it."""
-        if self._on_forced is not None and not (self._only_drains or self.pipeline.undeploys):
+        if self._on_forced is not None and not self.pipeline.undeploys:
             self._on_forced()
 
     def _report_failure(self, code: int, **fields: object) -> None:

@@ -59,11 +59,13 @@ class Pipeline:
         begun: Callable[[Settings], Awaitable[None]] | None = None,
         forced: Callable[[], None] | None = None,
         code_path: str = "",
+        undeploys: bool = False,
     ) -> None:
         """Prepare a run; nothing is started.
 
         ``begun`` is called once the output folder belongs to this server, and ``forced`` if the stop is forced. ``code_path``
-        names the handler's code (``assemble``).
+        names the handler's code (``assemble``). ``undeploys``: the drain is that of an undeploy,
+        which asked all servers to drain.
         """
         self.settings = settings
         self._around = around
@@ -78,7 +80,7 @@ class Pipeline:
         self._stop = asyncio.Event()
         self.forced = asyncio.Event()
         """Set once the stop is forced: pending work is cancelled then, which may not end it. Read only."""
-        self.undeploys = False
+        self.undeploys = undeploys
         """Whether an undeploy of the function asked for the drain."""
         self._reason = ""
         self._step = "ledger"
@@ -136,7 +138,7 @@ class Pipeline:
             )
         if self._on_begun is not None:
             await self._on_begun(self.settings)
-        if self._drain:
+        if self._drain and not self.undeploys:  # another server may have deployed the function again
             await parts.ledger.drain()
         self.begun = parts
         self._built.set()
@@ -274,15 +276,16 @@ class Pipeline:
         """
         coordinator, runner = parts.coordinator, parts.runner
         view = coordinator.ledger_view
-        wanted = view.state.life.wanted
         while coordinator.status().servers > 1:
             await self._clock.sleep(self.settings.flush_interval_ms / 1000)
             await coordinator.flush("drain")
-            if wanted is Wanted.UNDEPLOYED and view.state.life.wanted is not wanted:
+            if self.undeploys and view.state.life.wanted is not Wanted.UNDEPLOYED:
                 return
         coordinator.cuts_all = True
         while True:
             await coordinator.flush("drain")
+            if self.undeploys and view.state.life.wanted is not Wanted.UNDEPLOYED:
+                return
             if runner is not None and len(runner.unfinished):
                 self._to_compute.set()
                 await runner.idle()

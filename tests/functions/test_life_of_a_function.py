@@ -14,6 +14,8 @@ import pytest
 from support.serving import quick, until
 from support.store import SqliteStore
 
+import mldserver.pipeline
+from mldserver.assembly import Dependencies, Parts, assemble
 from mldserver.config.settings import Settings
 from mldserver.errors import EXIT_CLEAN, OperatorError
 from mldserver.functions.lifecycle import Command, Shown
@@ -193,6 +195,34 @@ async def test_every_server_of_the_function_follows(rows: Settings, tmp_path: Pa
         await command(one, Command.DEPLOY)
         await comes_to(one, Shown.DEPLOYED)
         await comes_to(two, Shown.DEPLOYED)
+        assert not held(rows).draining
+
+
+async def test_a_server_that_drains_late_does_not_drain_a_function_that_is_deployed_again(
+    rows: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drains, go_on = 0, asyncio.Event()
+
+    async def hold_the_second_drain(settings: Settings, around: Dependencies, **more: Any) -> Parts:
+        nonlocal drains
+        drains += around.drain
+        if around.drain and drains == 2:
+            await go_on.wait()
+        return await assemble(settings, around, **more)
+
+    monkeypatch.setattr(mldserver.pipeline, "assemble", hold_the_second_drain)
+    async with hosting(rows) as one, hosting(rows) as two:
+        await one.ready()
+        await two.ready()
+        await deliver(one, 3)
+        await command(two, Command.UNDEPLOY)
+        await until(lambda: any(is_shown(each, Shown.UNDEPLOYED) for each in (one, two)))
+        early, late = (one, two) if is_shown(one, Shown.UNDEPLOYED) else (two, one)
+        await command(early, Command.DEPLOY)
+        await comes_to(early, Shown.DEPLOYED)
+        go_on.set()
+        await comes_to(late, Shown.DEPLOYED)
+        assert is_shown(early, Shown.DEPLOYED)
         assert not held(rows).draining
 
 
