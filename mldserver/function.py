@@ -131,6 +131,11 @@ class Function:
         runs = self.parts is not None and self.pipeline.readiness.green.is_set()
         return runs or self.shown is Shown.UNDEPLOYED
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the function is ready, or waits after a failure."""
+        return self.is_ready or self._ended is not None
+
     # Its runs.
 
     async def run(self) -> int:

@@ -223,11 +223,15 @@ class Server:
         return next(iter(self.functions.values()))
 
     def report(self) -> ServiceReport:
-        """Return the state of the server for systemd: the stage, the most urgent reason not to be ready, or ``ready``."""
+        """Return the state of the server for systemd: the stage, the most urgent reason not to be ready, or ``ready``.
+
+        A function that failed does not hold up systemd's start of the server and of units after it.
+        """
         texts = {name: function.report() for name, function in self.functions.items()}
         troubles = [f"{name}: {text}" for name, text in texts.items() if text != "ready"]
         text = self.only.report() if len(texts) == 1 else next(iter(troubles), "ready")
-        return ServiceReport(text, self.is_ready, self._stop.is_set())
+        is_settled = all(function.is_settled for function in self.functions.values())
+        return ServiceReport(text, is_settled, self._stop.is_set())
 
     async def listening(self) -> str:
         """Wait until shards can connect, and return the address: ``host:port`` with the real port, or ``unix:/path``."""

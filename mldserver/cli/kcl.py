@@ -253,7 +253,7 @@ def _check_for_several(
         names = ", ".join(settings.pipeline for settings in functions)
         raise ConfigError(
             f"{given[0]} is for one function, and the settings have several: {names}.",
-            advice="Name one with --function, or leave the option out (--app: the variable KCL_APP too).",
+            advice="Name one with --function, or leave the option out.",
         )
 
 

@@ -37,6 +37,10 @@ _READERS: Final = 2
 """Readers of one shard of a DynamoDB stream, by AWS's limit."""
 
 
+_TABLE_NAME: Final = "the function's name"
+"""Where the name of a function comes from that has a table of its own."""
+
+
 def resolve(
     command_line: Mapping[str, object],
     *,
@@ -188,7 +192,7 @@ def _function(name: str, given: Given, common: Table, environ: Mapping[str, str]
     reads_itself = "source" in own and own["source"].value != "mld"
     hidden = "stream" if reads_itself else "source" if "stream" in own else None
     raw = {setting: value for setting, value in common.items() if setting != hidden}
-    raw |= {"pipeline": Raw(name, "the function's name")} | own
+    raw |= {"pipeline": Raw(name, _TABLE_NAME)} | own
     settings = _parsed_all(raw, environ, given.file, frozenset(own))
     changes: dict[str, Any] = {}
     if "out" in common and "out" not in own:
@@ -272,7 +276,7 @@ def _check(settings: Settings, *, handler_required: bool) -> None:
     if handler_required and not settings.handler:
         raise ConfigError(
             "No handler was named."
-            if not settings.own
+            if settings.origins.get("pipeline") != _TABLE_NAME
             else f"The function {settings.pipeline} has no handler.",
             advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
             f"{CONFIG_FILE}.",

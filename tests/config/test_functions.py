@@ -344,6 +344,7 @@ def test_handlers_of_the_command_line_replace_the_one_of_a_variable(tmp_path: Pa
             "attempts = 0 (mldserver.toml line 5 [functions.orders]) is not possible",
         ),
         (two() + "[functions.trips]\nattempts = 3\nlisten = ':1'", "The function trips has no handler."),
+        ("[functions.trips]", "The function trips has no handler."),
         ('[functions."a-b"]\nhandler = "a.b"', "functions.a-b: a function cannot have the name 'a-b'."),
         ("functions = 3", "mldserver.toml: functions has an entry that is not a table."),
         ("[functions]\norders = 3", "mldserver.toml: functions has an entry that is not a table."),

@@ -13,7 +13,7 @@ import yaml
 
 import mldserver
 from mldserver.cli import command_line
-from mldserver.config.resolve import resolve
+from mldserver.config.resolve import resolve, resolve_functions
 from mldserver.kcl.properties import DaemonSettings, daemon_properties
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -54,17 +54,27 @@ def test_server_and_daemon_are_two_containers_of_one_image_with_commands_that_it
 def test_the_settings_are_settings_and_the_output_lies_on_the_volume(tmp_path: Path) -> None:
     text = one("ConfigMap")["data"]["mldserver.toml"]
     (tmp_path / "mldserver.toml").write_text(text)
-    settings = resolve({}, environ={}, folder=tmp_path, config=tmp_path / "mldserver.toml")
-    assert settings.workers == tomllib.loads(text)["workers"]
+    functions = resolve_functions({}, environ={}, folder=tmp_path, config=tmp_path / "mldserver.toml")
     mounts = {each["name"]: each["mountPath"] for each in CONTAINERS["server"]["volumeMounts"]}
     (claim,) = one("StatefulSet")["spec"]["volumeClaimTemplates"]
-    assert str(settings.out).startswith(f"{mounts[claim['metadata']['name']]}/")
+    assert [settings.pipeline for settings in functions] == ["hourly", "late"]
+    for settings in functions:
+        assert settings.workers == tomllib.loads(text)["workers"]
+        assert str(settings.out).startswith(f"{mounts[claim['metadata']['name']]}/")
+        # Both talk on the pod's loopback, where neither needs a certificate.
+        assert str(settings.listen).startswith("127.0.0.1:")
+        assert str(settings.admin) == "127.0.0.1:7071"
     for container in CONTAINERS.values():
         config = next(word for word in container["args"] if word.endswith(".toml")).rpartition("=")[2]
         assert Path(config).parent == Path(mounts["config"])
-    # Both talk on the pod's loopback, where neither needs a certificate.
-    assert str(settings.listen).startswith("127.0.0.1:")
-    assert str(settings.admin) == "127.0.0.1:7071"
+
+
+def test_the_name_of_the_pod_resolves_while_a_function_is_not_ready() -> None:
+    service, pods = one("Service"), one("StatefulSet")["spec"]
+    assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pods["serviceName"], "None")
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"] == pods["selector"]["matchLabels"]
+    assert pods["podManagementPolicy"] == "Parallel"
 
 
 def test_prometheus_may_scrape_the_port_for_metrics_and_nothing_else_may_be_reached() -> None:

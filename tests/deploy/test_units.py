@@ -36,7 +36,6 @@ def commands(unit: Path) -> list[list[str]]:
     """Return what a unit starts, for the pipeline ``departures``."""
     lines = re.findall(r"^ExecStart=(.*)$", unit.read_text("utf-8"), re.MULTILINE)
     variables = {
-        "${KCL_APP}": "departures",
         "$KCL_OPTIONS": "--retrieval polling",
         "%i": "departures",
         "%H": "h",

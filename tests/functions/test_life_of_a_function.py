@@ -239,6 +239,18 @@ async def test_a_failed_function_is_deployed_again_once_its_code_is_right(
         await comes_to(server, Shown.DEPLOYED)
 
 
+async def test_a_failed_function_does_not_hold_up_the_start_for_systemd(
+    rows: Settings, calm: Settings, tmp_path: Path
+) -> None:
+    rewrite(tmp_path, WRONG)
+    async with hosting(rows, calm) as server:
+        assert not server.report().ready
+        await comes_to(server, Shown.FAILED)
+        await until(lambda: server.functions["calm"].is_ready)
+        assert server.report().ready
+        assert not server.is_ready
+
+
 async def test_a_function_that_never_ran_can_be_undeployed(
     rows: Settings, calm: Settings, tmp_path: Path
 ) -> None:
