@@ -56,20 +56,16 @@ def hadoop_settings(uri: str, given: Mapping[str, str]) -> dict[str, str]:
     They are per-bucket settings, so a job reaches all other buckets as before. What ``given``, Spark's configuration,
     says for this bucket or for all is left out. Empty for other URIs.
     """
-    found = urlsplit(uri)
-    if found.scheme != "s3":
+    bucket, said = urlsplit(uri).netloc.rpartition("@")[2], s3_options(uri)
+    if not said:
         return {}
-    user, _, bucket = found.netloc.rpartition("@")
-    key, _, secret = map(unquote, user.partition(":"))
-    options = dict(parse_qsl(found.query))
-    endpoint = options.get("endpoint_override")
     wanted = {
-        "access.key": key,
-        "secret.key": secret,
-        "endpoint": endpoint,
-        "endpoint.region": options.get("region"),
-        "path.style.access": "true" if endpoint else None,
-        "connection.ssl.enabled": "false" if options.get("scheme") == "http" else None,
+        "access.key": said["key"],
+        "secret.key": said["secret"],
+        "endpoint": said["endpoint"],
+        "endpoint.region": said["region"],
+        "path.style.access": "true" if said["endpoint"] else None,
+        "connection.ssl.enabled": "false" if said["scheme"] == "http" else None,
     }
     configured = {name.removeprefix("spark.hadoop.") for name in given}
     settings = {"fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem"}
@@ -79,6 +75,17 @@ def hadoop_settings(uri: str, given: Mapping[str, str]) -> dict[str, str]:
         if value and f"fs.s3a.{name}" not in configured
     }
     return {name: value for name, value in settings.items() if name not in configured}
+
+
+def s3_options(uri: str) -> dict[str, str | None]:
+    """Return what an ``s3://`` URI says of key, secret, endpoint, region and scheme; empty for other URIs."""
+    found = urlsplit(uri)
+    if found.scheme != "s3":
+        return {}
+    key, _, secret = map(unquote, found.netloc.rpartition("@")[0].partition(":"))
+    options = dict(parse_qsl(found.query))
+    names = {"endpoint": "endpoint_override", "region": "region", "scheme": "scheme"}
+    return {"key": key, "secret": secret} | {name: options.get(option) for name, option in names.items()}
 
 
 def opened(uri: str) -> tuple[FileSystem, str]:

@@ -82,6 +82,6 @@ def find(name: str) -> Sink:
 
 def is_tested(sink: SinkSpec) -> bool:
     """Whether this project's tests publish into a real table of this kind. Of a package's sink that is the package's word."""
-    return {"delta": False, "iceberg": False, "jdbc": sink.target.startswith(_TESTED_DATABASES)}.get(
+    return {"delta": True, "iceberg": False, "jdbc": sink.target.startswith(_TESTED_DATABASES)}.get(
         sink.format, True
     )

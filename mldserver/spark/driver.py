@@ -389,7 +389,7 @@ class Driver:
             sink.check(session.spark, load.sink)
             if load.owner is not None:
                 sink.own(session.spark, load.sink, load.owner, new_ledger=load.new_ledger)
-            hook = replace(hook, check=check_result)
+            hook = replace(hook, check=check_result, stamped=True)
         return FunctionParts(load.schema, hook, load.sink)
 
     def _send_and_die(self, reason: wire.JvmGone | wire.Health) -> None:

@@ -160,8 +160,8 @@ class Life:
 
     def load(self, function: wire.LoadFunction) -> None:
         """Have the driver load a function, or load it again. ``functions`` will show whether it has."""
-        options = {} if function.sink is None else function.sink.options
-        self._secrets |= secrets_in(function.storage, options)
+        sink = () if function.sink is None else (function.sink.options, function.sink.target)
+        self._secrets |= secrets_in(function.storage, *sink)
         self._redacted = redaction(self._secrets)
         self._channel.send(function)
 

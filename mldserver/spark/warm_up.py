@@ -106,7 +106,13 @@ def _check_shared_storage(session: DriverSession, load: LoadFunction, place: str
     try:
         # An executor that lacks a file must not fail: Spark would only retry the task on another executor.
         reader = spark.read.option("ignoreMissingFiles", "true").schema(columns_ddl(load.schema))
-        write(reader.parquet(*map(escaped, job.segments)), job.staging, (job,), None, cores)
+        write(
+            reader.parquet(*map(escaped, job.segments)),
+            job.staging,
+            (job,),
+            WindowHook(None, window_columns=None),
+            cores,
+        )
     finally:
         spark.conf.set(setting, former_value)
     try:

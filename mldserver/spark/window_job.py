@@ -33,7 +33,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import HandlerInvalid
-from mldserver.sinks.sink import escaped
+from mldserver.sinks.sink import REVISION, WINDOW, escaped
 from mldserver.spark.counts import (
     REMOVE,
     Count,
@@ -92,6 +92,8 @@ class WindowHook:
     """Called with the names of the output's columns; what it raises fails the window."""
     window_columns: tuple[str, str] | None = WINDOW_COLUMNS
     """The columns of the output that hold its window's start and end; None: it gets none."""
+    stamped: bool = False
+    """Whether the output gets the columns of its window's id and revision, as a table has them."""
     writes_for_itself: bool = False
     """Whether ``on_window`` may return None, having written the window somewhere itself."""
     around: Callable[[Window], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
@@ -274,14 +276,14 @@ def write(
     result: DataFrame,
     staging: str,
     jobs: Sequence[WindowJob],
-    window_columns: tuple[str, str] | None,
+    hook: WindowHook,
     cores: int,
     tag: str | None = None,
 ) -> tuple[set[int], int]:
     """Write the result of ``jobs`` into ``staging``; return what that job has read (``JobCounts``), and how many rows it wrote.
 
-    Adds the columns of the window's start and end, except those that the result has already. An existing directory is an
-    error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
+    Adds the columns that ``hook`` names, of the window's start and end except those that the result has already. An
+    existing directory is an error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
     there are several: each gets a folder there.
     """
     frame = result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES))
@@ -295,13 +297,18 @@ def write(
         container, index = "map({})", f"[{tag}]"
     added, taken = [], {column.lower() for column in result.columns}
     starts, ends = [job.window.start for job in jobs], [job.window.end for job in jobs]
-    for name, bounds in zip(window_columns or (), (starts, ends), strict=False):
-        instants = [f"timestamp_millis({(at - _EPOCH) // timedelta(milliseconds=1)}L)" for at in bounds if at]
-        if name.lower() in taken or not instants:
+    columns = [
+        (name, [f"timestamp_millis({(at - _EPOCH) // timedelta(milliseconds=1)}L)" for at in bounds if at])
+        for name, bounds in zip(hook.window_columns or (), (starts, ends), strict=False)
+    ]
+    if hook.stamped:
+        columns.append((WINDOW, [f"'{job.window.id}'" for job in jobs]))
+        columns.append((REVISION, [str(job.window.revision) for job in jobs]))
+    for name, values in columns:
+        if name.lower() in taken or not values:
             continue
-        if tag is not None:
-            instants = [f"'w{number}', {instant}" for number, instant in enumerate(instants)]
-        added.append(f"{container.format(', '.join(instants))}{index} AS {quoted(name)}")
+        texts = values if tag is None else [f"'w{number}', {value}" for number, value in enumerate(values)]
+        added.append(f"{container.format(', '.join(texts))}{index} AS {quoted(name)}")
     # One SQL text instead of Python's functions, which take ten calls into the JVM each; and all columns in one step, since
     # Spark analyses the whole plan again at each.
     frame = frame.selectExpr("*", *added) if added else frame
@@ -338,10 +345,10 @@ def run_windows(
             members_jobs = [attempt.job for _, attempt in members]
             staging = members_jobs[0].staging
             if len(members) == 1:
-                read, written = write(members[0][0], staging, members_jobs, hook.window_columns, cores)
+                read, written = write(members[0][0], staging, members_jobs, hook, cores)
             else:
                 results = [result for result, _ in members]
-                read, written = _write_group(results, members_jobs, hook.window_columns, cores)
+                read, written = _write_group(results, members_jobs, hook, cores)
                 staging = staging.rsplit("/", 2)[0]
             output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
             check_written(spark, written, list(output_of.values()), staging, members_jobs[0].out)
@@ -357,18 +364,18 @@ def run_windows(
 def _write_group(
     results: Sequence[DataFrame],
     jobs: Sequence[WindowJob],
-    window_columns: tuple[str, str] | None,
+    hook: WindowHook,
     cores: int,
 ) -> tuple[set[int], int]:
     """Write several windows' results, which have the same columns, as one Spark job; then move each window's files into its folder.
 
     A column ``tag`` says to which window a row belongs; Spark writes a folder for each of its values. Returns as ``write``.
     """
-    tag = free_name([*results[0].columns, *(window_columns or ())])
+    tag = free_name([*results[0].columns, *(hook.window_columns or ()), *((WINDOW,) if hook.stamped else ())])
     # Text, not a number, which Spark would compile into the generated code: once for all windows, not once for each.
     tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, result in enumerate(results)]
     shared, out = f"{jobs[0].staging}/_together", jobs[0].out  # deleted with that attempt if this one dies
-    counts = write(_union(tagged), shared, jobs, window_columns, cores, tag)
+    counts = write(_union(tagged), shared, jobs, hook, cores, tag)
     filesystem, root = reach(shared, out)
     files_of: dict[str, list[str]] = {f"{tag}=w{number}": [] for number in range(len(jobs))}
     for path in data_files(filesystem, root):
@@ -376,7 +383,7 @@ def _write_group(
     empty_name, empty_file = "", b""
     if empty := [number for number, files in enumerate(files_of.values()) if not files]:
         # A window without rows gets a file that has only the columns, as it does when it runs alone.
-        write(results[empty[0]].limit(0), f"{shared}/none", [jobs[empty[0]]], window_columns, cores)
+        write(results[empty[0]].limit(0), f"{shared}/none", [jobs[empty[0]]], hook, cores)
         (file,) = data_files(filesystem, f"{root}/none")
         with filesystem.open_input_stream(file) as source:
             empty_name, empty_file = file.rpartition("/")[2], source.read()

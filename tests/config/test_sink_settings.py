@@ -30,7 +30,7 @@ def test_files_are_what_readers_read_unless_a_table_is_named() -> None:
     [
         ("delta:/lake/events", SinkSpec("delta", "/lake/events")),
         ("delta:events", SinkSpec("delta", str(Path("events").absolute()))),
-        ("delta:s3a://bucket/events", SinkSpec("delta", "s3a://bucket/events")),
+        ("delta:s3://bucket/events?region=r", SinkSpec("delta", "s3://bucket/events?region=r")),
         ("iceberg:lake.air.`my flights`", SinkSpec("iceberg", "lake.air.`my flights`")),
     ],
 )
@@ -78,6 +78,7 @@ def test_a_password_is_not_told(url: str, shown: str) -> None:
         ("parquet:/x", "it names no sink of ours or of an installed package"),
         ("delta:", "after delta: comes a path or a URI"),
         ("delta:/", "after delta: comes a path or a URI"),
+        ("delta:s3a://bucket/x", "its URI begins with s3a://, not with one of .*s3"),
         ("iceberg:db.table", "after iceberg: comes CATALOG.DATABASE.TABLE"),
         ("iceberg:a.b.c; DROP", "after iceberg: comes CATALOG.DATABASE.TABLE"),
         ("jdbc:x", "it is no JDBC URL"),

@@ -16,7 +16,7 @@ from typing import Final
 from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Ground, Plan
 from crash.local_life import LocalLife
-from crash.stories import KINDS, OF_COMMANDS, OF_LETTERS, ONLY_IN, Story, check, write_handler
+from crash.stories import KINDS, OF_COMMANDS, OF_LAKES, OF_LETTERS, ONLY_IN, Story, check, write_handler
 from crash.world import Death, Toll
 from support.workers import NAMES, Application
 
@@ -35,6 +35,7 @@ PATIENCE: Final = 4
 NEVER: Final = {
     **dict.fromkeys(OF_LETTERS, "no story's dead letters go anywhere but into the ledger, or run again"),
     **dict.fromkeys(OF_COMMANDS, "no story has an operator"),
+    **dict.fromkeys(OF_LAKES, "no story has a Spark driver"),
 }
 """Steps that no pair comes to, and why: whoever comes to one all the same fails the test."""
 HANGS_AT: Final = (

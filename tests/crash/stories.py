@@ -136,6 +136,9 @@ OF_LETTERS: Final = frozenset({"letters.stored", "redrive.taken", "redrive.handl
 OF_COMMANDS: Final = frozenset({"function.wanted", "function.swapping"})
 """Steps of an operator's commands, which no story has: ``test_pause.py``."""
 
+OF_LAKES: Final = frozenset({"table.filled", "table.committed"})
+"""Steps of the driver's process, which no story has: ``sinks/test_delta.py``."""
+
 
 class Columns(NamedTuple):
     """A row as it must come out: every column but ``_clock``, which tells in which order the rows were merged."""

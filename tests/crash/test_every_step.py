@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from crash.stories import OF_COMMANDS, OF_LETTERS, OF_STATE, OF_TIMERS
+from crash.stories import OF_COMMANDS, OF_LAKES, OF_LETTERS, OF_STATE, OF_TIMERS
 from crash.world import Death, Toll, play_all
 
 from mldserver.base.kill_points import STEPS
 
-ALONE = sorted(STEPS.keys() - {"windows.adopted"} - OF_COMMANDS - OF_LETTERS - OF_STATE - OF_TIMERS)
+ALONE = sorted(
+    STEPS.keys() - {"windows.adopted"} - OF_COMMANDS - OF_LAKES - OF_LETTERS - OF_STATE - OF_TIMERS
+)
 """What a server that is alone on its ledger comes to, except the steps of ``test_keyed.py``, ``test_timed.py`` and ``test_pause.py``."""
 
 

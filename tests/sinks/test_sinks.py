@@ -1,7 +1,7 @@
-"""Table sinks on a real Spark: JDBC against Derby, which Spark brings; what Delta and Iceberg are handed.
+"""Table sinks on a real Spark: JDBC against Derby, which Spark brings; what Iceberg is handed.
 
-Their jars are not here. A session that notes what is done with it stands for one that has them: it shows what is asked,
-not what Delta and Iceberg make of it.
+Its jar is not here. A session that notes what is done with it stands for one that has it: it shows what is asked, not
+what Iceberg makes of it.
 """
 
 from __future__ import annotations
@@ -253,10 +253,6 @@ def test_jdbc_takes_a_schema_quotes_and_a_driver_by_name(place: Place) -> None:
     ("sink", "told"),
     [
         (
-            SinkSpec("delta", "/nowhere"),
-            "no format delta.*spark.jars.packages=io.delta.*spark.sql.extensions",
-        ),
-        (
             SinkSpec("iceberg", "lake.db.t"),
             "class of its catalog lake.*spark.jars.packages=org.apache.iceberg",
         ),
@@ -498,35 +494,6 @@ HANDED = PublishJob(ABOUT, "/staging/w1/3", ("part-0.parquet",), 7, ledger=LEDGE
 EMPTY = PublishJob(ABOUT, "/staging/w1/3", (), 0, ledger=LEDGER)
 
 
-@pytest.mark.usefixtures("spark")
-def test_delta_is_asked_to_replace_one_window_in_a_transaction_of_its_own() -> None:
-    lake = Recorder()
-    sink = SinkSpec("delta", "/lake/events", options={"mergeSchema": "true"})
-    publish(lake, sink, HANDED)  # type: ignore[arg-type]  # stands for a session
-    assert lake.called("parquet", "format", "mode", "options", "option", "partitionBy", "save") == [
-        ("format", "delta"),
-        ("parquet", "/staging/w1/3/part-0.parquet"),
-        ("format", "delta"),
-        ("mode", "overwrite"),
-        ("options", {"mergeSchema": "true"}),
-        ("option", "replaceWhere", "_window = 'w1'"),
-        ("option", "txnAppId", f"flights/{LEDGER}/w1"),
-        ("option", "txnVersion", "2"),
-        ("partitionBy", "_window"),
-        ("save", "/lake/events"),
-    ]
-
-
-def test_delta_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
-    lake = Recorder()
-    publish(lake, SinkSpec("delta", "/lake/events"), EMPTY)  # type: ignore[arg-type]  # stands for a session
-    assert lake.called("load", "limit", "parquet", "save") == [
-        ("load", "/lake/events"),
-        ("limit", "0"),
-        ("save", "/lake/events"),
-    ]
-
-
 def snapshot(number: int, revision: int, window: str = "w1") -> dict[str, Any]:
     noted = {"mldserver.ledger": LEDGER, "mldserver.window": window, "mldserver.revision": str(revision)}
     return {"committed_at": number, "snapshot_id": number, "summary": noted}
@@ -574,8 +541,8 @@ def test_iceberg_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
 
 LAKES = pytest.mark.parametrize(
     ("sink", "name"),
-    [(SinkSpec("delta", "/lake/`events`"), "delta.`/lake/``events```"), (ICEBERG, "lake.db.events")],
-    ids=["delta", "iceberg"],
+    [(ICEBERG, "lake.db.events")],
+    ids=["iceberg"],
 )
 
 

@@ -558,7 +558,7 @@ async def test_what_a_sink_finds_at_the_start_ends_the_engine_with_its_words_and
 @pytest.mark.parametrize(
     ("sink", "told"),
     [
-        (SinkSpec("delta", "/lake/events"), ["delta:/lake/events"]),
+        (SinkSpec("delta", "/lake/events"), []),
         (SinkSpec("iceberg", "lake.db.events"), ["iceberg:lake.db.events"]),
         (
             SinkSpec("jdbc", "mysql://me:secret@here/db", "events"),
