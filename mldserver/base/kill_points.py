@@ -48,7 +48,7 @@ STEPS: Final[Mapping[str, str]] = {
     "attempt.staged": "the output is safe on disk; it does not count yet",
     "window.committed": "the output counts; it is not visible",
     "sink.writing": "the output is on its way into the table; perhaps it is there",
-    "table.filled": "the files of a window lie in the folder of the Delta table; the table does not name them",
+    "table.filled": "the files of a window lie in the folder of a table of Delta Lake or Iceberg; the table does not name them",
     "table.committed": "the table names them; the server does not know it",
     "sink.written": "the table holds the first window of a group, perhaps not the others",
     "window.renamed": "the first revision of a window is visible, of others of its group perhaps not",

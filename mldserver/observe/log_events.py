@@ -300,8 +300,6 @@ spark.starting  info  master java start
     The driver process starts.
 spark.ready  info  seconds spark_version ui
     The Spark session is ready for windows.
-sink.untested  warning  table
-    This project's tests do not use a real table of this kind: test it before you rely on it.
 spark.log  debug|info|warning|error  logger text
     A line of Spark's own log.
 spark.lost  error  who reason exit_code delay_seconds

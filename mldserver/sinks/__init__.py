@@ -59,8 +59,6 @@ SINKS: Final[Mapping[str, tuple[Sink, str]]] = {
 }
 """By name: the sink, and how the setting is written, as help and messages show it."""
 
-_TESTED_DATABASES: Final = ("postgresql:", "derby:")
-
 _PARTS: Final = ("parse", "check_settings", "check", "own", "publish")
 
 
@@ -78,10 +76,3 @@ def find(name: str) -> Sink:
             raise ValueError(f"{where} lacks {', '.join(missing)}")
         return sink
     raise ValueError("it names no sink of ours or of an installed package")
-
-
-def is_tested(sink: SinkSpec) -> bool:
-    """Whether this project's tests publish into a real table of this kind. Of a package's sink that is the package's word."""
-    return {"delta": True, "iceberg": False, "jdbc": sink.target.startswith(_TESTED_DATABASES)}.get(
-        sink.format, True
-    )

@@ -1,4 +1,4 @@
-"""What a sink of a table of Parquet files needs: the files of a window beside the table, columns, partitions.
+"""What the sinks of Delta Lake and Iceberg have in common: the files of a window beside the table, columns, partitions.
 
 Spark writes a window's Parquet files, with the columns ``_window`` and ``_revision``, into the attempt's directory. A sink
 brings the committed files into the table's location, under names that say their window, ledger and revision. Then it
@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -88,7 +88,7 @@ def needs(extra: str) -> Iterator[None]:
 
 
 def check_session(spark: SparkSession) -> None:
-    """Raise OperatorError where Spark would write timestamps that the library does not take."""
+    """Raise OperatorError where Spark would write timestamps that the libraries do not take."""
     kind = spark.conf.get(_TIMESTAMPS, "")
     if kind not in {"TIMESTAMP_MICROS", "TIMESTAMP_MILLIS"}:
         raise OperatorError(
@@ -143,16 +143,16 @@ def changes(table: pa.Schema, found: pa.Schema, where: str) -> dict[str, pa.Fiel
     return changed
 
 
-def footers(job: PublishJob) -> list[tuple[int, pq.FileMetaData]]:
-    """Return the size in bytes and the footer of each of an output's files. Raises OSError."""
+def footers(job: PublishJob) -> dict[str, tuple[int, pq.FileMetaData]]:
+    """Return the size in bytes and the footer of each of an output's files that has rows, by name. Raises OSError."""
     import pyarrow.parquet as pq  # noqa: PLC0415  # see above
 
-    found = []
+    found = {}
     for file in job.files:
         filesystem, path = reach(f"{job.staging}/{file}", job.out)
         with filesystem.open_input_file(path) as source:
-            found.append((source.size(), pq.read_metadata(source)))
-    return found
+            found[file] = source.size(), pq.read_metadata(source)
+    return {file: each for file, each in found.items() if each[1].num_rows}
 
 
 def _is_wider(kind: pa.DataType, than: pa.DataType) -> bool:
@@ -177,14 +177,14 @@ class Folder:
         """Return the folder of a local path, or of a URI as pyarrow takes it. Raises as ``opened``."""
         return cls(*(opened(place) if "://" in place else reach(place, "")))
 
-    def bring(self, job: PublishJob, into: str) -> list[str]:
-        """Bring a committed output's files into the folder ``into`` of this place; return their paths here.
+    def bring(self, job: PublishJob, files: Iterable[str], into: str) -> list[str]:
+        """Bring files of a committed output into the folder ``into`` of this place; return their paths here.
 
         May be repeated, and done by several servers at once. A local file becomes a second name of the same file; an
         object store copies it by itself. Raises OSError; FileNotFoundError if an output's file is gone.
         """
         attempt, paths = job.staging.rpartition("/")[2], []
-        for file in job.files:
+        for file in files:
             token = hashlib.sha256(f"{attempt}/{file}".encode()).hexdigest()[:12]
             name = f"{job.window.id}.{job.ledger}.{job.window.revision}.{token}.parquet"
             paths.append(f"{into}/{name}" if into else name)
@@ -199,6 +199,14 @@ class Folder:
     def is_local(self) -> bool:
         """Whether the files are on a disk of this machine."""
         return bool(self.filesystem.type_name == "local")
+
+    def has(self, path: str) -> bool:
+        """Return whether a folder of this place holds anything."""
+        from pyarrow import fs  # noqa: PLC0415  # see above
+
+        return bool(
+            self.filesystem.get_file_info(fs.FileSelector(f"{self.base}/{path}", allow_not_found=True))
+        )
 
     def _copy(self, source: FileSystem, path: str, target: str) -> None:
         from pyarrow import fs  # noqa: PLC0415  # see above

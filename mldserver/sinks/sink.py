@@ -7,7 +7,7 @@ on one ledger: the first claim is stored in or next to the table, and every star
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +17,6 @@ from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType
 
 WINDOW: Final = "_window"
 """Column of the window's id, text."""
@@ -31,7 +30,6 @@ PIPELINE: Final = "mldserver.pipeline"
 LEDGER: Final = "mldserver.ledger"
 """The same of the ledger's id."""
 
-_CONDITION = re.compile(r"\[([A-Z][A-Z0-9_]+(?:\.[A-Z0-9_]+)*)\]")
 _GLOB = re.compile(r"([\[\]{}*?\\])")
 
 
@@ -91,82 +89,6 @@ def must_note(found: Owner | None, owner: Owner, where: str, *, new_ledger: bool
     )
 
 
-def own_table(
-    spark: SparkSession,
-    sink: SinkSpec,
-    name: str,
-    owner: Owner,
-    load: Callable[[], DataFrame | None],
-    *,
-    new_ledger: bool = False,
-) -> DataFrame:
-    """Store ``owner`` among the properties of a table; return the table. Raises OperatorError as ``must_note``.
-
-    A table that does not exist is created, without rows: from the first start on, each other pipeline finds an owner. It
-    has the columns of window and revision only (see ``add_columns``).
-
-    ``name``: the table's name in SQL. ``load``: returns the table; None if it does not exist.
-    """
-    table = load()
-    if table is None:
-        from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
-
-        empty = spark.createDataFrame([], f"{WINDOW} STRING, {REVISION} INT")
-        writer = empty.writeTo(name).using(sink.format).partitionedBy(F.col(WINDOW))
-        try:
-            writer.tableProperty(PIPELINE, owner.pipeline).tableProperty(LEDGER, owner.ledger).create()
-        except Exception:
-            # Another server may have created it at the same moment.
-            if (table := load()) is None:
-                raise
-        else:
-            table = load()
-            assert table is not None, "it was created"
-    rows = spark.sql(f"SHOW TBLPROPERTIES {name}").collect()
-    properties = {str(row["key"]): str(row["value"]) for row in rows}
-    found = Owner(properties.get(PIPELINE, ""), properties[LEDGER]) if LEDGER in properties else None
-    if must_note(found, owner, sink.target, new_ledger=new_ledger):
-        pairs = ", ".join(
-            f"'{key}' = {_literal(value)}"
-            for key, value in ((PIPELINE, owner.pipeline), (LEDGER, owner.ledger))
-        )
-        spark.sql(f"ALTER TABLE {name} SET TBLPROPERTIES ({pairs})")
-    return table
-
-
-def add_columns(spark: SparkSession, name: str, table: DataFrame, rows: DataFrame) -> None:
-    """Give a table that ``own_table`` created the columns of its first output. ``name``: its name in SQL."""
-    if {*table.columns} != {WINDOW, REVISION}:
-        return
-    columns = (field for field in rows.schema if field.name not in {WINDOW, REVISION})
-    listed = ", ".join(f"{quoted(field.name)} {_sql_type(field.dataType)}" for field in columns)
-    spark.sql(f"ALTER TABLE {name} ADD COLUMNS ({listed})")
-
-
-def quoted(name: str) -> str:
-    """Return a name in Spark's quotation marks."""
-    return f"`{name.replace('`', '``')}`"
-
-
-def _sql_type(kind: DataType) -> str:
-    """Return a type in SQL. Spark's own ``simpleString`` does not quote the names of a structure's fields."""
-    from pyspark.sql.types import ArrayType, MapType, StructType  # noqa: PLC0415  # only the driver pays for pyspark
-
-    match kind:
-        case ArrayType():
-            return f"array<{_sql_type(kind.elementType)}>"
-        case MapType():
-            return f"map<{_sql_type(kind.keyType)},{_sql_type(kind.valueType)}>"
-        case StructType():
-            return f"struct<{','.join(f'{quoted(each.name)}:{_sql_type(each.dataType)}' for each in kind)}>"
-    return kind.simpleString()
-
-
-def _literal(text: str) -> str:
-    escaped_text = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped_text}'"
-
-
 def refuse_table(sink: SinkSpec) -> None:
     """Raise ValueError where ``sink_table`` is given beside a place that names the table already."""
     if sink.table:
@@ -208,28 +130,3 @@ def check_made_here(columns: Iterable[str], where: str) -> None:
             advice="Name a table that does not exist, and the server makes it; or add the columns "
             f"{WINDOW} (text) and {REVISION} (integer).",
         )
-
-
-def existing(
-    load: Callable[[], DataFrame], no_table: Collection[str], faults: Mapping[str, str], advice: str
-) -> DataFrame | None:
-    """Return the table that ``load`` loads; None if it does not exist.
-
-    Spark's errors name a condition, such as ``DATA_SOURCE_NOT_FOUND``. ``no_table``: those of a missing table. ``faults``:
-    by condition, what is wrong with the session; raises OperatorError with ``advice`` for these. Raises all other errors.
-    """
-    try:
-        table = load()
-        table.schema  # noqa: B018  # Spark Connect looks the table up only now
-    except Exception as error:  # Java's own exceptions are of many classes
-        # Only some of Java's exceptions become Python's own. The others have the condition in their text.
-        get_condition = getattr(error, "getCondition", None)
-        condition: str = (get_condition() if callable(get_condition) else None) or ""
-        if not condition and (match := _CONDITION.search(str(error))):
-            condition = match[1]
-        if condition in no_table:
-            return None
-        if condition in faults:
-            raise OperatorError(faults[condition], advice=advice) from error
-        raise
-    return table

@@ -14,7 +14,6 @@ import structlog
 
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
-from mldserver.sinks import is_tested
 from mldserver.sinks.sink import Owner
 from mldserver.spark.driver_functions import DriverFunction
 from mldserver.spark.driver_messages import LoadFunction, StartSession
@@ -78,8 +77,6 @@ class SparkEngine:
         if sink is not None:
             owner = Owner(self.setup.name, self.ledger_id)
             function.load = msgspec.structs.replace(function.load, owner=owner)
-            if not is_tested(sink):
-                log.warning("sink.untested", table=str(sink))
         self._joined = True
         try:
             if self.owns_driver:

@@ -1,4 +1,4 @@
-"""Windows a second into a table of Delta Lake and into plain folders, and what a commit costs as the table grows.
+"""Windows a second into tables of Delta Lake and Iceberg and into plain folders, and what a commit costs as a table grows.
 
     PYTHONPATH=tests python -m bench.tables [WINDOWS]
 
@@ -25,25 +25,29 @@ _STEP = 500
 
 
 def main(windows: int) -> None:
-    """Print a line for each 500 windows: windows a second of both, and the milliseconds of a window in the table."""
+    """Print a line for each 500 windows: windows a second, and the milliseconds that a window took."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        staged = Staged(root, SinkSpec("delta", str(root / "table")))
-        staged.own()
+        catalog = {"type": "sql", "uri": f"sqlite:///{root}/catalog.db", "warehouse": f"file://{root}/lake"}
+        sinks = SinkSpec("delta", str(root / "table")), SinkSpec("iceberg", "lake.db.events", options=catalog)
+        tables = [Staged(root, sink) for sink in sinks]
+        for table in tables:
+            table.own()
         store = OutputStore(str(root / "out"))
         publisher = Publisher(store)
         for first in range(0, windows, _STEP):
-            jobs = [staged.output(hour, ["a"]) for hour in range(first, first + _STEP)]
+            jobs = [tables[0].output(hour, ["a"]) for hour in range(first, first + _STEP)]
             seconds = {"folders": _folders(publisher, store, jobs)}
-            began = time.perf_counter()
-            for job in jobs:
-                staged.publish(job)
-            seconds["delta"] = time.perf_counter() - began
-            rates = ", ".join(f"{name} {_STEP / took:,.0f}/s" for name, took in seconds.items())
-            print(
-                f"{first + _STEP:6,} windows: {rates}; {seconds['delta'] / _STEP * 1000:.1f} ms a window",
-                flush=True,
+            for table in tables:
+                began = time.perf_counter()
+                for job in jobs:
+                    table.publish(job)
+                seconds[table.sink.format] = time.perf_counter() - began
+            shown = (
+                f"{name} {_STEP / took:,.0f}/s ({took / _STEP * 1000:.1f} ms)"
+                for name, took in seconds.items()
             )
+            print(f"{first + _STEP:6,} windows: {', '.join(shown)}", flush=True)
 
 
 def _folders(publisher: Publisher, store: OutputStore, jobs: list[PublishJob]) -> float:

@@ -137,7 +137,7 @@ OF_COMMANDS: Final = frozenset({"function.wanted", "function.swapping"})
 """Steps of an operator's commands, which no story has: ``test_pause.py``."""
 
 OF_LAKES: Final = frozenset({"table.filled", "table.committed"})
-"""Steps of the driver's process, which no story has: ``sinks/test_delta.py``."""
+"""Steps of the driver's process, which no story has: ``sinks/test_delta.py``, ``sinks/test_iceberg.py``."""
 
 
 class Columns(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -80,10 +81,10 @@ class Staged:
         find(self.sink.format).check(SESSION, self.sink)
 
     def process(
-        self, *jobs: PublishJob, kill_at: str = "", go: Path | None = None
+        self, *jobs: PublishJob, kill_at: str = "", stops: bool = False, go: Path | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a process that publishes each of ``jobs`` once the file ``go`` and its window's id is there, and may be killed at a step."""
-        told = base64.b64encode(pickle.dumps((self.sink, jobs, go, kill_at)))
+        told = base64.b64encode(pickle.dumps((self.sink, jobs, go, kill_at, stops)))
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
         command = [sys.executable, "-m", "sinks.staged", told.decode()]
         return subprocess.Popen(command, env=environment)
@@ -91,9 +92,9 @@ class Staged:
 
 def main() -> None:
     """Do what ``Staged.process`` describes."""
-    sink, jobs, go, kill_at = pickle.loads(base64.b64decode(sys.argv[1]))
+    sink, jobs, go, kill_at, stops = pickle.loads(base64.b64decode(sys.argv[1]))
     find(sink.format).check(SESSION, sink)
-    arm(kill_at or None)
+    arm(kill_at or None, signal.SIGSTOP if stops else signal.SIGKILL)
     for job in jobs:
         while go is not None and not go.with_name(f"{go.name}{job.window.id}").exists():
             time.sleep(0.0002)

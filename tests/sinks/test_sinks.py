@@ -1,17 +1,10 @@
-"""Table sinks on a real Spark: JDBC against Derby, which Spark brings; what Iceberg is handed.
-
-Its jar is not here. A session that notes what is done with it stands for one that has it: it shows what is asked, not
-what Iceberg makes of it.
-"""
+"""Table sinks on a real Spark: JDBC against Derby, which Spark brings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,18 +16,14 @@ from mldserver.sinks.database import connected
 from mldserver.sinks.sink import (
     Owner,
     SinkSpec,
-    add_columns,
-    existing,
     must_note,
-    own_table,
     staged,
 )
 from mldserver.spark.session import DriverSession
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructType
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.slow
 
@@ -58,10 +47,8 @@ OURS = Owner("flights", LEDGER)
 
 
 @pytest.fixture
-def spark(session: DriverSession) -> Iterator[SparkSession]:
-    session.spark.conf.set("spark.sql.catalog.lake", "org.apache.iceberg.spark.SparkCatalog")
-    yield session.spark
-    session.spark.conf.unset("spark.sql.catalog.lake")
+def spark(session: DriverSession) -> SparkSession:
+    return session.spark
 
 
 class Place:
@@ -252,11 +239,6 @@ def test_jdbc_takes_a_schema_quotes_and_a_driver_by_name(place: Place) -> None:
 @pytest.mark.parametrize(
     ("sink", "told"),
     [
-        (
-            SinkSpec("iceberg", "lake.db.t"),
-            "class of its catalog lake.*spark.jars.packages=org.apache.iceberg",
-        ),
-        (SinkSpec("iceberg", "pond.db.t"), "no catalog pond.*spark.sql.catalog.pond="),
         (SinkSpec("jdbc", "nothing:x", "t"), "no driver for the URL.*sink_options driver=CLASS"),
         (SinkSpec("jdbc", "derby:x", "t", {"driver": "no.Driver"}), "no class no.Driver.*spark.jars"),
         (
@@ -411,236 +393,3 @@ def test_jdbc_a_window_without_rows_makes_no_table_that_could_be_missed(place: P
     publish(place.spark, place.sink, place.output(None))
     publish(place.spark, place.sink, place.output(["a"], revision=2))
     assert place.rows() == [("a", "w1", 2)]
-
-
-class Recorder:
-    """Stands for a session, a frame and a writer: notes every call and returns itself."""
-
-    def __init__(self, snapshots: list[dict[str, Any]] | None = None, *, there: bool = True) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.read = self.write = self
-        self.columns = ["name", "_window", "_revision"] if there else []
-        self.snapshots = snapshots or []
-        self.properties: dict[str, str] = {}
-        self.claimed: dict[str, str] = {}
-        """The properties of a table that another server creates in the same instant."""
-        self.there = there
-        self._wanted: dict[str, str] = {}
-
-    @property
-    def schema(self) -> StructType:
-        from pyspark.sql.types import (  # pyspark is heavy
-            ArrayType,
-            IntegerType,
-            StringType,
-            StructField,
-            StructType,
-        )
-
-        parts = StructType([StructField("odd name", IntegerType())])
-        types = {
-            "name": StringType(),
-            "list": ArrayType(parts),
-            "_window": StringType(),
-            "_revision": IntegerType(),
-        }
-        return StructType([StructField(name, kind) for name, kind in types.items()])
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*values: Any, **named: Any) -> Recorder:
-            self.calls.append((name, *map(str, values), *([named] if named else [])))
-            return self
-
-        return call
-
-    def load(self, path: str) -> Any:
-        self.calls.append(("load", path))
-        if not self.there:
-            raise LookupError("[PATH_NOT_FOUND] The path does not exist.")
-        return self
-
-    def table(self, name: str) -> Any:
-        if not self.there:
-            raise LookupError("[TABLE_OR_VIEW_NOT_FOUND] The table cannot be found.")
-        if not name.endswith(".snapshots"):
-            return self
-        rows = SimpleNamespace(collect=lambda: self.snapshots)
-        return SimpleNamespace(select=lambda *_: rows)
-
-    def tableProperty(self, name: str, value: str) -> Any:  # noqa: N802  # Spark's name
-        self._wanted[name] = value
-        return self
-
-    def create(self) -> None:
-        self.calls.append(("create",))
-        if not self.there:
-            self.there, self.columns = True, ["_window", "_revision"]
-            self.snapshots = [{"committed_at": 1, "snapshot_id": 1, "summary": {}}]
-            self.properties = self.claimed or self._wanted
-        if self.properties is not self._wanted:
-            raise LookupError("[TABLE_OR_VIEW_ALREADY_EXISTS] The table exists.")
-
-    def sql(self, text: str) -> Any:
-        self.calls.append(("sql", text))
-        rows = [{"key": key, "value": value} for key, value in self.properties.items()]
-        return SimpleNamespace(collect=lambda: rows)
-
-    def called(self, *names: str) -> list[tuple[Any, ...]]:
-        return [call for call in self.calls if call[0] in names]
-
-
-ABOUT = Window("w1", None, None, 2, "flights")
-HANDED = PublishJob(ABOUT, "/staging/w1/3", ("part-0.parquet",), 7, ledger=LEDGER)
-EMPTY = PublishJob(ABOUT, "/staging/w1/3", (), 0, ledger=LEDGER)
-
-
-def snapshot(number: int, revision: int, window: str = "w1") -> dict[str, Any]:
-    noted = {"mldserver.ledger": LEDGER, "mldserver.window": window, "mldserver.revision": str(revision)}
-    return {"committed_at": number, "snapshot_id": number, "summary": noted}
-
-
-ICEBERG = SinkSpec("iceberg", "lake.db.events")
-
-
-@pytest.mark.usefixtures("spark")
-def test_iceberg_is_asked_to_overwrite_one_window_since_the_last_snapshot() -> None:
-    lake = Recorder([snapshot(9, 5, "w2"), snapshot(8, 1), {**snapshot(7, 0), "summary": None}])
-    publish(lake, ICEBERG, HANDED)  # type: ignore[arg-type]  # stands for a session
-    assert lake.called("writeTo", "option", "overwrite", "create") == [
-        ("writeTo", "lake.db.events"),
-        ("option", "snapshot-property.mldserver.pipeline", "flights"),
-        ("option", "snapshot-property.mldserver.ledger", LEDGER),
-        ("option", "snapshot-property.mldserver.window", "w1"),
-        ("option", "snapshot-property.mldserver.revision", "2"),
-        ("option", "isolation-level", "serializable"),
-        ("option", "validate-from-snapshot-id", "9"),
-        ("overwrite", "Column<'=(_window, 'w1')'>"),
-    ]
-
-
-@pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize(
-    ("job", "snapshots"),
-    [(HANDED, [snapshot(8, 2)]), (HANDED, [snapshot(8, 3)])],
-    ids=["the same revision", "a later one"],
-)
-def test_iceberg_is_asked_for_nothing_when_the_table_has_it(
-    job: PublishJob, snapshots: list[dict[str, Any]]
-) -> None:
-    lake = Recorder(snapshots)
-    publish(lake, ICEBERG, job)  # type: ignore[arg-type]  # stands for a session
-    assert lake.called("writeTo") == []
-
-
-@pytest.mark.usefixtures("spark")
-def test_iceberg_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
-    lake = Recorder([])
-    publish(lake, ICEBERG, EMPTY)  # type: ignore[arg-type]  # stands for a session
-    assert [call[0] for call in lake.called("limit", "parquet", "overwrite")] == ["limit", "overwrite"]
-
-
-LAKES = pytest.mark.parametrize(
-    ("sink", "name"),
-    [(ICEBERG, "lake.db.events")],
-    ids=["iceberg"],
-)
-
-
-@pytest.mark.usefixtures("spark")
-@LAKES
-def test_of_a_lake_s_table_that_is_not_there_yet_the_second_pipeline_is_refused_at_its_start(
-    sink: SinkSpec, name: str
-) -> None:
-    lake: Any = Recorder(there=False)
-    own(lake, sink, OURS)
-    assert lake.called("createDataFrame", "writeTo", "using", "partitionedBy", "create") == [
-        ("createDataFrame", "[]", "_window STRING, _revision INT"),
-        ("writeTo", name),
-        ("using", sink.format),
-        ("partitionedBy", "Column<'_window'>"),
-        ("create",),
-    ]
-    assert lake.properties == {"mldserver.pipeline": "flights", "mldserver.ledger": LEDGER}
-    own(lake, sink, OURS)
-    with pytest.raises(OperatorError, match="belongs to pipeline flights; this is pipeline trains"):
-        own(lake, sink, THEIRS)
-    assert len(lake.called("create")) == 1
-
-
-@pytest.mark.usefixtures("spark")
-@LAKES
-def test_of_two_first_claims_of_a_lake_s_table_one_wins(sink: SinkSpec, name: str) -> None:
-    for other, is_refused in ((THEIRS, True), (OURS, False)):
-        lake: Any = Recorder(there=False)
-        lake.claimed = {"mldserver.pipeline": other.pipeline, "mldserver.ledger": other.ledger}
-        with (
-            pytest.raises(OperatorError, match="belongs to pipeline trains") if is_refused else nullcontext()
-        ):
-            own(lake, sink, OURS)
-        assert not [call for call in lake.called("sql") if "ALTER" in call[1]], name
-
-
-@pytest.mark.usefixtures("spark")
-@LAKES
-def test_a_lake_s_table_gets_the_columns_of_the_first_output(sink: SinkSpec, name: str) -> None:
-    lake: Any = Recorder(there=False)
-    publish(lake, sink, EMPTY)
-    publish(lake, sink, HANDED)
-    changes = [call[1] for call in lake.called("sql") if "ALTER" in call[1]]
-    assert changes == [
-        f"ALTER TABLE {name} ADD COLUMNS (`name` string, `list` array<struct<`odd name`:int>>)"
-    ]
-    lake.columns = ["_window", "_revision", "name", "list"]
-    publish(lake, sink, HANDED)
-    assert len([call for call in lake.called("sql") if "ALTER" in call[1]]) == 1
-    assert len(lake.called("save", "overwrite")) == 3
-
-
-def test_spark_creates_a_table_with_its_owner_and_adds_the_columns_of_the_first_output(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    """A table of Spark's own catalog stands for those of a lake: what they are asked is valid."""
-    name, sink = "lakehouse.claimed", SinkSpec("parquet", "claimed")
-
-    def load() -> DataFrame | None:
-        return existing(lambda: spark.table(name), {"TABLE_OR_VIEW_NOT_FOUND"}, {}, "")
-
-    spark.sql(f"CREATE DATABASE lakehouse LOCATION '{tmp_path}'")
-    try:
-        table = own_table(spark, sink, name, Owner("o'hare", LEDGER), load)
-        assert (sorted(table.columns), table.count()) == (["_revision", "_window"], 0)
-        with pytest.raises(OperatorError, match="belongs to pipeline o'hare; this is pipeline trains"):
-            own_table(spark, sink, name, THEIRS, load)
-        columns = "`odd name` STRING, list ARRAY<STRUCT<`odd-name`: INT>>, map MAP<STRING, DECIMAL(10, 2)>"
-        rows = spark.createDataFrame([], f"{columns}, _window STRING, _revision INT")
-        add_columns(spark, name, table, rows)
-        table = own_table(spark, sink, name, Owner("renamed", LEDGER), load)
-        types = {field.name: field.dataType for field in rows.schema}
-        assert {field.name: field.dataType for field in table.schema} == types
-        add_columns(spark, name, table, rows)
-        assert [
-            row["value"] for row in spark.sql(f"SHOW TBLPROPERTIES {name}('mldserver.pipeline')").collect()
-        ] == ["renamed"]
-    finally:
-        spark.sql("DROP DATABASE lakehouse CASCADE")
-
-
-@LAKES
-def test_a_lake_s_table_says_among_its_properties_whose_it_is(sink: SinkSpec, name: str) -> None:
-    lake: Any = Recorder([])
-    own(lake, sink, Owner("o'hare", LEDGER))
-    assert lake.called("sql") == [
-        ("sql", f"SHOW TBLPROPERTIES {name}"),
-        (
-            "sql",
-            f"ALTER TABLE {name} SET TBLPROPERTIES ('mldserver.pipeline' = 'o\\'hare', 'mldserver.ledger' = '{LEDGER}')",
-        ),
-    ]
-    lake.properties = {"mldserver.pipeline": "flights", "mldserver.ledger": RESTORED.ledger, "other": "x"}
-    with pytest.raises(OperatorError, match="another ledger of pipeline flights"):
-        own(lake, sink, OURS)
-    with pytest.raises(OperatorError, match="another ledger of pipeline flights"):
-        publish(lake, sink, HANDED)
-    assert not lake.called("save", "overwrite")
-    own(lake, sink, OURS, new_ledger=True)
-    assert "ALTER TABLE" in lake.called("sql")[-1][1]

@@ -555,31 +555,6 @@ async def test_what_a_sink_finds_at_the_start_ends_the_engine_with_its_words_and
     assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize(
-    ("sink", "told"),
-    [
-        (SinkSpec("delta", "/lake/events"), []),
-        (SinkSpec("iceberg", "lake.db.events"), ["iceberg:lake.db.events"]),
-        (
-            SinkSpec("jdbc", "mysql://me:secret@here/db", "events"),
-            ["jdbc:mysql://…@here/db"],
-        ),
-        (SinkSpec("jdbc", "postgresql://here/db", "events"), []),
-        (SinkSpec("toy", "/toys"), []),
-        (None, []),
-    ],
-)
-async def test_a_sink_that_was_never_tried_on_a_real_table_says_so_once_at_the_start(
-    bench: Callable[..., Bench], logged: list[dict[str, Any]], sink: SinkSpec | None, told: list[str]
-) -> None:
-    it = bench("dies first", sink=sink)
-    async with it.running():
-        await it.clock.end_sleep()
-        await it.engine.ready()
-    assert len(it.lives) == 2
-    assert [event["table"] for event in events(logged, "sink.untested")] == told
-
-
 @pytest.mark.parametrize("script", ["fails:spark", "fails to start:spark"])
 async def test_a_cluster_that_is_away_is_waited_for(
     bench: Callable[..., Bench], logged: list[dict[str, Any]], script: str
