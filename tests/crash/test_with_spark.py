@@ -18,6 +18,8 @@ from crash.lives import Life, Plan
 from crash.spark_life import SparkLife
 from crash.stories import Story, told
 from crash.world import RECORDS, Death, Toll, World, play_all
+from deltalake import DeltaTable
+from pyiceberg.catalog import load_catalog
 from support.postgres import JAR, serving
 from support.spark_classes import QUICK as QUICK_SPARK
 from support.spark_classes import spark_cache
@@ -196,4 +198,51 @@ async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the
 
         await play_all(tmp_path, toll, seed, at_once=1, play=play, kind_for=lambda _toll, _usual: "table")
     # Where a story ended before its step came, kills at any moment come before the next try.
+    assert toll.died.keys() - {""} == {*OF_A_TABLE}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+async def test_a_server_that_publishes_into_a_lake_dies_at_each_step_and_the_table_is_exact(
+    tmp_path: Path, seed: int, kind: str
+) -> None:
+    dice = random.Random(seed)
+    toll = Toll.of([Death(step, dice.randint(1, 2)) for step in OF_A_TABLE])
+
+    async def play(folder: Path, story: Story, toll: Toll, kills: int) -> None:
+        options = {
+            "type": "sql",
+            "uri": f"sqlite:///{folder}/catalog.db",
+            "warehouse": f"file://{folder}/lake",
+        }
+
+        def tables() -> Iterator[tuple[str, pa.Table]]:
+            if kind == "delta":
+                found = DeltaTable(folder / "table").to_pyarrow_table().drop_columns("_day")
+            else:
+                found = load_catalog("lake", **options).load_table("air.events").scan().to_arrow()
+            for row in found.drop_columns("_revision").to_pylist():
+                yield row.pop("_window"), pa.Table.from_pylist([row])
+
+        settings: dict[str, Any] = {
+            **QUICK,
+            "sink": f"delta:{folder}/table" if kind == "delta" else "iceberg:lake.air.events",
+            "cache_dir": tmp_path / "cache",
+            "retry_seconds": (0.05, 0.5),
+        }
+        if kind == "iceberg":
+            settings["sink_options"] = ";".join(f"{name}={value}" for name, value in options.items())
+        world = World(
+            folder,
+            story,
+            toll,
+            kills=kills,
+            life=SparkLife,
+            settings=settings,
+            patience_seconds=300,
+            tables=tables,
+        )
+        await world.play()
+
+    await play_all(tmp_path, toll, seed, at_once=1, play=play, kind_for=lambda _toll, _usual: "table")
     assert toll.died.keys() - {""} == {*OF_A_TABLE}
