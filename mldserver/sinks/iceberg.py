@@ -47,7 +47,12 @@ _START: Final = "window_start"
 _KEPT: Final = 10
 """Snapshots that stay when the sink expires older ones, as soon as there are twice as many."""
 
-_NO_RETRIES: Final = {"commit.retry.num-retries": "0"}
+_NEEDED: Final = {
+    "commit.retry.num-retries": "0",
+    # By default statistics keep 16 characters of a text, which are the same for windows of one minute.
+    f"write.metadata.metrics.column.{WINDOW}": "full",
+}
+"""What a table must have."""
 _CREATED_WITH: Final = {
     "commit.manifest-merge.enabled": "true",
     "write.metadata.delete-after-commit.enabled": "true",
@@ -144,7 +149,7 @@ def _owned(sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> Table:
     import pyarrow as pa  # noqa: PLC0415  # settings name places long before one is opened
     from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError  # noqa: PLC0415  # see ``_table``
 
-    marks = {PIPELINE: owner.pipeline, LEDGER: owner.ledger, **_NO_RETRIES}
+    marks = {PIPELINE: owner.pipeline, LEDGER: owner.ledger, **_NEEDED}
     catalog = _catalog(sink)
     while True:
         table = _table(catalog, sink)
@@ -201,7 +206,9 @@ def _commit(table: Table, sink: SinkSpec, job: PublishJob) -> None:
     # A first revision without any file in its folder was never tried: do not read the table's manifests.
     if window.revision > 1 or folder.has(into):
         plan = table.scan(row_filter=of_window).plan_files()
-        earlier = [lake.written_by(task.file.file_path) for task in plan]
+        found_files = (lake.written_by(task.file.file_path) for task in plan)
+        # Statistics may be cut short, as in files of other programs: the plan may have files of similar windows.
+        earlier = [about for about in found_files if about is None or about.window == window.id]
     ours = (about for about in earlier if about is not None and about.ledger == job.ledger)
     if any(about.revision >= window.revision for about in ours):
         return

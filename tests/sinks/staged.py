@@ -31,7 +31,7 @@ SESSION: Any = SimpleNamespace(conf={"spark.sql.parquet.outputTimestampType": "T
 """Stands for Spark's, of which these sinks ask one setting."""
 
 
-def window_of(hour: int, revision: int = 1) -> Window:
+def window_of(hour: float, revision: int = 1) -> Window:
     start = BEGIN + timedelta(hours=hour)
     return Window(f"{start:%Y-%m-%dT%H-%M-%SZ}", start, start + timedelta(hours=1), revision, "flights")
 
@@ -45,7 +45,7 @@ class Staged:
 
     def output(
         self,
-        hour: int,
+        hour: float,
         names: list[str] | None,
         *,
         revision: int = 1,

@@ -281,6 +281,22 @@ def test_a_server_that_was_stopped_goes_on_after_another_has_published_the_next_
     assert local.files() == local.named()
 
 
+def test_a_sweep_leaves_what_may_be_committed_yet_what_is_another_s_and_what_older_versions_show(
+    local: Lake,
+) -> None:
+    local.publish(local.output(0, ["a"]))
+    replaced = local.named()
+    local.publish(local.output(0, ["b"], revision=2))
+    local.process(local.output(1, ["c"]), kill_at="table.filled").wait()
+    (local.root / "events" / "notes.parquet").write_bytes(b"")
+    before = local.files()
+    local.own()
+    assert local.files() == before
+    assert replaced < before
+    older = DeltaTable(local.sink.target, version=local.table.version() - 1)
+    assert older.to_pyarrow_table()["name"].to_pylist() == ["a"]
+
+
 ROUNDS = 200
 
 

@@ -99,7 +99,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, local: Lake) -> Iterat
         yield lake_in(tmp_path, f"s3://lake/{tmp_path.name}", **{"s3.endpoint": endpoint}, **keys)
 
 
-def expected(hour: int, names: list[str], revision: int = 1) -> list[tuple[str, str, int]]:
+def expected(hour: float, names: list[str], revision: int = 1) -> list[tuple[str, str, int]]:
     return [(window_of(hour).id, name, revision) for name in names]
 
 
@@ -335,3 +335,18 @@ def test_the_page_s_example_reads_a_window(local: Lake) -> None:
     exec(text.replace("2013-01-01T10-00-00Z", window_of(0).id), names)
     assert sorted(names["rows"]["name"].to_pylist()) == ["a", "b"]
     assert names["kept"].num_rows == 1
+
+
+def test_windows_that_differ_in_seconds_are_told_apart_also_in_a_table_with_short_statistics(
+    local: Lake,
+) -> None:
+    second = 1 / 3600
+    local.own()
+    with local.table.transaction() as change:
+        change.set_properties({"write.metadata.metrics.column._window": "truncate(16)"})
+    for revision in (1, 2):
+        for each in (1, 11, 21):
+            local.publish(local.output(each * second, [f"{each}"], revision=revision))
+            local.publish(local.output(each * second, [f"{each}"], revision=revision))
+    assert local.rows() == [row for each in (1, 11, 21) for row in expected(each * second, [f"{each}"], 2)]
+    assert len(local.named()) == 3

@@ -150,8 +150,10 @@ async def test_rows_as_they_are_come_out_with_every_column_and_value(world: Worl
     result = await world.engine.compute(world.job("identity"))
     output = world.output("identity", result.files).sort_by("_clock")
     bounds = {"window_start": START, "window_end": START + timedelta(hours=1)}
-    assert output.column_names == [*world.input().column_names, *bounds]
-    assert output.to_pylist() == [row | bounds for row in world.input().to_pylist()]
+    # The world has a table, whose rows name their window and revision.
+    added = bounds | {"_window": "identity", "_revision": 1}
+    assert output.column_names == [*world.input().column_names, *added]
+    assert output.to_pylist() == [row | added for row in world.input().to_pylist()]
     assert result.rows == 3 * ROWS
 
 
