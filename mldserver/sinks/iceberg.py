@@ -256,6 +256,6 @@ def _expire(table: Table) -> None:
         return
     kept = {ref.snapshot_id for ref in table.metadata.refs.values()}
     old = [each.snapshot_id for each in snapshots[:-_KEPT] if each.summary and each.summary[_WINDOW]]
-    # Another server's commit may come first: a later window expires them.
-    with contextlib.suppress(CommitFailedException):
+    # Another server may commit first, or expire the same ones (ValueError): a later window expires what is left.
+    with contextlib.suppress(CommitFailedException, ValueError):
         table.maintenance.expire_snapshots().by_ids([each for each in old if each not in kept]).commit()
