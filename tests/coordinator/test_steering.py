@@ -6,25 +6,49 @@ import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from coordinator.outcomes import outcome
 from coordinator.pipeline import Pipeline, fail
 
 from mldserver.admin.acts import carry_out
-from mldserver.assembly import Parts
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
+from mldserver.functions.lifecycle import Command, Shown, decide
+from mldserver.ledger.contract import Wanted
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
 
 
+class SteeredFunction:
+    """A function that runs, or one that starts or stops."""
+
+    def __init__(self, pipeline: Pipeline | None) -> None:
+        self.pipeline = pipeline
+
+    @property
+    def parts(self) -> Any:
+        return self.pipeline and SimpleNamespace(coordinator=self.pipeline.coordinator, runtime=None)
+
+    async def command(self, command: Command, *, keep: bool = False) -> bool:
+        """Change what is wanted in the ledger, and follow it."""
+        assert self.pipeline is not None
+        coordinator = self.pipeline.coordinator
+        life = coordinator.ledger_view.state.life
+        state = Shown.PAUSED if life.wanted is Wanted.PAUSED else Shown.DEPLOYED
+        after = decide(command, life, state, name="departures", keep=keep)
+        if after is None:
+            return False
+        assert await self.pipeline.ledger.change_life(life, after)
+        await coordinator.flush("operator")
+        return True
+
+
 def carry_out_on(pipeline: Pipeline, act: str, argument: str = "") -> Coroutine[None, None, tuple[bool, str]]:
-    parts = SimpleNamespace(coordinator=pipeline.coordinator, runtime=None)
-    return carry_out({"departures": cast("Parts", parts)}, pipeline.clock, act, argument)
+    return carry_out({"departures": SteeredFunction(pipeline)}, pipeline.clock, act, argument)
 
 
 async def carried_out(pipeline: Pipeline, act: str, argument: str = "") -> tuple[bool, str]:
@@ -206,17 +230,14 @@ async def test_while_all_are_paused_no_single_shard_goes_on(tmp_path: Path) -> N
 
 
 async def test_a_server_that_starts_or_stops_takes_no_acts() -> None:
-    done, text = await carry_out({"departures": None}, VirtualClock(), "pause", "")
+    done, text = await carry_out({"departures": SteeredFunction(None)}, VirtualClock(), "pause", "")
     assert (done, text) == (False, "The server is starting or stopping and cannot be steered now.")
 
 
 async def test_with_several_functions_an_act_names_one_of_them(tmp_path: Path) -> None:
     first, second = Pipeline(tmp_path / "a"), Pipeline(tmp_path / "b")
     async with first.life(), second.life():
-        functions = {
-            name: cast("Parts", SimpleNamespace(coordinator=pipeline.coordinator, runtime=None))
-            for name, pipeline in (("arrivals", first), ("departures", second))
-        }
+        functions = {"arrivals": SteeredFunction(first), "departures": SteeredFunction(second)}
         done, text = await carry_out(functions, first.clock, "pause", "")
         assert (done, text) == (
             False,
@@ -225,10 +246,10 @@ async def test_with_several_functions_an_act_names_one_of_them(tmp_path: Path) -
         done, text = await carry_out(functions, first.clock, "pause", "", "trips")
         assert (done, text.split(".")[0]) == (False, "This server has no function 'trips'")
         assert (await carry_out(functions, first.clock, "pause", "", "departures"))[0]
-        paused = [each.coordinator.shards.backpressure.paused for each in functions.values()]
+        paused = [each.coordinator.shards.backpressure.paused for each in (first, second)]
         assert paused == [False, True]
         assert (await carry_out(functions, first.clock, "log-level", "info"))[0], "it is the server's"
-        stopped = functions | {"arrivals": None}
+        stopped = functions | {"arrivals": SteeredFunction(None)}
         done, text = await carry_out(stopped, first.clock, "flush", "", "arrivals")
         assert (done, text) == (
             False,
